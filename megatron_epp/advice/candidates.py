@@ -45,7 +45,9 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
 
 
 def variants(question: Question, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts of the same parallel sizes with layers balanced, and with two stages on every rank, placed looped and v."""
+    """Yield layouts of the same parallel sizes: layers balanced, and two stages on every rank, placed looped and v, with layers
+    even and balanced.
+    """
     if layout.pipeline < 2:
         return
     stages = _sizes(question, "virtual", [1, 2])
@@ -59,7 +61,8 @@ def variants(question: Question, layout: Layout) -> Iterator[Layout]:
             continue
         for placement in ("looped", "v"):
             several = replace(layout, virtual=virtual, placement=placement)
-            yield replace(several, layers=question.layers(several, "even"))
+            for layers in dict.fromkeys(question.layers(several, partition) for partition in ("even", "balanced")):
+                yield replace(several, layers=layers)
 
 
 def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:

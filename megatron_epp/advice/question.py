@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import MICROSECONDS
-from megatron_epp.cost.balance import layout_flag
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
+from megatron_epp.plan.layout import Layout as StageLayout
+from megatron_epp.plan.layout import halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.layouts.search import Sample
 
 type Sharing = tuple[int, int, int]
 """Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
@@ -29,7 +31,7 @@ class Layout:
         expert: ranks that share experts; they are among the context- and data-parallel ones.
         virtual: stages on each rank.
         placement: of the stages if a rank has several, a value of ``--epp-placement``.
-        layers: of every stage, in the model's order.
+        layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
     """
 
     tensor: int
@@ -39,7 +41,7 @@ class Layout:
     expert: int = 1
     virtual: int = 1
     placement: Literal["looped", "v"] = "looped"
-    layers: tuple[int, ...] = ()
+    layers: tuple[float, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -60,6 +62,11 @@ class Layout:
         return Placement(self.placement, self.pipeline, self.virtual).rank_of
 
     @property
+    def stages(self) -> StageLayout:
+        """Layers of the stages and their ranks."""
+        return StageLayout(tuple(map(halves_of, self.layers)), Placement(self.placement, self.pipeline, self.virtual))
+
+    @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of replicas that share experts; context-parallel ranks share them first."""
         size = max(1, self.expert // self.context)
@@ -78,7 +85,7 @@ class Layout:
     def layers_text(self) -> str:
         """Layers per stage in short form: ``4x8``, or ``9 2x8 7``."""
         runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
-        return " ".join(f"{times}x{count}" if times > 1 else str(count) for times, count in runs)
+        return " ".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,8 +98,10 @@ class Layout:
         }
         if self.expert > 1:
             flags["expert_model_parallel_size"] = self.expert
+        if any(count % 1 for count in self.layers):
+            return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
         if len(set(self.layers)) > 1:
-            flags["pipeline_model_parallel_layout"] = layout_flag(self.layers)
+            flags["pipeline_model_parallel_layout"] = layout_flag([int(count) for count in self.layers])
         elif self.virtual > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
         return flags | {"use_distributed_optimizer": True}
@@ -187,7 +196,24 @@ class Question:
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
             return even_layers(num_layers, layout.num_stages)
-        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths)
+        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths, layout.rank_of)
+
+    def sample(self, layout: Layout, shares: Sequence[Iterable[int]]) -> Sample:
+        """Return the input of the search for layers of the stages, with the other sizes of a layout.
+
+        Args:
+            layout: its sizes.
+            shares: of replicas, as positions of the batch.
+        """
+
+        def costs_of(found: StageLayout) -> PipelineCosts:
+            ranks, chunks = found.placement.num_ranks, found.placement.num_chunks
+            return self.costs(replace(layout, pipeline=ranks, virtual=chunks, layers=found.layers))
+
+        plain = replace(layout, virtual=1, placement="looped")
+        problems = tuple(self.problem_of(plain, share) for share in shares)
+        halves, placements = self.profile(plain).attention is not None, (Placement("looped", layout.pipeline, 1),)
+        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves, placements)
 
     def reduction_us(self, layout: Layout) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
@@ -195,7 +221,7 @@ class Question:
         It is that of the slowest rank, without overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(layout), layout.context * layout.data
-        layers = [0] * layout.pipeline
+        layers = [0.0] * layout.pipeline
         for rank, count in zip(layout.rank_of, layout.layers, strict=True):
             layers[rank] += count
         experts, slowest_us = shape.expert_parameters_on_rank, 0.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp.advice.question import Layout, Question
 from megatron_epp.plan import is_unlimited
+from megatron_epp.plan.layout import layers_text
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -50,6 +51,8 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if layout.virtual > 1 and layout.placement == "v":
         ours["placement"] = "v"
+    if not layout.stages.is_whole:
+        ours["layout"] = layers_text(layout.stages.halves).replace(" ", "")
     if question.documents != "split":
         ours["documents"] = question.documents
     if question.options.offload:

@@ -10,10 +10,13 @@ from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfi
 from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner.layouts.search import choose
 from megatron_epp.planner.service.replica_balance import Share
 
 VARIED = 6
 """Number of layouts whose variants are evaluated: those with the best rough plans."""
+SEARCHED = 2
+"""Number of parallel sizes for which the layers of the stages are searched."""
 PLANNED = 12
 """Number of layouts that are evaluated exactly."""
 TIE = 0.03
@@ -61,6 +64,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     search.look_at(layouts, "layouts")
     for entry in sorted(search.entries, key=_speed)[:VARIED]:
         search.look_at(variants(question, entry.layout), "variants")
+    search.search_layers()
     search.plan_best()
     if not search.exact:
         raise _nothing_fits(question, [*refused, *search.refused])
@@ -105,6 +109,23 @@ class _Search:
             if layout.virtual == 1:
                 self.plains.append(plain(self.question, layout, shares))
 
+    def search_layers(self) -> None:
+        """Search for the layers of the stages, one on each rank, for the best sizes, and evaluate what is found."""
+        sizes = dict.fromkeys(
+            replace(entry.layout, virtual=1, placement="looped", layers=())
+            for entry in sorted(self.entries, key=_speed)
+            if entry.layout.pipeline > 1 and self.question.fixed.get("virtual", 1) == 1
+        )
+        known = {entry.layout for entry in self.entries}
+        for number, layout in enumerate(list(sizes)[:SEARCHED]):
+            self.say(f"layers of {number} of {min(SEARCHED, len(sizes))} layouts searched")
+            try:
+                found = choose(self.question.sample(layout, self._shares[layout.data]))
+            except InfeasibleError:
+                continue
+            searched = replace(layout, layers=found.layout.layers)
+            self.look_at([searched] if searched not in known else [], "searched layouts")
+
     def plan_best(self) -> None:
         """Evaluate the best layouts exactly; if one does not fit, the next replaces it."""
         for entry in sorted(self.entries, key=_speed):
@@ -133,7 +154,7 @@ def _plainest_first(entries: list[Entry]) -> list[Entry]:
     fastest = ranked[0]
     for entry in ranked:
         has_its_sizes = replace(fastest.layout, virtual=1, placement="looped", layers=entry.layout.layers) == entry.layout
-        is_even = entry.layout.layers == even_layers(sum(entry.layout.layers), entry.layout.pipeline)
+        is_even = entry.layout.layers == even_layers(int(sum(entry.layout.layers)), entry.layout.pipeline)
         if has_its_sizes and is_even and entry.parts.step_us <= (1 + WORTH) * fastest.parts.step_us:
             return [entry, *(other for other in ranked if other is not entry)]
     return ranked

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
+from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.cost import PipelineCosts
@@ -63,21 +64,24 @@ def compare(args: argparse.Namespace) -> str:
     batches = batches_of(args)
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
-    costs = costs_of(args, [length for _, lengths in batches for length in lengths])
     names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
+    chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
+    costs = costs_of(args, [length for _, lengths in batches for length in lengths], chosen.layout)
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []
     with progress("planning", lambda: f"{len(made)} of {total} plans"):
         for _, lengths in batches:
             for name in names:
-                made.append(_entry(args, problem_of(args, lengths), costs, name))
+                made.append(_entry(args, problem_of(args, lengths, chosen.layout.placement), costs, name))
     if args.output:
         side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
     for number, (name, lengths) in enumerate(batches):
         tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
     if args.json:
         return json.dumps([_row(*table, entry) for table in tables for entry in table[2]], indent=1)
-    return "\n\n".join(_text(*table, titled=len(tables) > 1) for table in tables)
+    texts = [_text(*table, titled=len(tables) > 1) for table in tables]
+    lines = chosen.lines()
+    return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
 
 
 def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, name: str) -> Entry:

@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.cli.lengths import add_batch, lengths_of
+from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import Parser
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
-    balanced_layers,
-    even_layers,
     layers_of,
     load_cluster,
     load_costs,
@@ -26,7 +24,9 @@ from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.reading import naming
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.problem import check_amounts
 
@@ -50,7 +50,9 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     """Add the flags of the batch, or of several, of the pipeline and of the machine."""
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
-    add(pipeline, "num_stages", "layers_per_stage", "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
+    add(pipeline, "num_stages", default=None)
+    add(pipeline, "layout", default="even")
+    add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
     add(pipeline, "budget_ms", "seed")
     memory = parser.add_argument_group("memory")
     add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
@@ -93,13 +95,13 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
     return nullcontext() if args.model is None else naming(f"--model {args.model}")
 
 
-def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
-    """The problem of a batch, by default that of the flags. Raises `EppError` for bad lengths or a bad cluster file."""
+def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
+    """The problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
     return Problem(
-        lengths=lengths_of(args) if lengths is None else lengths,
-        placement=tuple(range(args.stages)),
-        cap_bytes=(cap_bytes,) * args.stages,
+        lengths=lengths,
+        placement=placement.rank_of,
+        cap_bytes=(cap_bytes,) * placement.num_ranks,
         token_multiple=args.token_multiple,
         forward_only=args.forward_only,
         host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),
@@ -113,51 +115,59 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
     return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
 
 
-def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:
+def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, longest: int | None = None) -> PipelineCosts:
     """Costs of the pipeline that the flags name.
 
     Args:
         args: parsed flags.
-        lengths: tokens of sequences like those to come, by which layers are balanced.
+        lengths: tokens of sequences like those to come.
+        layout: the layers of every stage.
         longest: tokens of the longest there may be, where it is not among them.
 
     Raises:
-        EppError: a file cannot be read, a flag does not fit the model, or the layers do not make the stages.
+        EppError: a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
     """
-    flags = flags_of(args)
+    source, _ = costs_source(args, longest or max(lengths, default=0))
     if args.costs is None:
-        tokens = args.context or longest or max(lengths, default=0)
-        with of_model(args):
-            shape = shape_of(flags | {"seq_length": tokens})
-        return _costs_by(args, analytic_profile(shape, _rates(args)), shape.num_layers, lengths)
-    stored = load_costs(args.costs)
+        assert isinstance(source, Profile)  # formulas make no other
+        return costs_by(args, source, layout)
     with naming(f"--costs {args.costs}"):
-        if isinstance(stored, PipelineCosts):
-            costs = _of_stages(args, stored)
+        if isinstance(source, Profile):
+            costs = costs_by(args, source, layout)
         else:
-            with of_model(args):
-                num_layers = layers_of(flags) if args.layers or args.model else stored.num_layers
-            costs = _costs_by(args, stored, num_layers, lengths)
+            share = args.fragmentation_share
+            costs = source if share is None else replace(source, fragmentation_share=share)
         check_amounts(lengths, costs, args.token_multiple)
     return costs
 
 
-def _of_stages(args: argparse.Namespace, stored: PipelineCosts) -> PipelineCosts:
-    """Costs of a whole pipeline, as far as flags may change them."""
-    if args.layers_per_stage != "even":
-        raise EppError("the stages have layers of their own: leave --layers-per-stage out")
-    if len(stored.stages) != args.stages:
-        raise EppError(f"these are costs of {len(stored.stages)} stages, not of {args.stages}: change --stages")
-    share = args.fragmentation_share
-    return stored if share is None else replace(stored, fragmentation_share=share)
+def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
+    """Return what costs are made of, a file or formulas, and the number of the model's layers.
+
+    Args:
+        args: parsed flags.
+        longest: tokens of the longest sequence, where ``--context`` does not say.
+
+    Raises:
+        EppError: a file cannot be read, or a flag does not fit the model.
+    """
+    flags = flags_of(args)
+    if args.costs is None:
+        with of_model(args):
+            shape = shape_of(flags | {"seq_length": args.context or longest})
+        return analytic_profile(shape, _rates(args)), shape.num_layers
+    stored = load_costs(args.costs)
+    if isinstance(stored, PipelineCosts):
+        return stored, sum(stored.num_layers)
+    with naming(f"--costs {args.costs}"), of_model(args):
+        return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 
 
-def _costs_by(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: Sequence[int]) -> PipelineCosts:
+def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     """Costs of a pipeline of the model's parts."""
-    layers = _layers(args, profile, num_layers, lengths)
     state_bytes = profile.adam_bytes(args.data_parallel)
-    costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
-    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
+    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
+    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:
@@ -169,26 +179,6 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
     if args.fragmentation_share is not None:
         return float(args.fragmentation_share)
     return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
-
-
-def _layers(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Layers of every stage."""
-    if args.layers_per_stage == "even":
-        return even_layers(num_layers, args.stages)
-    if args.layers_per_stage == "balanced":
-        return balanced_layers(profile, num_layers, args.stages, lengths)
-    words = args.layers_per_stage.split(",")
-    layers = tuple(int(word) for word in words if _is_layers(word))
-    if len(layers) != len(words) or len(layers) != args.stages or sum(layers) != num_layers:
-        raise EppError(
-            f"--layers-per-stage {shown(args.layers_per_stage)}: give even, balanced, or {args.stages} whole numbers (one for "
-            f"each of --stages) that add up to {num_layers} (--layers)"
-        )
-    return layers
-
-
-def _is_layers(text: str) -> bool:
-    return text.isdecimal() and len(text) < 6 and int(text) <= MOST_LAYERS
 
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:

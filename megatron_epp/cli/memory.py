@@ -10,11 +10,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of
+from megatron_epp.cli.layout import chosen_layout
+from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
@@ -45,15 +48,16 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print. Raises `EppError`."""
-    problem, options = problem_of(args), options_from(args)
-    costs = costs_of(args, problem.lengths)
+    lengths, options = lengths_of(args), options_from(args)
+    chosen = chosen_layout(args, [lengths])
+    problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal, made = "", None
     try:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
             made = plan(problem, costs, options)
     except InfeasibleError as error:
         refusal = error.text(names_of(args.parser))
-    reaches = {} if args.quick and made is not None else _reaches(args, problem, options)
+    reaches = {} if args.quick and made is not None else _reaches(args, problem, chosen.layout, options)
     if made is None:
         made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
     account = account_of(made, costs)
@@ -63,18 +67,20 @@ def run(args: Namespace) -> int:
     if args.json:
         say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
     else:
-        say(_text(args, account, refusal, reaches, megatron))
+        say("\n".join([_text(args, account, refusal, reaches, megatron), *chosen.lines()]))
     return 0
 
 
-def _reaches(args: Namespace, problem: Problem, options: Options) -> dict[str, Reach]:
+def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options) -> dict[str, Reach]:
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
     tried: list[str] = []
     with progress("looking for what fits", lambda: f"{tried[-1]}, {len(tried)} plans" if tried else ""):
         return {
-            name: Limits(problem, lambda longest: costs_of(uncut, problem.lengths, longest), chosen, tried.append).reach()
-            for name, chosen in choices.items()
+            name: Limits(
+                problem, lambda longest: costs_of(uncut, problem.lengths, layout, longest), allowed, tried.append
+            ).reach()
+            for name, allowed in choices.items()
         }
 
 
@@ -88,7 +94,7 @@ def _megatrons(args: Namespace, problem: Problem) -> dict[str, Any] | str:
             from megatron_epp.mcore.costs.estimate import estimate
     except ImportError:
         return _NO_MEGATRON
-    found: dict[str, Any] = estimate(flags_of(args), args.stages, args.data_parallel, problem.lengths)
+    found: dict[str, Any] = estimate(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
     return found
 
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.layout import AUTO, chosen_layout
+from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -43,6 +45,7 @@ def _add_plan(parser: Parser) -> None:
     add_problem(parser)
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
+    parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
     _add_width(parser)
 
 
@@ -58,15 +61,20 @@ def _text_of(made: Plan, args: argparse.Namespace) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    problem = problem_of(args)
-    costs = costs_of(args, problem.lengths)
+    lengths = lengths_of(args)
+    chosen = chosen_layout(args, [lengths])
+    problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
         made = plan(problem, costs, options_from(args))
     if args.output:
         save(made, args.output)
+    if args.layout_out:
+        Path(args.layout_out).write_text(chosen.layout.to_json(), encoding="utf-8")
     say(_text_of(made, args))
-    hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layers-per-stage balanced")
-    if hint and not has_costs_of_stages(args):
+    if lines := chosen.lines():
+        say("\n" + "\n".join(lines))
+    hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
+    if hint and args.layout != AUTO and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
 

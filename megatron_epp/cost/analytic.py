@@ -24,13 +24,13 @@ MICROSECONDS = 1e6
 
 
 def analytic_costs(
-    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0
+    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0
 ) -> PipelineCosts:
     """Costs of a pipeline. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
         shape, rates: as for `analytic_profile`.
-        layers_per_stage: layers of each stage; their sum must be the model's.
+        layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
         state_bytes_per_parameter: see `Profile.costs`.
 
     Raises:
@@ -54,6 +54,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
         layer=_layer(shape, rates),
+        attention=_attention_part(shape, rates),
         embedding=Part(forward=copy, backward=copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
@@ -105,6 +106,26 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,
         largest_weight=shape.largest_layer_weight,
+    )
+
+
+def _attention_part(shape: ModelShape, rates: Rates) -> Part:
+    """Costs of a layer's attention with its norm and projections, as parts of those of `_layer`."""
+    overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
+    exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)
+    moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
+    width = shape.query_width / shape.ranks
+    return Part(
+        forward=overhead + linear + moved.scaled(2) + exchange + _attention(4 * width / rates.attention_forward_flops, rates),
+        backward=overhead
+        + linear.scaled(2)
+        + moved.scaled(3)
+        + exchange
+        + _attention(10 * width / rates.attention_backward_flops, rates),
+        weight=linear,
+        bytes_per_token=shape.attended_bytes_per_token,
+        weight_bytes_per_token=shape.attention_weight_bytes_per_token,
+        parameters=shape.attention_parameters / shape.tensor_parallel,
     )
 
 

@@ -1,4 +1,4 @@
-"""Balance of work over stages, and the number of layers per stage that minimizes the busiest stage's time."""
+"""Balance of work over ranks, and the number of layers per stage that minimizes the busiest rank's time."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ WORTH = 0.05
 chosen, not measured."""
 
 
-def layout_flag(layers: Sequence[int]) -> str:
-    """Format layers per stage as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included:
-    ``Et*7|t*8|t*7L``.
-    """
-    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
-    return f"E{'|'.join(stages)}L"
+def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, rank_of: Sequence[int] = ()) -> tuple[int, ...]:
+    """Layers of each stage that minimize the busiest rank's time. Every stage has at least one.
 
-
-def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage that minimize the busiest stage's time. Every stage has at least one.
-
-    Each layer goes to the stage with the least work; among equals to the latest, which holds the fewest chunks at a time.
+    Each layer goes to the rank with the least work, and there to the stage with the least; among equals to the latest, which
+    holds the fewest chunks at a time.
 
     Args:
         layer_us: time of a layer.
         extra_us: of each stage, besides its layers.
         num_layers: no fewer than stages.
+        rank_of: the rank of every stage; empty for one stage per rank.
     """
-    layers = [1] * len(extra_us)
-    least = [(extra + layer_us, -stage) for stage, extra in enumerate(extra_us)]
-    heapq.heapify(least)
+    layers, ranks = [1] * len(extra_us), rank_of or range(len(extra_us))
+    stages_of: dict[int, list[tuple[float, int]]] = {}
+    for stage, (extra, rank) in enumerate(zip(extra_us, ranks, strict=True)):
+        stages_of.setdefault(rank, []).append((extra + layer_us, -stage))
+    least = [(sum(time_us for time_us, _ in stages), -rank) for rank, stages in stages_of.items()]
+    for stages in (least, *stages_of.values()):
+        heapq.heapify(stages)
     for _ in range(num_layers - len(layers)):
-        time_us, back = least[0]
-        heapq.heapreplace(least, (time_us + layer_us, back))
+        busy_us, rank_back = least[0]
+        heapq.heapreplace(least, (busy_us + layer_us, rank_back))
+        time_us, back = stages_of[-rank_back][0]
+        heapq.heapreplace(stages_of[-rank_back], (time_us + layer_us, back))
         layers[-back] += 1
     return tuple(layers)
 

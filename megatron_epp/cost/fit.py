@@ -11,7 +11,7 @@ import numpy as np
 from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.work import Line
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 
@@ -87,6 +87,7 @@ def fit_profile(
     profile = replace(
         formula,
         name=name,
+        attention=_attention_part(formula, shape, rates, fits),
         layer=replace(
             formula.layer,
             forward=layer_forward + fits["attention forward"].line + exchange,
@@ -118,6 +119,22 @@ def fit_profile(
             "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
             "points": {kind: [list(point) for point in some] for kind, some in points.items()},
         },
+    )
+
+
+def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, Fit]) -> Part | None:
+    """Attention's part of a layer; None if its linear layers were not measured apart. No time of it exceeds the layer's."""
+    if "projections forward" not in fits or formula.attention is None:
+        return None
+    exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)
+    forward, backward, weight = (
+        fits[f"projections {name}"].line.within(fits[f"linear {name}"].line) for name in ("forward", "backward", "weight")
+    )
+    return replace(
+        formula.attention,
+        forward=forward + fits["attention forward"].line + exchange,
+        backward=backward + fits["attention backward"].line + exchange,
+        weight=weight.within(backward),
     )
 
 

@@ -55,7 +55,8 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
         fragmentation_share: bytes lost between blocks of the device's allocator, as a share of those in use.
     """
     parts = head_parts(own.kv_heads)
-    pieces, kv = own.num_layers * parts, own.kv_bytes_per_token / parts
+    layers, kv = own.num_cached_layers, own.kv_bytes_per_token / parts
+    pieces = layers * parts
     gradient = own.kv_gradient_per_token(work) / parts
     rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
     has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
@@ -68,9 +69,8 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
     sums_us = has_earlier * copy_us(gradient, before)  # on their way out
     device = 1.0 + fragmentation_share
     return KVOffloadCosts(
-        forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, own.num_layers) + work.sliced * (in_us + out_us),
-        backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, own.num_layers)
-        + work.sliced * (back_us + sums_us),
+        forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, layers) + work.sliced * (in_us + out_us),
+        backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, layers) + work.sliced * (back_us + sums_us),
         again_us=beyond(parts * in_us, own.forward.per_pair_us, 1),
         forward_bytes=_whole(work.sliced * 2 * kv * rows * device),
         backward_bytes=_whole(work.sliced * (2 * kv + gradient) * rows * device),

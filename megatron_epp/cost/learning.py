@@ -149,7 +149,8 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
             known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
         if found_bytes := sizes.get((number, Op.W)):
             per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
-            known = replace(known, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
+            half = replace(known.half, weight_bytes_per_token=0.0)  # counted with the layers
+            known = replace(known, half=half, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
         stages.append(known)
     shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
     return replace(base, stages=tuple(stages), offloadable_share=min(shares, default=base.offloadable_share), name="learnt")
@@ -159,20 +160,28 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
     forwards = _with_all_tokens(stage.stage_forward, stage.extra_forward, times[Op.F])
     forward = _fitted(stage.stage_forward, forwards)
-    layer_forward, extra_forward = _shared(forward, stage.forward, stage.num_layers, stage.extra_forward)
+    layer_forward, half_forward, extra_forward = shared(
+        forward, stage.forward, stage.num_layers, stage.half.forward, stage.extra_forward
+    )
     factor = _factor(stage.stage_forward, forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
     known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
     once = _with_all_tokens(stage.stage_backward, stage.extra_backward, once)
     backward = _fitted(stage.stage_backward, once)
-    layer_backward, extra_backward = _shared(backward, stage.backward, stage.num_layers, stage.extra_backward)
+    layer_backward, half_backward, extra_backward = shared(
+        backward, stage.backward, stage.num_layers, stage.half.backward, stage.extra_backward
+    )
     factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
     split = _with_all_tokens(stage.stage_weight, stage.extra_weight, times[Op.W])
     weight = _fitted(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
-    layer_weight, extra_weight = _shared(weight, stage.weight, stage.num_layers, stage.extra_weight)
+    layer_weight, half_weight, extra_weight = shared(
+        weight, stage.weight, stage.num_layers, stage.half.weight, stage.extra_weight
+    )
+    half = replace(stage.half, forward=half_forward, backward=half_backward, weight=half_weight.within(half_backward))
     return replace(
         known,
+        half=half,
         backward=layer_backward,
         extra_backward=extra_backward,
         weight=layer_weight.within(layer_backward),
@@ -220,15 +229,23 @@ def _factor(earlier: Line, times: Sequence[Timed]) -> float:
     return statistics.median(ratios) if ratios else 1.0
 
 
-def _shared(whole: Line, layer: Line, num_layers: int, extra: Line) -> tuple[Line, Line]:
-    """Share a stage's line between each layer and the extras, every coefficient as by the earlier lines of these."""
+def shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -> tuple[Line, Line, Line]:
+    """Share a stage's line between each layer, its half layer and the extras, every coefficient as by their earlier lines.
+
+    Args:
+        whole: time of the stage.
+        layer, num_layers, half, extra: what it consists of, by earlier costs.
+    """
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
-        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(extra), strict=True)
+        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(half + extra), strict=True)
     ]
     coefficients = list(zip(astuple(whole), shares, strict=True))
     own = Line(*(value * share / max(1, num_layers) for value, share in coefficients))
-    return own, Line(*(value * (1.0 - share) for value, share in coefficients))
+    rests = [value * (1.0 - share) for value, share in coefficients]
+    of_half = [part / (part + rest) if part > 0 else 0.0 for part, rest in zip(astuple(half), astuple(extra), strict=True)]
+    first = Line(*(rest * share for rest, share in zip(rests, of_half, strict=True)))
+    return own, first, Line(*(rest * (1.0 - share) for rest, share in zip(rests, of_half, strict=True)))
 
 
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
@@ -252,16 +269,19 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
     A layer keeps its input at least, which is what it keeps if it recomputes in full.
     """
-    least = stage.recomputed_layer_bytes_per_token
-    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least) if stage.num_layers else 0.0
+    least, rest = stage.recomputed_layer_bytes_per_token, stage.extra_bytes_per_token + stage.half.bytes_per_token
+    of_layers = max(kept_per_token - rest, stage.num_layers * least) if stage.num_layers else 0.0
+    left = max(0.0, kept_per_token - of_layers)
+    half = min(stage.half.bytes_per_token, left)
     return replace(
         stage,
+        half=replace(stage.half, bytes_per_token=half),
         layer_bytes_per_token=of_layers / max(1, stage.num_layers),
         full_bytes_per_token=None,
         attended_bytes_per_token=None,
         apart_bytes_per_token=None,
         apart_attended_bytes_per_token=None,
-        extra_bytes_per_token=max(0.0, kept_per_token - of_layers),
+        extra_bytes_per_token=left - half,
         head_bytes_per_token=0.0,
         working_bytes_per_token=0.0,
     )

@@ -255,8 +255,11 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))
 
 
-def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Layers of each stage that make the stages' times nearly equal: a large vocabulary leaves the last stage fewer layers.
+def balanced_layers(
+    profile: Profile, num_layers: int, num_stages: int, lengths: Sequence[int] = (), rank_of: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Layers of each stage that make the ranks' times nearly equal: a large vocabulary leaves the last stage fewer layers, or
+    another stage of its rank.
 
     With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays.
 
@@ -265,6 +268,7 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
         num_layers: of the model.
         num_stages: to spread them over.
         lengths: tokens of typical sequences; if empty, attention takes no time.
+        rank_of: the rank of every stage; empty for one stage per rank.
 
     Raises:
         EppError: there are more stages than layers.
@@ -278,7 +282,7 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
     extra = [0.0] * num_stages
     extra[0] += embedding
     extra[-1] += head
-    return spread_layers(layer, extra, num_layers)
+    return spread_layers(layer, extra, num_layers, rank_of)
 
 
 def _range(rate: str) -> tuple[float, float]:

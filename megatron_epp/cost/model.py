@@ -14,11 +14,21 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE, HEAD, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
+from megatron_epp.cost.memory import (
+    CACHE_GRADIENT,
+    FRAGMENTATION_SHARE,
+    HEAD,
+    INPUTS,
+    LAYERS,
+    LOSS_BLOCK,
+    RECOMPUTE_MODE_ITEMS,
+    WORKING,
+)
 from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.stage import StageCosts
+from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, StageCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.plan.reading import shown
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.sizing import size_classes
 
@@ -64,6 +74,14 @@ class PipelineCosts:
     @property
     def num_layers(self) -> tuple[int, ...]:
         return tuple(stage.num_layers for stage in self.stages)
+
+    @property
+    def num_halves(self) -> tuple[int, ...]:
+        return tuple(stage.num_halves for stage in self.stages)
+
+    @property
+    def num_cached_layers(self) -> tuple[int, ...]:
+        return tuple(stage.num_cached_layers for stage in self.stages)
 
     @property
     def equal_stages(self) -> tuple[int, ...]:
@@ -140,7 +158,8 @@ class PipelineCosts:
 
     def _kept_per_token(self, stage: int, work: ChunkWork, recompute: Recompute) -> Iterator[tuple[str, TimeColumn]]:
         costs = self.stages[stage]
-        yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "")
+        half = costs.half.bytes_per_token - costs.half.num_cached_layers * self._in_cache(stage, work)
+        yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "") + half
         for name, count in recompute.by_mode():
             yield RECOMPUTE_MODE_ITEMS[name], count * self._layer_per_token(stage, work, name)
         everywhere = np.ones(len(work.tokens))
@@ -168,6 +187,7 @@ class PipelineCosts:
         """Bytes held from the end of B to the end of W if the two are split."""
         costs = self.stages[stage]
         per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
+        per_token += costs.half.weight_bytes_per_token
         return self._whole_bytes(per_token * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -179,7 +199,7 @@ class PipelineCosts:
         by `size_classes`.
         """
         costs = self.stages[stage]
-        return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
+        return self._whole_bytes(costs.num_cached_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
@@ -200,7 +220,7 @@ class PipelineCosts:
         """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
         layer by layer in the backward of the last slice.
         """
-        return self._whole_bytes(self.stages[stage].num_layers * self._gradient_of_layer(stage, work))
+        return self._whole_bytes(self.stages[stage].num_cached_layers * self._gradient_of_layer(stage, work))
 
     def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
@@ -222,6 +242,37 @@ class PipelineCosts:
         comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
         return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
+    def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
+        """Bytes by item that a backward holds for halves of layers from its start to its end, besides its layers' peaks.
+
+        An MLP at the stage's start stays until the end anyway; one that counts as a layer with an attention is not freed with
+        that layer. The gradient of an attention's keys and values comes first of all.
+        """
+        own = self.stages[stage]
+        if own.half == NO_HALF and not own.first_mlp_bytes_per_token:
+            return {}
+        kept = self._whole_bytes(own.first_mlp_bytes_per_token * work.tokens)
+        gradient = np.where(work.last, own.half.num_cached_layers * self._gradient_of_layer(stage, work), 0.0)
+        return {LAYERS: kept + self._half_layer_peak(stage, work), CACHE_GRADIENT: self._whole_bytes(gradient)}
+
+    def half_layer_freed(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes that a backward frees when it has passed the attention at the stage's end, before it reaches the layers."""
+        own = self.stages[stage]
+        if own.half.kind != ATTENTION:
+            return np.zeros(len(work.tokens), dtype=np.int64)
+        kept = (own.half.bytes_per_token - self._in_cache(stage, work)) * work.tokens
+        return -self._whole_bytes(-kept) + self._half_layer_peak(stage, work)
+
+    def _half_layer_peak(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if its
+        weight gradient is split that of its output, of the size of its input.
+        """
+        own = self.stages[stage]
+        if own.half.kind != ATTENTION:
+            return np.zeros(len(work.tokens), dtype=np.int64)
+        apart = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
+        return self._whole_bytes(apart * work.tokens + prefix_bytes(own, work))
+
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""
         return -self._whole_bytes(-self.stages[stage].head_bytes_per_token * work.tokens)
@@ -229,7 +280,8 @@ class PipelineCosts:
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's extras."""
         costs = self.stages[stage]
-        return self._whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
+        of_layer = costs.layer_bytes_per_token if costs.num_layers or costs.half == NO_HALF else costs.half.bytes_per_token
+        return self._whole_bytes((of_layer + costs.extra_bytes_per_token) * work.tokens)
 
     def static_items(self, stage: int) -> dict[str, int]:
         """Bytes held throughout, by item. The workspace is counted as static too, because a pass of the last stage peaks while
@@ -284,6 +336,9 @@ def _check(costs: PipelineCosts) -> None:
     for number, stage in enumerate(costs.stages):
         check_part(f"stages[{number}].weight", stage.weight, stage.backward)
         check_part(f"stages[{number}].extra_weight", stage.extra_weight, stage.extra_backward)
+        check_part(f"stages[{number}].half.weight", stage.half.weight, stage.half.backward)
+        if stage.half.kind not in ("", ATTENTION, MLP):
+            raise EppError(f"stages[{number}].half.kind is {shown(stage.half.kind)}; it is {ATTENTION}, {MLP} or empty")
 
 
 def on_device(
@@ -305,7 +360,7 @@ def on_device(
     stages = []
     for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
-        working = stage.layer_bytes_per_token if stage.num_layers else 0.0
+        working = stage.layer_bytes_per_token if stage.num_layers else stage.half.bytes_per_token
         stages.append(replace(stage, static=static, working_bytes_per_token=working))
     share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
     per_token = costs.hidden_bytes_per_token

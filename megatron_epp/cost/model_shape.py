@@ -218,6 +218,12 @@ class ModelShape:
         return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
 
     @property
+    def attention_weight_bytes_per_token(self) -> float:
+        """Bytes of `weight_bytes_per_token` for attention's projections."""
+        inner = (2 * self.query_width + self.cached_width) * self.bytes_per_value / self.ranks
+        return 2 * self.hidden_bytes_per_token + inner
+
+    @property
     def attention_exchanged_bytes_per_token(self) -> float:
         """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
         tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel

@@ -6,7 +6,7 @@ JSON form, times in microseconds and sizes in bytes, everything per rank::
      "layer": {"forward": {"fixed_us": 90.0, "per_token_us": 0.8, "per_pair_us": 4e-05}, "backward": {...}, "weight": {...},
                "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808,
                "recompute": {"mlp": {"again": {"fixed_us": 40.0, ...}, "bytes_per_token": 90000.0}, ...}},
-     "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
+     "attention": {...}, "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
 
 `origin` records the source of the figures (machine, versions, date, model shape, residuals); nothing is computed from it.
 """
@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.stage import LayerCosts, StageCosts
+from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts
 from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
 FORM = Form("profile", "megatron-epp/profile", 1)
@@ -54,6 +56,7 @@ class Profile:
         name: for the plan's record.
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
+        attention: the part of a layer up to the MLP's norm; None if unknown, then stages begin and end with whole layers.
         recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: as in `StageCosts`.
         hidden_bytes_per_token, message_latency_us, message_us_per_byte: as in `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
@@ -67,6 +70,7 @@ class Profile:
     name: str
     num_layers: int
     layer: Part
+    attention: Part | None = None
     embedding: Part = Part()
     head: Part = Part()
     recomputed_layer_bytes_per_token: float
@@ -84,30 +88,37 @@ class Profile:
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
-        self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0, replicas: int = 1
+        self, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0, replicas: int = 1
     ) -> PipelineCosts:
         """Costs of a pipeline of this model. The first stage embeds; the last has the head.
 
         Args:
-            layers_per_stage: layers of each stage.
+            layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
             state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
                 weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
             replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
                 host.
 
         Raises:
-            EppError: a stage has a negative number of layers, or there is no stage.
+            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage; or a
+                layer is cut, and the profile does not know its halves.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
         last = len(layers_per_stage) - 1
+        halves = [*map(halves_of, layers_per_stage)]
+        kinds = zip(halves, accumulate(halves, initial=0), range(last + 1), strict=False)
+        made: dict[Any, StageCosts] = {}
+        stages = []
+        for count, start, stage in kinds:
+            kind = count, start % 2 == 1, stage == 0, stage == last
+            if kind not in made:
+                made[kind] = self._stage(*kind, state_bytes_per_parameter)
+            stages.append(made[kind])
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
             name=self.name,
-            stages=tuple(
-                self._stage(layers, stage == 0, stage == last, state_bytes_per_parameter)
-                for stage, layers in enumerate(layers_per_stage)
-            ),
+            stages=tuple(stages),
             hidden_bytes_per_token=self.hidden_bytes_per_token,
             message_latency_us=self.message_latency_us,
             message_us_per_byte=self.message_us_per_byte,
@@ -116,13 +127,25 @@ class Profile:
             host_turns=turns,
         )
 
-    def _stage(self, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:
+    def _stage(self, halves: int, begins_with_mlp: bool, first: bool, last: bool, state_bytes: float) -> StageCosts:
+        layers, has_half = divmod(halves, 2)
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         parameters = layers * self.layer.parameters + sum(part.parameters for part in extras)
+        half, first_mlp = NO_HALF, 0.0
+        if has_half or (begins_with_mlp and layers):
+            attention, mlp = self._halves()
+            part = mlp if begins_with_mlp else attention
+            if has_half:
+                half = _half(MLP if begins_with_mlp else ATTENTION, part)
+                parameters += part.parameters
+            else:
+                first_mlp = mlp.bytes_per_token
         of_layer: dict[str, Any] = {one.name: getattr(self.layer, one.name) for one in fields(LayerCosts)}
         return StageCosts(
             **of_layer | {"workspace_bytes": sum(part.workspace_bytes for part in extras)},
             num_layers=layers,
+            half=half,
+            first_mlp_bytes_per_token=first_mlp,
             extra_forward=sum((part.forward for part in extras), NO_TIME),
             extra_backward=sum((part.backward for part in extras), NO_TIME),
             extra_weight=sum((part.weight for part in extras), NO_TIME),
@@ -137,6 +160,24 @@ class Profile:
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
             static=Static.of(parameters, state_bytes, self.weight_bytes),
         )
+
+    def _halves(self) -> tuple[Part, Part]:
+        """Return the attention of a layer and its MLP, which takes the rest. Raises `EppError` if the profile has no halves."""
+        whole, own = self.layer, self.attention
+        if own is None:
+            raise EppError(
+                f"the profile {self.name} does not tell the times of a layer's attention from those of its MLP, so no stage "
+                "can begin inside a layer: measure it again with `megatron-epp profile`, or give whole layers"
+            )
+        mlp = Part(
+            forward=whole.forward.without(own.forward),
+            backward=whole.backward.without(own.backward),
+            weight=whole.weight.without(own.weight),
+            bytes_per_token=max(0.0, whole.bytes_per_token - own.bytes_per_token),
+            weight_bytes_per_token=max(0.0, whole.weight_bytes_per_token - own.weight_bytes_per_token),
+            parameters=max(0.0, whole.parameters - own.parameters),
+        )
+        return own, mlp
 
     def adam_bytes(self, replicas: int = 1) -> float:
         """Bytes of a parameter with its gradient and Adam's state, which replicas shard: its moments, and an fp32 copy of the
@@ -161,7 +202,20 @@ class Profile:
         return FORM.read(Profile, text, _check)
 
 
+def _half(kind: str, part: Part) -> HalfLayer:
+    return HalfLayer(
+        kind=kind,
+        forward=part.forward,
+        backward=part.backward,
+        weight=part.weight.within(part.backward),
+        bytes_per_token=part.bytes_per_token,
+        weight_bytes_per_token=part.weight_bytes_per_token,
+    )
+
+
 def _check(profile: Profile) -> None:
     for name in ("layer", "embedding", "head"):
         part: Part = getattr(profile, name)
         check_part(f"{name}.weight", part.weight, part.backward)
+    for name in ("forward", "backward", "weight") if profile.attention else ():
+        check_part(f"attention.{name}", getattr(profile.attention, name), getattr(profile.layer, name))

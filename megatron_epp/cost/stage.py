@@ -56,12 +56,46 @@ class LayerCosts:
         return rest | {"recompute": {names[name]: value for name, value in found.items()}}
 
 
+ATTENTION, MLP = "attention", "mlp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfLayer:
+    """Half of a layer that a stage has besides its layers; it never recomputes.
+
+    Attributes:
+        kind: ``attention`` (at the stage's end), ``mlp`` (at its start), or empty for no half.
+        forward, backward, weight: its times, as in `LayerCosts`.
+        bytes_per_token: kept from forward to backward, K and V included.
+        weight_bytes_per_token: needed by its W after its B.
+    """
+
+    kind: str = ""
+    forward: Line = NO_TIME
+    backward: Line = NO_TIME
+    weight: Line = NO_TIME
+    bytes_per_token: float = 0.0
+    weight_bytes_per_token: float = 0.0
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers whose K and V it caches: 1 for attention."""
+        return int(self.kind == ATTENTION)
+
+
+NO_HALF = HalfLayer()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts(LayerCosts):
     """Time and memory of one pipeline stage.
 
+    A stage that begins with the MLP of a layer and ends with the attention of another counts the two as one of its layers: they
+    take as long, keep as much, and recompute together.
+
     Attributes:
         num_layers: transformer layers of the stage; the fields of `LayerCosts` are of each of them.
+        half: half of a layer that the stage has in addition.
         extra_forward: the stage's work besides its layers: embedding, or final norm, logits and loss.
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
@@ -80,9 +114,12 @@ class StageCosts(LayerCosts):
         extra_weight_bytes_per_token: `weight_bytes_per_token` of the stage's extras.
         static: weights, gradients, optimizer state.
         working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
+        first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
+            stage's end: backward comes to that first and to the MLP last, so these bytes go later than those of a layer.
     """
 
     num_layers: int
+    half: HalfLayer = NO_HALF
     forward: Line
     backward: Line
     extra_forward: Line = NO_TIME
@@ -101,6 +138,7 @@ class StageCosts(LayerCosts):
     extra_weight_bytes_per_token: float = 0.0
     static: Static = NO_STATIC
     working_bytes_per_token: float = 0.0
+    first_mlp_bytes_per_token: float = 0.0
 
     @staticmethod
     def upgraded(body: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +146,16 @@ class StageCosts(LayerCosts):
         rest = {name: value for name, value in body.items() if name not in ("static_bytes", "message_bytes_per_token")}
         static = {"static": {"weights": body["static_bytes"]}} if "static_bytes" in body else {}
         return LayerCosts.upgraded(rest | static)
+
+    @property
+    def num_halves(self) -> int:
+        """Half layers of the stage: twice its layers, and one more if it has a half."""
+        return 2 * self.num_layers + (self.half.kind != "")
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers whose keys and values the stage caches: those whose attention it has."""
+        return self.num_layers + self.half.num_cached_layers
 
     @property
     def static_bytes(self) -> int:
@@ -147,14 +195,14 @@ class StageCosts(LayerCosts):
     @property
     def stage_forward(self) -> Line:
         """Time of the stage's whole forward."""
-        return self.forward.scaled(self.num_layers) + self.extra_forward
+        return self.forward.scaled(self.num_layers) + self.half.forward + self.extra_forward
 
     @property
     def stage_backward(self) -> Line:
         """Time of the stage's whole backward, without recompute."""
-        return self.backward.scaled(self.num_layers) + self.extra_backward
+        return self.backward.scaled(self.num_layers) + self.half.backward + self.extra_backward
 
     @property
     def stage_weight(self) -> Line:
         """Time of all weight gradients of the stage, a part of `stage_backward`."""
-        return self.weight.scaled(self.num_layers) + self.extra_weight
+        return self.weight.scaled(self.num_layers) + self.half.weight + self.extra_weight

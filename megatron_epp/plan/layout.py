@@ -108,9 +108,7 @@ class Layout:
         """
         if not (self.is_whole and self.placement.is_looped):
             return None
-        counts = [count // 2 for count in self.halves]
-        stages = [f"t*{count}" if count > 1 else "t" * count for count in counts]
-        return f"E{'|'.join(stages)}L"
+        return layout_flag([count // 2 for count in self.halves])
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
@@ -130,6 +128,14 @@ class Layout:
         if not isinstance(layers, list) or not layers:
             raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
         return Layout(tuple(map(halves_of, layers)), _placement(rank_of, len(layers)))
+
+
+def layout_flag(layers: Sequence[int]) -> str:
+    """Format layers per stage as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included:
+    ``Et*7|t*8|t*7L``.
+    """
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
+    return f"E{'|'.join(stages)}L"
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:

@@ -62,11 +62,11 @@ class Tables:
         layer_input: bytes of the chunk that a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
             the bytes freed at its end.
-        backward_head: bytes that a backward frees before it reaches the layers.
+        backward_head: bytes that a backward frees before it reaches the layers: the head's, and those of an attention half.
         backward_release_per_layer: bytes that it frees with each layer that keeps everything, with keys and values and their
             gradient if it is the sequence's first slice, less their gradient if it is the last.
         backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
-        backward_constant: further bytes that a backward holds all along: buffers of KV offload.
+        backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
@@ -165,7 +165,8 @@ class Tables:
             recomputes adds `saved`; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
             was recomputed.
         """
-        first, release_per_layer = -self.backward_head[stage][chunk], self.backward_release_per_layer[stage][chunk]
+        first = self.backward_constant[stage][chunk] - self.backward_head[stage][chunk]
+        release_per_layer = self.backward_release_per_layer[stage][chunk]
         num_layers, layer_peak = self.num_layers[stage], self.backward_layer_peak[stage][chunk]
         if split:
             of_layer, layer_peak = self.weight_layer[stage][chunk], self.split_layer_peak[stage][chunk]

@@ -106,7 +106,7 @@ def uneven_load(plan: Plan) -> list[str]:
     layers = plan.num_layers[0] * len(plan.num_layers) // len(busy)
     if least * (layers + 1) >= most * layers:
         return [f"{line}; with a layer more another would be the slowest."]
-    return [f"{line}.", "Give it fewer layers: --layers-per-stage balanced, in training --decoder-last-pipeline-num-layers."]
+    return [f"{line}.", "Give it fewer layers: --layout balanced, in training --decoder-last-pipeline-num-layers."]
 
 
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:

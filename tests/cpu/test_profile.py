@@ -21,8 +21,12 @@ SHAPE = ModelShape(
 )
 GRID = Grid(tokens=(16, 64), prefixes=(0, 32), copy_bytes=(1 << 10, 1 << 14))
 KINDS = {
-    *(f"{kind} {way}" for kind in ("linear", "attention", "loss", "embedding") for way in ("forward", "backward")),
-    *("linear weight", "loss weight", "host copy"),
+    *(
+        f"{kind} {way}"
+        for kind in ("linear", "projections", "attention", "loss", "embedding")
+        for way in ("forward", "backward")
+    ),
+    *("linear weight", "projections weight", "loss weight", "host copy"),
 }
 
 
@@ -32,7 +36,7 @@ def test_every_part_is_measured_at_every_point(gated):
     seen = []
     points = measure(shape, torch.device("cpu"), GRID, seen.append)
     assert set(points) == KINDS
-    assert seen == ["linear", "attention", "loss", "embedding", "host copy"]
+    assert seen == ["linear", "projections", "attention", "loss", "embedding", "host copy"]
     assert all(point.time_us > 0 for some in points.values() for point in some)
     assert [p.tokens for p in points["linear forward"]] == [16, 64]
     assert [(p.tokens, p.pairs) for p in points["attention backward"]] == [
@@ -44,6 +48,8 @@ def test_every_part_is_measured_at_every_point(gated):
     profile = fit_profile(points, shape, CPU, "here", {})
     assert profile.layer.forward.time_us(64, 2080) > 0
     assert profile.layer.backward.time_us(64, 2080) > profile.layer.weight.time_us(64, 0) > 0
+    assert profile.attention is not None
+    assert 0 < profile.attention.forward.time_us(64, 2080) < profile.layer.forward.time_us(64, 2080)
 
 
 def test_the_link_between_two_ranks_is_measured_by_size():

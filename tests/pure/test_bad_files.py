@@ -17,7 +17,7 @@ COMMANDS = {
     "picture": ["show", "PLAN", "--measured", "FILE", "--png", "picture.png"],
     "trace": ["show", "PLAN", "--measured", "FILE", "--trace", "trace.json"],
     "costs": ["plan", *BATCH, "--costs", "FILE"],
-    "balanced": ["plan", *BATCH, "--layers-per-stage", "balanced", "--costs", "FILE"],
+    "balanced": ["plan", *BATCH, "--layout", "balanced", "--costs", "FILE"],
     "offload": ["plan", *BATCH, "--offload", "--costs", "FILE"],
     "advise": [
         *["advise", "--devices", "2", "--lengths", "300,200", "--model", "tiny-gpt", "--cluster", "this-machine"],

@@ -20,12 +20,12 @@ FLAGS = {
     "host memory": (["--offload", "--host-memory-gb", "1e308"], "is not a positive number"),
     "no memory": (["--memory-gb", "nan"], "'nan' is not a positive number"),
     "layers": (["--layers", "100000000000"], "is not a whole number from 1 to 10,000"),
-    "layers to balance": (["--layers", "100000000000", "--layers-per-stage", "balanced"], "from 1 to 10,000"),
+    "layers to balance": (["--layers", "100000000000", "--layout", "balanced"], "from 1 to 10,000"),
     "stages": (["--stages", "1000000000"], "is not a whole number from 1 to 4,096"),
     "seed": (["--seed", "9" * 30], "is not a whole number from 0 to 4,294,967,295"),
     "recompute": (["--recompute", "9" * 5000], "is not auto or a number of layers, up to 10,000"),
     "power of two": (["--recompute", "²"], "is not auto or a number of layers"),
-    "layers of a stage": (["--layers-per-stage", "9" * 5000 + ",1"], "2 whole numbers (one for each of --stages)"),
+    "layers of a stage": (["--layout", "9" * 5000 + ",1"], "2 multiples of 0.5 (one for each of --stages)"),
     "tokens": (["--lengths", "2147483647", "--token-multiple", "2147483647", "--hidden", "2147483616"], "a plan can hold"),
     "surrogate": (["--lengths", "a\udcff"], "there is no such file"),
     "escape": (["--lengths", "\x1b[31m"], r"\x1b[31m"),
@@ -191,7 +191,7 @@ def test_the_traceback_of_a_foreseen_error_is_there_too(capsys):
 
 
 def test_an_interrupted_command_ends_with_130_and_without_a_traceback(monkeypatch, capsys):
-    def interrupted(args, lengths):
+    def interrupted(args, lengths, layout):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_plan, "costs_of", interrupted)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli.inputs import add_problem, costs_of
+from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.main import main
 from megatron_epp.plan.check import check
 from megatron_epp.plan.lowering import lower
@@ -24,6 +25,14 @@ MODEL = shlex.split(
     "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --bytes-per-value 4 --rates cpu"
 )
 BATCH = ["--lengths", "4096,300,200,100", *MODEL, "--slices", "4"]
+
+
+def written_costs(argv):
+    """Costs of the pipeline that flags name."""
+    parser = argparse.ArgumentParser()
+    add_problem(parser)
+    args = parser.parse_args(argv)
+    return costs_of(args, [4096], chosen_layout(args, [(4096,)], ["greedy"]).layout)
 
 
 @pytest.fixture
@@ -95,9 +104,7 @@ def test_flags_go_by_megatrons_names_too(capsys):
 
 
 def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_problem(parser)
-    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(BATCH), [4096]).to_json())
+    (tmp_path / "costs.json").write_text(written_costs(BATCH).to_json())
     assert main(["plan", *BATCH]) == 0
     first = capsys.readouterr().out
     alone = ["--lengths", "4096,300,200,100", "--stages", "2", "--slices", "4", "--costs", str(tmp_path / "costs.json")]
@@ -106,16 +113,14 @@ def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
 
 
 def test_costs_of_a_whole_pipeline_settle_its_layers(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_problem(parser)
-    lopsided = [*BATCH, "--layers", "8", "--layers-per-stage", "7,1"]
-    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(lopsided), [4096]).to_json())
+    lopsided = [*BATCH, "--layers", "8", "--layout", "7,1"]
+    (tmp_path / "costs.json").write_text(written_costs(lopsided).to_json())
     assert main(["plan", *lopsided]) == 0
-    assert "--layers-per-stage balanced would make it" in capsys.readouterr().out
+    assert "--layout balanced would make it" in capsys.readouterr().out
     alone = ["plan", "--lengths", "4096,300,200,100", "--stages", "2", "--costs", str(tmp_path / "costs.json")]
     assert main(alone) == 0
     assert "the busiest takes" not in capsys.readouterr().out
-    assert main([*alone, "--layers-per-stage", "balanced"]) != 0
+    assert main([*alone, "--layout", "balanced"]) != 0
     assert "the stages have layers of their own" in capsys.readouterr().err
 
 

@@ -66,12 +66,12 @@ def test_without_a_cluster_there_is_no_cap(tmp_path):
 
 def test_layers_per_stage_are_even_balanced_or_as_given(tmp_path, capsys):
     argv = ["--lengths", "300", "--stages", "4"]
-    assert planned(tmp_path, *argv, "--layers-per-stage", "9,8,8,7").num_layers == (9, 8, 8, 7)
-    balanced = planned(tmp_path, *argv, "--layers-per-stage", "balanced").num_layers
+    assert planned(tmp_path, *argv, "--layout", "9,8,8,7").num_layers == (9, 8, 8, 7)
+    balanced = planned(tmp_path, *argv, "--layout", "balanced").num_layers
     assert sum(balanced) == 32
     assert balanced[-1] < 8
     for wrong in ("9,8,8", "9,8,8,8", "some"):
-        assert "add up to 32" in error_of(capsys, "plan", *argv, "--layers-per-stage", wrong)
+        assert "add up to 32" in error_of(capsys, "plan", *argv, "--layout", wrong)
 
 
 def test_replicas_share_the_optimizers_state(tmp_path):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Literal
 
 import pytest
 
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
-from megatron_epp.cost.balance import WORTH, advice, layout_flag, spread_layers, spreads
+from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
 from megatron_epp.cost.library import balanced_layers, load_flags, shape_of
+from megatron_epp.plan.layout import layout_flag
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 
 SHORT, LONG = (2048,) * 64, (1 << 20,)
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
@@ -27,6 +31,30 @@ def test_no_other_layers_make_the_busiest_stage_faster(extra_us: tuple[float, ..
     every = [layers for layers in product(range(1, num_layers), repeat=3) if sum(layers) == num_layers]
     assert found in every
     assert busiest_us(found) == min(map(busiest_us, every))
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize(("extra_us", "num_layers"), [((1, 0, 0, 7), 12), ((0, 0, 0, 25), 8), ((2, 3, 0, 4), 11)])
+def test_no_other_layers_make_the_busiest_rank_faster(rank_of: tuple[int, ...], extra_us: tuple[float, ...], num_layers: int):
+    def busiest_us(layers: tuple[int, ...]) -> float:
+        times = [5 * count + extra for count, extra in zip(layers, extra_us, strict=True)]
+        return max(sum(time for time, rank in zip(times, rank_of, strict=True) if rank == wanted) for wanted in (0, 1))
+
+    found = spread_layers(5, extra_us, num_layers, rank_of)
+    every = [layers for layers in product(range(1, num_layers), repeat=4) if sum(layers) == num_layers]
+    assert found in every
+    assert busiest_us(found) == min(map(busiest_us, every))
+
+
+@pytest.mark.parametrize("kind", ["looped", "v"])
+def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(kind: Literal["looped", "v"]):
+    placement, lengths = Placement(kind, 8, 2), SHORT
+    problem = Problem(lengths, placement.rank_of, (UNLIMITED_BYTES,) * 8)
+    of_stages, of_ranks = (
+        plan(problem, costs(balanced_layers(PROFILE, 32, 16, lengths, rank_of))).predicted.makespan_us
+        for rank_of in ((), placement.rank_of)
+    )
+    assert of_ranks < 0.96 * of_stages
 
 
 def test_the_excess_is_what_the_others_wait_for_the_busiest():

@@ -96,8 +96,8 @@ def test_any_batch_is_planned_or_refused_with_a_cap_that_would_do(seed: int):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--lengths 100,200,3 --stages 2 --layers 2 --layers-per-stage 0,2 --split-weight",
-        "--lengths 9000,5000,3000,2000 --model llama3-8b --stages 4 --layers-per-stage 11,11,10,0 --split-weight",
+        "--lengths 100,200,3 --stages 2 --layers 2 --layout 0,2 --split-weight",
+        "--lengths 9000,5000,3000,2000 --model llama3-8b --stages 4 --layout 11,11,10,0 --split-weight",
     ],
 )
 def test_the_command_line_plans_weight_gradients_apart_where_a_stage_has_no_layers(arguments: str, tmp_path):
@@ -106,7 +106,7 @@ def test_the_command_line_plans_weight_gradients_apart_where_a_stage_has_no_laye
 
 
 def test_the_command_line_refuses_a_cap_that_is_too_small_where_a_stage_has_no_layers(capsys):
-    arguments = "--lengths 100 --stages 2 --layers 1 --layers-per-stage 0,1 --offload --memory-gb 0.001"
+    arguments = "--lengths 100 --stages 2 --layers 1 --layout 0,1 --offload --memory-gb 0.001"
     assert main(["plan", *arguments.split()]) == 2
     assert "no plan fits a memory cap of 1073741 bytes" in capsys.readouterr().err
 

@@ -63,7 +63,7 @@ def test_a_rank_with_more_work_than_the_others_is_named_with_what_to_do():
     slow = tuple(step._replace(time_us=1.5 * step.time_us) for step in plan.ranks[1])
     text = summary(predicted(replace(plan, ranks=(plan.ranks[0], slow))))
     assert "rank 1 computes 1.20 times as long" in text
-    assert "--layers-per-stage balanced" in text
+    assert "--layout balanced" in text
 
 
 def test_what_offload_moves_is_told_where_there_is_any():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import Number
+from megatron_epp.mcore.arguments.layout import apply_layout, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.plan.placement import Placement
@@ -161,6 +162,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if problems:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
+    apply_layout(args)
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1
     args.dataloader_type = "external"
@@ -211,7 +213,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
 
 
-def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+def _share_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what is wrong with the tokens and heads of a chunk's ranks."""
     multiple, slices = token_multiple(args), args.epp_slices or 1
     if args.seq_length is not None and args.seq_length < multiple * slices:
@@ -277,7 +279,8 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_layout,
     _check_numbers,
-    _layout_problems,
+    _share_problems,
+    layout_problems,
     check_stages,
     _batch_problems,
     _plan_problems,

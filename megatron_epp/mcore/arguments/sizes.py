@@ -6,6 +6,8 @@ import argparse
 
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
+from megatron_epp.mcore.arguments.layout import check_chunks
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -120,6 +122,7 @@ def check_stages(args: argparse.Namespace) -> None:
     flag, value = next(iter(flags.items()), ("", None))
     chunks = _chunks_per_rank(args, flag, value)
     ranks = args.pipeline_model_parallel_size
+    flag, value = (flag, value) if getattr(args, "epp_layout", None) is None else (LAYOUT, args.epp_layout)
     if chunks > 1 and ranks < 2:
         raise ArgumentError(
             f"{flag} {value} puts {chunks} stages on a rank, which needs --pipeline-model-parallel-size 2 or more, not {ranks}"
@@ -132,6 +135,8 @@ def check_stages(args: argparse.Namespace) -> None:
 
 def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
     ranks = args.pipeline_model_parallel_size
+    if getattr(args, "epp_layout", None) is not None:
+        return check_chunks(args)
     if flag == _LAYOUT:
         return _check_layout(str(value), args.num_layers, ranks)
     if value is not None and int(value) < 1:

@@ -146,6 +146,24 @@ _RUNNING = (
         "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
         "the first rank has the first and the last (default: looped)."
     ),
+    Flag(
+        "layout",
+        "--epp-layout",
+        "--layout",
+        metavar="auto|even|balanced|FILE|N,N,...",
+        old_names=("--layers-per-stage",),
+    ).described(
+        "Layers of every stage, first to last, as ``8,7.5,8.5``, or a file with them and the ranks of the stages. A half means "
+        "that a stage ends with a layer's attention, and the next begins with its MLP. even, balanced: whole layers, as many "
+        "on each stage, or so that ranks take equally long for the run's sequences; auto: what takes least time for the run's "
+        "first batches, found by planning some of them at start-up, for as many stages on a rank as other flags say. What is "
+        "found is kept with the checkpoints, so that a resumed run has it too. Replaces the flags of Megatron that divide "
+        "layers (default: as these say).",
+        "layers of every stage. auto: those with which batches like these take least time, found by planning some of them, "
+        "with several stages on a rank where that is faster; balanced: fewer where the vocabulary's work comes on top, for "
+        "sequences as long as these; a file that `plan --layout-out` wrote; or a list, where 7.5 means that the stage ends "
+        "with a layer's attention, or begins with its MLP (default: even)",
+    ),
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
@@ -193,9 +211,6 @@ _RUNNING = (
 _PIPELINE = (
     Flag("num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size", STAGES, default=4).described(
         "Pipeline stages, one per rank (default: 4)."
-    ),
-    Flag("layers_per_stage", "", "--layers-per-stage", default="even", metavar="even|balanced|N,N,...").described(
-        "Balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even)."
     ),
     Flag("token_multiple", "", "--token-multiple", COUNT, default=1).described(
         "Pad chunks to a multiple of this many tokens (default: 1)."

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
@@ -37,18 +38,24 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     splits = stage.weights is not None
     if splits:
         deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
+        of_layers, of_half = layers * costs.weight_bytes_per_token, costs.half.weight_bytes_per_token
+        of_half = deferred.layers_weights * (of_half / (of_layers + of_half) if of_half else 0.0)
         costs = replace(
             costs,
-            weight_bytes_per_token=deferred.layers_weights / max(1, layers),
+            weight_bytes_per_token=(deferred.layers_weights - of_half) / max(1, layers),
+            half=replace(costs.half, weight_bytes_per_token=of_half),
             extra_weight_bytes_per_token=deferred.weights - deferred.layers_weights,
             extra_weight=costs.extra_weight if deferred.weights > deferred.layers_weights else Line(),
         )
     least = message_bytes(stage)
     costs = replace(costs, recomputed_layer_bytes_per_token=least)
     base = _held(stage, Recompute(full=layers))
+    costs = replace(costs, half=replace(costs.half, bytes_per_token=base.half))
     if layers == 0:
-        return replace(costs, extra_bytes_per_token=base.kept, head_bytes_per_token=0.0)
-    is_uniform = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
+        costs = replace(costs, extra_bytes_per_token=max(0.0, base.kept - base.half), head_bytes_per_token=0.0)
+        return _with_kv_bytes(costs, stage) if costs.half.num_cached_layers else costs
+    # Not so a hybrid model's attention and MLP layers, and two halves that count as a layer.
+    is_uniform = len({type(layer) for layer in layers_of(stage)}) == 1 and not costs.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
         """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
@@ -62,25 +69,29 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         layer_bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
         recompute={name: at(known, name) for name, known in costs.recompute.items()},
-        extra_bytes_per_token=max(0.0, base.kept - layers * least),
-        head_bytes_per_token=base.head,
+        extra_bytes_per_token=max(0.0, base.kept - layers * least - base.half),
+        head_bytes_per_token=max(0.0, base.head - base.half * costs.half.num_cached_layers),
     )
     if splits and is_uniform:
         peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
-    kv, gradient, left = _of_slices(stage)
-    _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
-    costs = replace(
-        costs,
-        kv_bytes_per_token=kv,
-        kv_gradient_bytes_per_token=gradient,
-        many_kv_gradient_bytes_per_token=wider,
-    )
-    if is_uniform and gradient:
-        costs = replace(costs, attended_bytes_per_token=least + left + kv)
-    if splits and is_uniform and gradient:
-        costs = replace(costs, apart_attended_bytes_per_token=least + _of_slices(stage, keep_weights=True)[2] + kv)
+    costs = _with_kv_bytes(costs, stage)
+    if is_uniform and costs.kv_gradient_bytes_per_token:
+        held = least + costs.kv_bytes_per_token
+        costs = replace(costs, attended_bytes_per_token=held + _of_slices(stage).left)
+        if splits:
+            costs = replace(costs, apart_attended_bytes_per_token=held + _of_slices(stage, keep_weights=True).left)
     return costs
+
+
+def _with_kv_bytes(costs: StageCosts, stage: MegatronStage) -> StageCosts:
+    few, many = _of_slices(stage), _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
+    return replace(
+        costs,
+        kv_bytes_per_token=few.cache,
+        kv_gradient_bytes_per_token=few.gradient,
+        many_kv_gradient_bytes_per_token=many.gradient,
+    )
 
 
 def _with(mode: str, count: int, full: int = 0) -> Recompute:
@@ -96,6 +107,7 @@ class Held(NamedTuple):
         head: part of `kept` that is freed before the backward reaches the layers.
         peak_above_entry: peak while the last layer's backward runs, above what was live when it began.
         weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
+        half: part of `kept` that the stage's half layer keeps, if it has one besides its layers.
     """
 
     kept: float
@@ -103,18 +115,38 @@ class Held(NamedTuple):
     peak_above_entry: float
     weights: float
     layers_weights: float
+    half: float
+
+
+def _half(stage: MegatronStage) -> list[torch.nn.Module]:
+    """Return the half layer that a stage has besides its layers, if there is one."""
+    cut, layers = stage.cut_layers, layers_of(stage)
+    if cut is None or cut.begins_with_mlp == cut.ends_with_attention:
+        return []
+    return [layers[0 if cut.begins_with_mlp else -1]]
+
+
+def _last_layer(stage: MegatronStage) -> list[torch.nn.Module]:
+    """Return the last of a stage's layers, but not a half that is there besides them; empty if there is none."""
+    half = _half(stage)
+    return [layer for layer in layers_of(stage) if layer not in half][-1:]
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    last = _LastLayer(meter)
-    with meter, watched(layers_of(stage)[-1:], last.note):
+    last, half = _LastLayer(meter), [0]
+
+    def note(event: str) -> None:
+        if event in ("in", "out"):
+            half[0] = meter.live_bytes - half[0]
+
+    with meter, watched(_last_layer(stage), last.note), watched(_half(stage), note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers
+    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers, half[0]
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
@@ -142,27 +174,46 @@ class _LastLayer:
             self.peak_bytes = self._meter.peak_bytes
 
 
-def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
+class _Slices(NamedTuple):
+    """Bytes per token.
+
+    Attributes:
+        cache, gradient: of a layer's keys and values, and of their gradient.
+        left: the most that the last layer's backward holds when this gradient is created, above what was live when that
+            backward began and not counting the gradient itself.
+    """
+
+    cache: float
+    gradient: float
+    left: float
+
+
+def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> _Slices:
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
-    The sequence is declared to have `num_slices` slices. Returns bytes per token of a layer's keys and values; of their
-    gradient; and the most that the last layer's backward holds when this gradient is created, above what was live when that
-    backward began and not counting the gradient itself.
+    The sequence is declared to have `num_slices` slices.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, relay, left_bytes = segment.end, stage.relay, [0]
 
     def cached() -> int:
         """Return the relay's bytes; note the live bytes if it has grown, while what attention kept is still held."""
-        if last.runs and relay.num_bytes > cache_bytes:
+        if last.runs and relay.num_bytes > begin_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
         return relay.num_bytes
 
-    cache_bytes = 0
+    cache_bytes = begin_bytes = 0
+
+    def note(event: str) -> None:
+        nonlocal begin_bytes
+        last.note(event)
+        if event == "gradient in":
+            begin_bytes = relay.num_bytes  # a half after it has made its gradient before
+
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     last = _LastLayer(meter)
-    with meter, watched(layers_of(stage)[-1:], last.note):
+    with meter, watched(_last_layer(stage), note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
@@ -174,8 +225,13 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())
-    of_layer = stage.num_layers * 2 * tokens
-    return cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens
+    of_layer = (stage.num_layers + _has_attention_half(stage)) * 2 * tokens
+    return _Slices(cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens)
+
+
+def _has_attention_half(stage: MegatronStage) -> bool:
+    cut = stage.cut_layers
+    return cut is not None and cut.ends_with_attention and not cut.begins_with_mlp
 
 
 def message_bytes(stage: MegatronStage) -> float:

@@ -58,7 +58,7 @@ def pipeline_costs(
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
     profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
+    layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
     with _undisturbed(stages.values()):
         note("measuring bytes")

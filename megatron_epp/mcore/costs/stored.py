@@ -22,6 +22,7 @@ from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layout import layers_text
 from megatron_epp.plan.reading import parse_json, read_text
 
 logger = logging.getLogger(__name__)
@@ -173,8 +174,9 @@ def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | N
 
 def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     """Return the reason why times of one run do not hold in the other; None if they do."""
-    if kept.num_layers != here.num_layers:
-        return f"its stages have {list(kept.num_layers)} layers where this run's have {list(here.num_layers)}"
+    if [(s.num_layers, s.half.kind) for s in kept.stages] != [(s.num_layers, s.half.kind) for s in here.stages]:
+        then_layers, now_layers = (layers_text(costs.num_halves) for costs in (kept, here))
+        return f"its stages have [{then_layers}] layers where this run's have [{now_layers}]"
     if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
     others = [
@@ -194,7 +196,8 @@ def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
     both = now.recompute.keys() & then.recompute.keys()
     modes = {name: replace(known, again=then.recompute[name].again) for name, known in now.recompute.items() if name in both}
-    return replace(now, recompute=modes, **{name: getattr(then, name) for name in _TIMES_OF_STAGES})
+    half = replace(now.half, forward=then.half.forward, backward=then.half.backward, weight=then.half.weight)
+    return replace(now, half=half, recompute=modes, **{name: getattr(then, name) for name in _TIMES_OF_STAGES})
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.learning import shared
 from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, cases_of, forward, run_weights, watched
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -54,18 +55,28 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         longer = (after.layers_backward - t.layers_backward for after, t in zip(found, times, strict=True))
         return fit(longer, MODES[mode].repeats_attention).scaled(1 / layers)
 
-    backward = fit((t.layers_backward for t in times), True).scaled(1 / layers)
+    def divided(whole: Line, layer: Line, half: Line) -> tuple[Line, Line]:
+        """Divide a line of all layers between each of them and the half that the stage has besides them."""
+        if not stage.num_halves % 2:
+            return whole.scaled(1 / layers), Line()
+        return shared(whole, layer, stage.num_layers, half, Line())[:2]
+
+    forward, half_forward = divided(fit((t.layers_forward for t in times), True), costs.forward, costs.half.forward)
+    backward, half_backward = divided(fit((t.layers_backward for t in times), True), costs.backward, costs.half.backward)
     extra_backward = fit((t.backward - t.layers_backward for t in times), False)
     if stage.weights is not None:
+        weight, half_weight = divided(fit((t.layers_weight for t in times), False), costs.weight, costs.half.weight)
         costs = replace(
             costs,
-            weight=fit((t.layers_weight for t in times), False).scaled(1 / layers).within(backward),
+            weight=weight.within(backward),
+            half=replace(costs.half, weight=half_weight.within(half_backward)),
             extra_weight=fit((t.weight - t.layers_weight for t in times), False).within(extra_backward),
         )
     return replace(
         costs,
-        forward=fit((t.layers_forward for t in times), True).scaled(1 / layers),
+        forward=forward,
         backward=backward,
+        half=replace(costs.half, forward=half_forward, backward=half_backward),
         recompute={name: replace(known, again=again(name)) for name, known in costs.recompute.items()},
         extra_forward=fit((t.forward - t.layers_forward for t in times), False),
         extra_backward=extra_backward,

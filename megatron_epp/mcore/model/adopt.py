@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_epp.mcore.arguments.sizes import check_pattern
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import model_chunks
+from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
@@ -45,9 +45,15 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
             raise EppError(f"--epp-placement {args.epp_placement} is for GPTModel; leave it out for a {type(model).__name__}")
         check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
+    vp_stage = call.arguments.get("vp_stage")
+    layers = model_chunks.cut_layers(args, vp_stage)
+    if layers is not None:
+        spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]
+        call.arguments["transformer_layer_spec"] = half_layers.cut_spec(spec, config, vp_stage, layers)
     if args.epp_placement != "looped":
-        call.arguments |= model_chunks.ends(args, call.arguments.get("vp_stage"))
+        call.arguments |= model_chunks.ends(args, vp_stage)
     original(*call.args, **call.kwargs)
+    model.cut_layers = layers
     _finish(model, args)
 
 

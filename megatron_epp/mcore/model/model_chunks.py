@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import mpu
@@ -17,18 +18,21 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_epp.mcore.arguments.consequences import placement_of
+from megatron_epp.mcore.arguments.layout import asked_layout
+from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
     """Layout of the layers of every chunk of every rank under a placement.
 
-    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
+    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``loss``. `firsts` has the number of every
+    stage's first layer, from 0, where stages share layers that are cut; each of the two then has the layer in its names.
     """
 
-    def __init__(self, stages: list[list[str]], placement: Placement) -> None:
+    def __init__(self, stages: list[list[str]], placement: Placement, firsts: Sequence[int] | None = None) -> None:
         super().__init__(stages, placement.num_ranks)
-        self._placement = placement
+        self._placement, self._firsts = placement, firsts
         self._stages = [[LayerType[name] for name in names] for names in stages]
         self.layout = [[self._stages[stage] for stage in placement.stages(rank)] for rank in range(placement.num_ranks)]
 
@@ -38,19 +42,40 @@ class PlacedLayout(PipelineParallelLayerLayout):
         """Return the number of layers of a type on all stages before a chunk's; None means chunk 0, and this rank."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
+        if layer_type == LayerType.decoder and self._firsts is not None:
+            return self._firsts[stage]
         return sum(names.count(layer_type) for names in self._stages[:stage])
 
 
-def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
-    """Divide a model's layers by the placement: set a layout in its config, and clear the settings that the layout replaces."""
+def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
+    """Return the layout of a GPT: that of `--epp-layout`, or what Megatron's flags make of the placement.
+
+    Args:
+        args: validated arguments.
+        transformer: config of the model, with Megatron's own division of layers.
+    """
+    asked = asked_layout(args)
+    if asked is not None:
+        return asked
     placement = placement_of(args)
-    if placement.is_looped or isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
+    return Layout.of_layers(layers_of_stages(transformer, placement.num_ranks, placement.num_chunks), placement)
+
+
+def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
+    """Divide a model's layers by its layout, and clear the settings that this replaces. Megatron's stay if they say it all."""
+    is_asked = getattr(args, "epp_layout", None) is not None
+    if placement_of(args).is_looped and not is_asked:
         return
-    layers = layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)
-    stages = [["decoder"] * count for count in layers]
+    if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
+        return
+    layout = layout_of(args, transformer)
+    if layout.to_megatron() is not None:
+        return
+    layers = [*layout.stages()]
+    stages = [["decoder"] * one.num_modules for one in layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
-    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, placement)
+    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [one.first for one in layers])
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
     transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
@@ -64,6 +89,16 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
         return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in chunks_of_ranks]
     chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
     return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in chunks_of_ranks]
+
+
+def cut_layers(args: argparse.Namespace, vp_stage: int | None) -> StageLayers | None:
+    """Return the layers of a chunk of this rank if `--epp-layout` cuts one of them; None for whole layers."""
+    layout = asked_layout(args)
+    if layout is None:
+        return None
+    stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
+    layers = [*layout.stages()][stage]
+    return layers if layers.begins_with_mlp or layers.ends_with_attention else None
 
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:

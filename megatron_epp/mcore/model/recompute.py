@@ -24,15 +24,15 @@ from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJE
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded
 
 
-def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
-    """Make a stage's layers recompute as the plan of the chunk that they run says.
+def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
+    """Make a stage's layers recompute as the plan of the chunk that they run says, by their numbers in `Recompute.mode`.
 
     Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
     for mode in MODES.values():
         if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
             raise EppError(f"recompute mode {mode.name}: layers cannot run only {', '.join(sorted(mode.runs_again))} again")
-    for number, layer in enumerate(layers):
+    for number, layer in zip(numbers, layers, strict=True):
         _Layer(number, layer)
 
 

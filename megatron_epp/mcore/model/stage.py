@@ -17,10 +17,12 @@ from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import WeightGradients
@@ -64,7 +66,9 @@ class MegatronStage:
         self._arrays: Callable[[int], ChunkArrays] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
-        recompute_by_mode(self.decoder.layers)
+        self.cut_layers: StageLayers | None = getattr(unwrap_model(model), "cut_layers", None)
+        layers = self.decoder.layers
+        recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
@@ -81,8 +85,14 @@ class MegatronStage:
 
     @property
     def num_layers(self) -> int:
-        """Number of transformer layers of this stage."""
-        return len(self.decoder.layers)
+        """Number of transformer layers of this stage; two halves of different layers count as one (`cost.StageCosts`)."""
+        return self.num_halves // 2
+
+    @property
+    def num_halves(self) -> int:
+        """Number of half layers of this stage."""
+        cut = self.cut_layers
+        return 2 * len(self.decoder.layers) - (0 if cut is None else cut.begins_with_mlp + cut.ends_with_attention)
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
@@ -64,7 +65,7 @@ def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
 
 
 def _complete_config(original: Callable[..., Any], self: Any) -> None:
-    """Divide layers by --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
+    """Divide layers by --epp-layout and --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
     args = epp_args()
     delays = args is not None and self.delay_wgrad_compute
     if delays:  # which Megatron ties to an overlap of its own schedules
@@ -72,7 +73,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     original(self)
     if delays:
         self.delay_wgrad_compute = True
-    if args is not None and args.epp_placement != "looped":
+    if args is not None and (args.epp_placement != "looped" or args.epp_layout is not None):
         from megatron_epp.mcore.model.model_chunks import assign_stages
 
         assign_stages(self, args)
@@ -103,11 +104,17 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens."""
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that the layout is settled, since
+    there is no model yet.
+    """
     args = document_args()
     if args is None:
         original(*rest, **named)
         return
+    if args.epp_layout in SEARCHED:
+        from megatron_epp.mcore.training.layout import search_layout
+
+        search_layout(args)
     context = args.seq_length
     args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
     try:

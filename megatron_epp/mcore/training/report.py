@@ -22,6 +22,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
+from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.serialize import save
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
@@ -44,7 +45,7 @@ _BATCHES = 10
 
 def layout_words(layers: Sequence[int]) -> str:
     """Format the flag that gives every stage its number of layers."""
-    return f"--pipeline-model-parallel-layout '{spread.layout_flag(layers)}'"
+    return f"--pipeline-model-parallel-layout '{layout_flag(layers)}'"
 
 
 @dataclass(slots=True)

@@ -64,8 +64,10 @@ class _Stage:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
         slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.kv_offload_on(stage)
         kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
-        self.streamed = _streamed(costs, stage, work, kv_offload)
+        self.streamed, self.num_cached = _streamed(costs, stage, work, kv_offload), costs.num_cached_layers[stage]
         work = without_caches(work, kv_offload)
+        self.freed: list[int] = costs.half_layer_freed(stage, work).tolist()
+        self.halves = {name: column.tolist() for name, column in costs.half_layer_items(stage, work).items()}
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
@@ -119,10 +121,12 @@ class _Stage:
         `planner.kernels.memory.backward_peak`).
         """
         of_layer = self.of_layer[c] if split else 0
-        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
+        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0), item.LAYERS: -self.freed[c]})
         live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if split else 0
-        live[item.KV_OFFLOAD] = constant = self.streamed[c][1]
-        found, most = Counter({item.HEAD: 0, item.KV_OFFLOAD: constant}), constant
+        constant = Counter({item.KV_OFFLOAD: self.streamed[c][1]} | {name: column[c] for name, column in self.halves.items()})
+        live.update(constant)
+        found, most = constant + Counter(), constant.total()
+        found[item.HEAD] = 0
         for number in reversed(range(self.num_layers)):
             mode = self.recompute[c].mode(number)
             layer, own = self.recompute_steps[mode][c], item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS)
@@ -135,8 +139,8 @@ class _Stage:
                 found, most = there, there.total()
             live[own] -= layer.kept
             live[item.WEIGHT_INPUTS] += of_layer
-            live[item.CACHE] -= self.opened[c] // self.num_layers
-            live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_layers
+            live[item.CACHE] -= self.opened[c] // self.num_cached
+            live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_cached
         if backward_peak > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
             found = live
         return _filled(dict(found), backward_peak, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)

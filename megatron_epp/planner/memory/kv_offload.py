@@ -83,7 +83,7 @@ def with_kv_offload(
         if problem.forward_only:
             continue
         rows["backward_us"][s][c] += float(host.backward_us[c])
-        rows["backward_constant"][s][c] = int(host.backward_bytes[c])
+        rows["backward_constant"][s][c] += int(host.backward_bytes[c])
         if repeating := next((frontier_step for frontier_step in frontier if frontier_step.mode[s][c] in attending), None):
             repeating.layer_us[s][c] += float(host.again_us[c])  # attention, run again, streams them again
     return replace(tables, **rows, frontier=tuple(frontier), host_us_per_byte=tables.host_us_per_byte * sharing)

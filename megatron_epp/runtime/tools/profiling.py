@@ -46,14 +46,15 @@ class Grid:
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
     """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
-    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
-    ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also ``weight``; ``host copy`` with bytes for
-    tokens.
+    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``projections`` (the part of
+    ``linear`` before the MLP), ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and ``linear``,
+    ``projections`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
     points: Points = {}
     for kind, measurer, argument_rows in (
         ("linear", bench.linear, [(n,) for n in grid.tokens]),
+        ("projections", bench.projections, [(n,) for n in grid.tokens]),
         ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
         ("loss", bench.loss, [(n,) for n in grid.tokens]),
         ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
@@ -103,8 +104,7 @@ class _Bench:
         x, grad = self._input(tokens), self._random(tokens, self.hidden)
 
         def run() -> Tensor:
-            qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
-            middle = x + functional.linear(qkv[:, : self.query], self.out)
+            middle = self._projected(x)
             inner = functional.linear(functional.rms_norm(middle, (self.hidden,), self.norm), self.up)
             if self.gated:
                 gate, value = inner.chunk(2, dim=1)
@@ -115,6 +115,16 @@ class _Bench:
 
         yield from self._passes(tokens, run, grad)
         yield "weight", self._weight_gradients(tokens, (self.qkv, self.out, self.up, self.down))
+
+    def projections(self, tokens: int) -> Iterator[tuple[str, Point]]:
+        """Time the first half of a layer without its attention: its norm and projections."""
+        x, grad = self._input(tokens), self._random(tokens, self.hidden)
+        yield from self._passes(tokens, lambda: self._projected(x), grad)
+        yield "weight", self._weight_gradients(tokens, (self.qkv, self.out))
+
+    def _projected(self, x: Tensor) -> Tensor:
+        qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
+        return x + functional.linear(qkv[:, : self.query], self.out)
 
     def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
         """Time final norm, logits and cross entropy."""

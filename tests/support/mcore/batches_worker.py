@@ -32,6 +32,16 @@ RUNS = {
     ),
 }
 
+# Stages that begin and end inside layers; of the second run one does both.
+CUT_RUNS = {
+    "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
+    "cut layers, weights apart": (
+        2,
+        "gpt2",
+        "--epp-split-weight-gradient --epp-placement v --epp-layout 2.5,2,1,2.5",
+    ),
+}
+
 
 def main(folder: Path, batches: int, names: list[str]) -> None:
     """Run everything, or only what is named, each on a number of random batches."""
@@ -51,7 +61,8 @@ def main(folder: Path, batches: int, names: list[str]) -> None:
         own = ["--pipeline-model-parallel-size", str(processes), "--epp-report-dir", str(folder / name)]
         return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {OPTIONS} {flags}")))
 
-    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    wanted = {name: run for name, run in (RUNS | CUT_RUNS).items() if name in names} if names else RUNS
+    runs = {name: training(name, *run) for name, run in wanted.items()}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=300)
     record_figures({name: found(done[one], folder / name) for name, one in runs.items()})

@@ -1,0 +1,154 @@
+"""``--layout``: the layers of every stage and their ranks, given, even, balanced, or searched for the batches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from megatron_epp.cli.inputs import costs_by, costs_source, problem_of
+from megatron_epp.cli.terminal import progress
+from megatron_epp.cost import PipelineCosts, Profile
+from megatron_epp.cost.library import balanced_layers, even_layers
+from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layout import Layout, layers_text, parse_layers
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.reading import naming, parse_json, read_text, shown
+from megatron_epp.planner.layouts.search import Choice, Sample, choose
+from megatron_epp.report.table import format_us
+
+AUTO, BALANCED, EVEN = "auto", "balanced", "even"
+_STAGES = 4
+"""Pipeline ranks where neither ``--stages`` nor a layout says how many."""
+_SEVERAL = frozenset({"greedy", "milp"})
+"""Planners that plan several stages per rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The layout of a command, and the search that found it; None if there was none."""
+
+    layout: Layout
+    choice: Choice | None = None
+
+    def lines(self) -> list[str]:
+        """Return what to say of it: nothing of even layers on one stage per rank, unless they were searched for."""
+        layout, placement = self.layout, self.layout.placement
+        is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks)
+        if is_even and self.choice is None:
+            return []
+        where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
+        lines = [f"layout: stages of {layers_text(layout.halves)} layers, {where}"]
+        if self.choice is not None:
+            found = self.choice
+            lines[0] += f"; {format_us(found.makespan_us)} expected, at least {format_us(found.bound_us)} in any order"
+            lines[0] += f", {format_us(found.even_us)} with even layers ({found.gain:.1%} saved)"
+        if (megatron := layout.to_megatron()) is not None:
+            lines.append(f"in training: --pipeline-model-parallel-layout '{megatron}'")
+        else:
+            words = layers_text(layout.halves).replace(" ", "")
+            lines.append(f"in training: --epp-layout {words}" + " --epp-placement v" * (not placement.is_looped))
+        return lines
+
+
+def even(num_layers: int, num_ranks: int) -> Layout:
+    """Return one stage per rank and even layers. Raises `EppError` if there are more ranks than layers."""
+    return Layout.of_layers(even_layers(num_layers, num_ranks), Placement("looped", num_ranks, 1))
+
+
+def chosen_layout(
+    args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
+) -> Chosen:
+    """Return the layout that ``--layout`` and ``--stages`` give.
+
+    Args:
+        args: parsed flags.
+        batches: lengths like those to come, for which layers are balanced or the layout is searched.
+        planners: that will plan; None for that of the flags.
+
+    Raises:
+        EppError: the layout is not of this model or of these ranks, or a file cannot be read.
+    """
+    source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
+    text, ranks = args.layout, args.stages or _STAGES
+    if isinstance(source, PipelineCosts):
+        return Chosen(_of_stages(args, source, ranks))
+    if text not in (AUTO, EVEN, BALANCED):
+        return Chosen(_given(args, num_layers))
+    with nullcontext() if args.costs is None else naming(f"--costs {args.costs}"):
+        if text == AUTO:
+            return _searched(args, source, num_layers, batches, planners or [args.planner])
+        layers = even_layers(num_layers, ranks)
+        if text == BALANCED:
+            layers = balanced_layers(source, num_layers, ranks, tuple(chain.from_iterable(batches)))
+        return Chosen(Layout.of_layers(layers, Placement("looped", ranks, 1)))
+
+
+def _searched(
+    args: argparse.Namespace,
+    profile: Profile,
+    num_layers: int,
+    batches: Sequence[tuple[int, ...]],
+    planners: Sequence[str],
+) -> Chosen:
+    own = even(num_layers, args.stages or _STAGES)
+    planner = planners[0] if len(planners) == 1 else "greedy"
+    sample = Sample(
+        problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
+        costs_of=lambda layout: costs_by(args, profile, layout),
+        num_layers=num_layers,
+        options=options_from(args, planner=planner),
+        halves=profile.attention is not None,
+        placements=() if _SEVERAL.issuperset(planners) else (own.placement,),
+    )
+    with progress("choosing the layout"):
+        choice = choose(sample)
+    return Chosen(choice.layout, choice)
+
+
+def _given(args: argparse.Namespace, num_layers: int) -> Layout:
+    """Return the layout of a list of layers or of a file, which must be of the model and of the ranks that flags name."""
+    text, halves = args.layout, parse_layers(args.layout)
+    if halves is not None:
+        ranks = args.stages or len(halves)
+        if len(halves) != ranks or sum(halves) != 2 * num_layers:
+            raise EppError(
+                f"--layout {shown(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
+            )
+        return Layout(halves, Placement("looped", ranks, 1))
+    try:
+        is_file = Path(text).is_file()
+    except (OSError, ValueError):
+        is_file = False
+    if not is_file:
+        raise EppError(f"--layout {shown(text)}: {_wanted(args.stages or _STAGES, num_layers)}")
+    with naming(f"--layout {text}"):
+        layout = Layout.from_json(parse_json(read_text(text), "the layout"))
+        if args.stages is not None and args.stages != layout.placement.num_ranks:
+            raise EppError(
+                f"a layout for {layout.placement.num_ranks} pipeline ranks, and --stages is {args.stages}: leave --stages out, "
+                "or give another layout"
+            )
+        layout.check(num_layers, layout.placement.num_ranks)
+    return layout
+
+
+def _wanted(ranks: int, num_layers: int) -> str:
+    return (
+        f"give auto, even, balanced, a layout file, or {ranks} multiples of 0.5 (one for each of --stages) that add up to "
+        f"{num_layers} (--layers)"
+    )
+
+
+def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:
+    """Return the layout of costs of a whole pipeline."""
+    with naming(f"--costs {args.costs}"):
+        if args.layout != EVEN:
+            raise EppError("the stages have layers of their own: leave --layout out")
+        if len(stored.stages) != ranks:
+            raise EppError(f"these are costs of {len(stored.stages)} stages, not of {ranks}: change --stages")
+    return Layout.of_layers(stored.num_layers, Placement("looped", ranks, 1))

@@ -1,0 +1,133 @@
+"""The layout that `--epp-layout` asks for: read, checked against Megatron's flags, and passed on to these."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+from megatron_epp.cost.library import even_layers
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.reading import naming, parse_json, read_text
+
+FLAG = "--epp-layout"
+SEARCHED = ("auto", "balanced")
+"""Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
+EVEN = "even"
+_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+_OTHERS = (
+    "--pipeline-model-parallel-layout",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+"""Flags of Megatron that divide layers over stages, too."""
+
+
+def asked_layout(args: argparse.Namespace) -> Layout | None:
+    """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
+
+    Until the run's data have decided, it is that of even layers.
+
+    Raises:
+        EppError: it is neither, or its stages do not divide over the pipeline's ranks.
+    """
+    text = getattr(args, "epp_layout", None)
+    if text is None:
+        return None
+    halves, ranks = parse_layers(text), args.pipeline_model_parallel_size
+    if text in (EVEN, *SEARCHED):
+        chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or args.num_virtual_stages_per_pipeline_rank or 1
+        placement = Placement(args.epp_placement, ranks, chunks)
+        return Layout.of_layers(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
+    if halves is None:
+        with naming(text):
+            return Layout.from_json(parse_json(read_text(text), "the text"))
+    chunks, rest = divmod(len(halves), ranks)
+    if rest:
+        raise EppError(f"it has {len(halves)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}")
+    return Layout(halves, Placement(args.epp_placement, ranks, chunks))
+
+
+def layout_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
+    if getattr(args, "epp_layout", None) is None:
+        return
+    given = f"{FLAG} {args.epp_layout}"
+    if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+        yield f"{given} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
+        return
+    try:
+        layout = asked_layout(args)
+        assert layout is not None
+        if args.num_layers is not None:
+            layout.check(args.num_layers, args.pipeline_model_parallel_size)
+    except EppError as error:
+        yield f"{given}: {error}"
+        return
+    for flag in _OTHERS:
+        if value := getattr(args, flag[2:].replace("-", "_"), None):
+            yield f"{given} and {flag} {value} each say which layers a stage has: give one of them"
+    chunks, placement = layout.placement.num_chunks, layout.placement
+    virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    if virtual not in (None, chunks):
+        yield f"{given} puts {chunks} stages on a rank, and {_PER_RANK} says {virtual}: leave that out"
+    if args.epp_placement == "v" and placement.kind != "v":
+        yield f"{given} goes round the ranks, and --epp-placement is v: leave that out"
+    if not layout.is_whole:
+        yield from half_problems(args, layout, given)
+
+
+def half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
+    """Yield what does not go with stages that begin inside a layer."""
+    given = f"{given} cuts layers ({layers_text(layout.halves)})"
+    if args.epp_schedule != "elastic":
+        yield f"{given}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
+    keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)
+    checkpoints = getattr(args, "ckpt_format", "torch_dist")
+    if keeps and checkpoints != "torch_dist":
+        yield f"{given}, which --{keeps} with --ckpt-format {checkpoints} cannot keep by layers: use torch_dist"
+
+
+def apply_layout(args: argparse.Namespace) -> None:
+    """Tell Megatron the stages of a checked `--epp-layout`.
+
+    Its own layout says all of a looped one with whole layers. For any other it says how many stages there are; their layers
+    follow when the model is configured (`model_chunks.assign_stages`). The flag becomes a list, so that no file is read again.
+    """
+    layout = asked_layout(args)
+    if layout is None:
+        return
+    if args.epp_layout not in SEARCHED:
+        args.epp_layout = layers_text(layout.halves).replace(" ", "")
+    args.epp_placement = layout.placement.kind
+    args.num_virtual_stages_per_pipeline_rank = None
+    if layout.placement.num_stages > 1:
+        args.pipeline_model_parallel_layout = _megatron_layout(layout)
+
+
+def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
+    """Replace a layout that was to be searched by the one that was found, with as many stages on a rank."""
+    args.epp_layout = layers_text(layout.halves).replace(" ", "")
+    apply_layout(args)
+
+
+def check_chunks(args: argparse.Namespace) -> int:
+    """Return the number of stages on a rank by `--epp-layout`. Raises `ArgumentError` if it says nothing valid."""
+    try:
+        layout = asked_layout(args)
+    except EppError as error:
+        raise ArgumentError(f"{FLAG} {args.epp_layout}: {error}") from error
+    assert layout is not None
+    return layout.placement.num_chunks
+
+
+def _megatron_layout(layout: Layout) -> str:
+    """Return Megatron's layout of as many stages; a cut layer counts where it begins."""
+    bounds = accumulate(layout.halves, initial=0)
+    return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])

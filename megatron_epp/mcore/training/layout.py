@@ -1,0 +1,175 @@
+"""The layout that `--epp-layout auto` and `balanced` find when a run is set up, from data and costs, before there is a model.
+
+It is kept with the checkpoints, so that a resumed run has the layout of the run before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.cost import CPU, H100, PipelineCosts, Profile, analytic_profile, on_device
+from megatron_epp.cost.library import balanced_layers
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
+from megatron_epp.mcore.arguments.consequences import token_multiple
+from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
+from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.sources import model_shape
+from megatron_epp.mcore.costs.stored import named, of_first, write_whole
+from megatron_epp.mcore.data.documents import build_splits
+from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.training.caps import wanted_cap_bytes
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layout import Layout, layers_text
+from megatron_epp.plan.reading import parse_json, read_text
+from megatron_epp.planner.layouts.search import Sample, choose
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.service.replica_balance import by_count
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "epp_layout.json"
+_BATCHES = 8
+"""Number of the run's first batches that are the sample."""
+_FLAGS = (
+    "epp_layout",
+    "epp_costs",
+    "epp_memory_cap_gb",
+    "epp_documents",
+    "epp_batch_tokens",
+    "epp_offload",
+    "epp_split_weight_gradient",
+    "seq_length",
+    "global_batch_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Flags on which the choice depends, besides the data; a resumed run warns if they differ."""
+
+
+def search_layout(args: argparse.Namespace) -> None:
+    """Find the layout if `--epp-layout` leaves it to the run, on the job's first rank for all. A collective call.
+
+    Args:
+        args: validated arguments, which get the layout.
+
+    Raises:
+        EppError: no layout fits the caps, there are no documents, or `--epp-costs` has costs of whole stages.
+    """
+    if args.epp_layout not in SEARCHED:
+        return
+    costs = named(args)
+    flags = {name: getattr(args, name, None) for name in _FLAGS}
+    layout = of_first(partial(_found, args, costs, flags))
+    settle_layout(args, layout)
+    if args.save and dist.get_rank() == 0:
+        body = json.loads(layout.to_json()) | {"chosen_with": flags}
+        write_whole(Path(args.save, FILE_NAME), json.dumps(body, indent=1) + "\n")
+
+
+def _found(args: argparse.Namespace, costs: Profile | PipelineCosts | None, flags: dict[str, Any]) -> Layout:
+    if (kept := _kept(args, flags)) is not None:
+        return kept
+    if isinstance(costs, PipelineCosts):
+        raise EppError(f"{FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has those of stages")
+    even = asked_layout(args)
+    assert even is not None
+    if args.skip_train:
+        return even
+    profile = costs or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    batches = tuple(_sampled(args))
+    if args.epp_layout == "balanced":
+        lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of
+        layout = Layout.of_layers(balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of), even.placement)
+        logger.info("%s balanced: stages of %s layers", FLAG, layers_text(layout.halves))
+        return layout
+    return _chosen(args, profile, even, batches)
+
+
+def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
+    """Search for the layout, with the stages per rank that the flags of Megatron say."""
+    caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
+    sample = Sample(
+        problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
+        costs_of=partial(_costs, args, profile),
+        num_layers=args.num_layers,
+        options=options_from(args, training=True),
+        halves=profile.attention is not None and not any(half_problems(args, even, FLAG)),
+        placements=(even.placement,),
+    )
+    found = choose(sample)
+    logger.info(
+        "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
+        FLAG,
+        layers_text(found.layout.halves),
+        100 * found.gain,
+        len(batches),
+    )
+    return found.layout
+
+
+def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
+    state_bytes = profile.adam_bytes(args.data_parallel_size if args.use_distributed_optimizer else 1)
+    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel_size)
+    if not torch.cuda.is_initialized():
+        return costs
+    share = FRAGMENTATION_SHARE if args.epp_fragmentation_share is None else args.epp_fragmentation_share
+    return on_device(costs, share, buffers=profile.gradient_buffers(len(layout.halves)))
+
+
+def _sampled(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths of the first batches of the run, of the share of one replica."""
+    replicas = args.data_parallel_size
+    tokens = max(args.epp_batch_tokens, replicas * args.seq_length) * _BATCHES if args.epp_batch_tokens else 0
+    alone = argparse.Namespace(**vars(args) | {"eval_iters": 0})
+    split = build_splits(alone, (_BATCHES * args.global_batch_size, 0, 0), identity_of_run(args), tokens)[0]
+    assert split is not None  # training is wanted
+    dataset, shuffle = split
+    begin = 0, args.seed, shuffle
+    sampler: GlobalBatchSampler = GlobalBatchSampler(len(dataset), args.global_batch_size, *begin)
+    if args.epp_batch_tokens:
+        sampler = TokenBatchSampler(dataset.lengths, args.epp_batch_tokens, replicas, *begin)
+    for _ in range(_BATCHES):
+        batch = next(sampler)
+        yield tuple(int(dataset.lengths[batch[at]]) for at in by_count(len(batch), 0, replicas))
+
+
+def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
+    """Return the layout in the folder of the loaded checkpoint; None if there is none, or it is of another pipeline."""
+    path = Path(args.load, FILE_NAME) if args.load else None
+    if path is None or not path.exists():
+        return None
+    even = asked_layout(args)
+    assert even is not None
+    try:
+        body = parse_json(read_text(path), "the layout")
+        layout = Layout.from_json(body)
+        layout.check(args.num_layers, even.placement.num_ranks)
+        if layout.placement != even.placement:
+            raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
+    except (EppError, OSError, UnicodeDecodeError) as error:
+        logger.warning("%s: %s. The layout is searched again", path, error)
+        return None
+    then = body.get("chosen_with")
+    then = then if isinstance(then, dict) else {}
+    others = [
+        f"{name.replace('_', '-')} was {then.get(name)} and is {value}"
+        for name, value in flags.items()
+        if then.get(name) != value
+    ]
+    if others:
+        logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
+    logger.info("layout of the run before: stages of %s layers", layers_text(layout.halves))
+    return layout

@@ -1,0 +1,207 @@
+"""Measurement of layouts, on paper: even, balanced, levelled in half layers, and searched, for the same batches.
+
+    python -m scripts.bench.layouts                 all cases: three models, 4 to 16 ranks, caps of 40 to 141 GB
+    python -m scripts.bench.layouts --reduced       two of them
+
+Layouts are chosen for other batches of the run, and each plans the case's own batch with the same planner, costs and cap.
+Efficiency is computation without recompute, divided evenly over the ranks, as a share of the makespan. The bound is that of the
+plan's own chunks and layers, the recompute that the cap forces included. The other planners plan with balanced layers, which is
+the best that they know. All makespans are the simulator's, and costs are analytic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
+from megatron_epp.cost.library import balanced_layers, load_cluster
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.layouts.search import Sample, choose
+from megatron_epp.planner.layouts.work import HALF, Work
+from scripts.bench.planner.report import table
+from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
+
+MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
+KINDS, CONTEXTS = ("wikipedia", "code", "chat"), (32768, 131072, 196608)
+RIVALS = ("infinipipe", "seq1f1b")
+LAYOUTS = ("even", "balanced", "halves", "auto")
+
+
+@dataclass(frozen=True)
+class Run(Case):
+    """A batch on a pipeline, and other batches of the same run, for which the layout is chosen."""
+
+    @property
+    def longest(self) -> int:
+        """The pipeline has room for the longest sequence of all batches."""
+        return max(*self.lengths, *self.other_lengths)
+
+    @cached_property
+    def profile(self) -> Profile:
+        return analytic_profile(self.shape, load_cluster(CLUSTER).rates)
+
+    @cached_property
+    def options(self) -> Options:
+        return Options(context=self.context)
+
+    @cached_property
+    def sample(self) -> Sample:
+        others = (self._batch(self.seed + 10_000 * batch) for batch in range(1, OTHER_BATCHES + 1))
+        problems = tuple(replace(self.problem, lengths=lengths) for lengths in others)
+        return Sample(problems, self.costs_of, self.shape.num_layers, self.options)
+
+    def costs_of(self, layout: Layout) -> PipelineCosts:
+        return self.profile.costs(layout.layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a name in `LAYOUTS`, chosen for the other batches."""
+        num_layers, one_each = self.shape.num_layers, Placement("looped", self.stages, 1)
+        if name == "even":
+            return self.sample.even
+        if name == "balanced":
+            return Layout.of_layers(balanced_layers(self.profile, num_layers, self.stages, self.other_lengths), one_each)
+        if name == "halves":
+            return Work.of(self.sample.problems, self.costs_of, halves=True).spread(num_layers, one_each, HALF)
+        return choose(self.sample).layout
+
+    def planned(self, layout: Layout, planner: str = "greedy") -> Plan | None:
+        problem: Problem = replace(self.problem, placement=layout.placement.rank_of)
+        try:
+            return plan(problem, self.costs_of(layout), replace(self.options, planner=planner))
+        except InfeasibleError:
+            return None
+
+
+def all_runs() -> list[Run]:
+    """A run for every model, number of ranks and cap; kinds of lengths and contexts take turns."""
+    sizes = enumerate(product(MODELS, RANKS, CAPS_GB))
+    return [Run(KINDS[at % 3], CONTEXTS[(at // 3 + at // 9) % 3], ranks, model, cap_gb) for at, (model, ranks, cap_gb) in sizes]
+
+
+def row(run: Run, rivals: Sequence[str]) -> dict[str, Any]:
+    """All figures of one run."""
+    found: dict[str, Any] = {
+        "lengths": run.lengths_like,
+        "context": run.context,
+        "ranks": run.stages,
+        "model": run.model,
+        "cap_gb": run.cap_gb,
+    }
+    layouts: dict[str, Any] = {}
+    for name in LAYOUTS:
+        start_s = time.process_time()
+        layout = run.layout(name)
+        took_s = time.process_time() - start_s
+        layouts[name] = _figures(layout, run.planned(layout)) | {"choosing_s": took_s}
+    balanced = run.layout("balanced")
+    plans = {name: run.planned(balanced, name) for name in rivals}
+    theirs = {name: None if made is None else made.predicted.makespan_us for name, made in plans.items()}
+    return found | {"layouts": layouts, "rivals": theirs}
+
+
+def _figures(layout: Layout, made: Plan | None) -> dict[str, Any]:
+    where = {"layers": layout.layers, "placement": layout.placement.kind, "stages_per_rank": layout.placement.num_chunks}
+    if made is None:
+        return where | {"makespan_us": None}
+    busy_us = sum(step.time_us for steps in made.ranks for step in steps) - sum(map(sum, made.recompute_us))
+    makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
+    return where | {
+        "makespan_us": makespan_us,
+        "bound_us": bound_us,
+        "efficiency": busy_us / made.num_ranks / makespan_us,
+        "best_efficiency": busy_us / made.num_ranks / bound_us,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, Any]:
+    """Figures over the runs in which every layout has a plan; ratios where the other planner has one too."""
+    all_planned = [r for r in rows if all(one["makespan_us"] for one in r["layouts"].values())]
+    if not all_planned:
+        return {"runs": len(rows), "planned": 0}
+    of: dict[str, Any] = {}
+    for name in LAYOUTS:
+        each = [r["layouts"][name] for r in all_planned]
+        of[name] = {key: [median(e[key] for e in each), min(e[key] for e in each)] for key in ("efficiency", "best_efficiency")}
+    autos = [r["layouts"]["auto"]["makespan_us"] for r in all_planned]
+    gaps = [auto / min(e["bound_us"] for e in r["layouts"].values()) - 1 for auto, r in zip(autos, all_planned, strict=True)]
+    over = {name: [r["layouts"][name]["makespan_us"] / auto for auto, r in zip(autos, all_planned, strict=True)] for name in of}
+    theirs = {name: [(r["rivals"][name], r["layouts"]["auto"]["makespan_us"]) for r in rows] for name in rivals}
+    return {
+        "runs": len(rows),
+        "planned": len(all_planned),
+        "layouts": of,
+        "gap_to_best_bound": [median(gaps), max(gaps)],
+        "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
+        "rivals_over_auto": {name: _mean([a / b for a, b in pairs if a and b]) for name, pairs in theirs.items()},
+        "most_choosing_s": max(r["layouts"]["auto"]["choosing_s"] for r in rows),
+    }
+
+
+def _mean(ratios: Sequence[float]) -> float | None:
+    """Geometric mean."""
+    return exp(fmean(map(log, ratios))) if ratios else None
+
+
+def markdown(found: dict[str, Any], rivals: Sequence[str]) -> str:
+    """Format the summary as a table, and lines under it."""
+    if not found["planned"]:
+        return "no run has a plan with every layout"
+    rows = []
+    for name, figures in found["layouts"].items():
+        shares = [f"{value:.3f}" for key in ("efficiency", "best_efficiency") for value in figures[key]]
+        rows.append([name, *shares, f"{found['over_auto'][name]:.3f}"])
+    lines = [
+        table(["layout", "efficiency, median", "least", "of the bound, median", "least", "makespan / auto's"], rows),
+        f"{found['planned']} of {found['runs']} runs have a plan with every layout",
+        "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*found["gap_to_best_bound"]),
+    ]
+    for name in rivals:
+        ratio = found["rivals_over_auto"][name]
+        lines.append(f"{name} with balanced layers over auto: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
+    return "\n".join([*lines, f"choosing a layout takes {found['most_choosing_s']:.1f} s of one core at most"])
+
+
+def line(figures: dict[str, Any]) -> str:
+    """Format one run: efficiency of each layout, with that of its bound in brackets."""
+    where = " ".join(f"{figures[key]}" for key in ("lengths", "context", "model", "ranks", "cap_gb"))
+    cells = [
+        f"{name} no plan" if one["makespan_us"] is None else f"{name} {one['efficiency']:.3f} ({one['best_efficiency']:.3f})"
+        for name, one in figures["layouts"].items()
+    ]
+    auto_us = figures["layouts"]["auto"]["makespan_us"]
+    ratios = [f"{name} {us / auto_us:.2f}" if us and auto_us else f"{name} -" for name, us in figures["rivals"].items()]
+    return f"{where}: " + ", ".join([*cells, *ratios])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reduced", action="store_true", help="two runs on 4 ranks, without InfiniPipe's planner")
+    parser.add_argument("--rivals", default=",".join(RIVALS), help="other planners (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args(argv)
+    runs = [run for run in all_runs() if run.stages == 4 and run.cap_gb == 80][:2] if args.reduced else all_runs()
+    rivals = tuple(name for name in args.rivals.split(",") if name and not (args.reduced and name == "infinipipe"))
+    rows = []
+    for run in runs:
+        rows.append(row(run, rivals))
+        print(line(rows[-1]), flush=True)
+        found = summary(rows, rivals)
+        if args.json is not None:
+            args.json.write_text(json.dumps({"summary": found, "rows": rows}, indent=1) + "\n")
+    print("\n" + markdown(found, rivals))
+    return 0

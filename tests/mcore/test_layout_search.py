@@ -1,0 +1,68 @@
+"""The layout that a run finds at its start: it trains with it, keeps it with its checkpoints, and a resumed run has it too."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.plan.layout import Layout
+from tests.mcore.test_resume import losses
+from tests.support.mcore.forked import launch
+from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+FLAGS = shlex.split(
+    "--pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 192 "
+    "--max-position-embeddings 192 --position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0 "
+    "--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --lr-decay-iters 4 "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1000 "
+    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3"
+)
+
+
+def trained(*flags: object) -> str:
+    """Train on two ranks and return the output."""
+    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, *flags)
+    assert done.returncode == 0, done.output[-5000:]
+    return done.output
+
+
+def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Path) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+    folder = tmp_path / "checkpoints"
+    given = ["--data-path", data, "--epp-layout", "auto"]
+
+    said = trained(*given, "--train-iters", 4, "--epp-report-dir", tmp_path / "whole")
+    assert "--epp-layout auto: stages of " in said
+    trained(*given, "--train-iters", 2, "--save", folder, "--epp-report-dir", tmp_path / "before")
+    body = json.loads((folder / "epp_layout.json").read_text())
+    layout = Layout.from_json(body)
+    assert sum(layout.halves) == 16
+    assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
+    assert body["chosen_with"]["epp_layout"] == "auto"
+
+    resumed = [*given, "--train-iters", 4, "--save", folder, "--load", folder, "--epp-memory-cap-gb", 100]
+    said = trained(*resumed, "--epp-report-dir", tmp_path / "after")
+    assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
+    whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
+    assert sorted(whole) == [1, 2, 3, 4]
+    assert before | after == whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "given"),
+    [
+        ("even", {}, ("4,4", "Et*4|t*4L")),
+        ("auto", {}, ("auto", "Et*4|t*4L")),
+        ("balanced", {"num_virtual_stages_per_pipeline_rank": 2}, ("balanced", "Et*2|t*2|t*2|t*2L")),
+        ("even --epp-placement v", {"num_virtual_stages_per_pipeline_rank": 2}, ("2,2,2,2", "Et*2|t*2|t*2|t*2L")),
+    ],
+)
+def test_until_data_decide_megatron_has_even_layers(flags: str, megatron: dict[str, int], given: tuple[str, str]) -> None:
+    args = arguments("--epp-layout", *flags.split(), pipeline_model_parallel_size=2, **megatron)
+    prepare_epp_args(args)
+    assert (args.epp_layout, args.pipeline_model_parallel_layout) == given

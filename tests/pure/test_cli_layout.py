@@ -1,0 +1,100 @@
+"""``--layout``: given, balanced, searched, from a file; and what is refused."""
+
+import json
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.serialize import load
+
+BATCH = ["--lengths", "9000,4000,4000,2000,1000,700"]
+V = Layout.of_layers((7, 8, 9, 8), Placement("v", 2, 2))
+
+
+def planned(tmp_path, *argv):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *BATCH, *argv, "-o", str(path)]) == 0
+    return load(path)
+
+
+def error_of(capsys, *argv):
+    assert main(["plan", *BATCH, *argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+@pytest.fixture
+def layout_file(tmp_path):
+    path = tmp_path / "layout.json"
+    path.write_text(V.to_json())
+    return path
+
+
+def test_a_list_says_how_many_stages_there_are(tmp_path, capsys):
+    assert planned(tmp_path, "--layout", "10,12,10").num_layers == (10, 12, 10)
+    assert "--pipeline-model-parallel-layout 'Et*10|t*12|t*10L'" in capsys.readouterr().out
+    planned(tmp_path)
+    assert "in training:" not in capsys.readouterr().out
+
+
+def test_a_file_says_the_ranks_too(tmp_path, layout_file):
+    made = planned(tmp_path, "--layout", str(layout_file))
+    assert made.placement == (0, 1, 1, 0)
+    assert made.num_layers == (7, 8, 9, 8)
+    assert planned(tmp_path, "--layout", str(layout_file), "--stages", "2") == made
+
+
+def test_the_old_name_works_with_a_warning(tmp_path, caplog):
+    made = planned(tmp_path, "--layers-per-stage", "9,8,8,7")
+    assert "--layers-per-stage is now --layout" in caplog.text
+    assert made == planned(tmp_path, "--layout", "9,8,8,7")
+
+
+def test_auto_plans_with_a_searched_layout_and_writes_it(tmp_path, capsys):
+    path = tmp_path / "chosen.json"
+    made = planned(tmp_path, "--layout", "auto", "--layout-out", str(path))
+    said = capsys.readouterr().out
+    layout = Layout.from_json(json.loads(path.read_text()))
+    assert made.num_layers == tuple(count // 2 for count in layout.halves)
+    assert made.placement == layout.placement.rank_of
+    assert "saved)" in said
+    assert layout.to_megatron() is None or layout.to_megatron() in said
+    assert made.predicted.makespan_us < planned(tmp_path).predicted.makespan_us
+    assert planned(tmp_path, "--layout", str(path)) == made
+
+
+def test_auto_keeps_to_one_stage_per_rank_for_planners_that_know_no_other(tmp_path):
+    assert planned(tmp_path, "--layout", "auto", "--planner", "seq1f1b").placement == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("command", ["compare", "memory"])
+def test_other_commands_take_the_layout_of_a_file(command, layout_file, capsys):
+    more = {"compare": ["--planner", "greedy"], "memory": ["--quick", "--no-megatron"]}[command]
+    assert main([command, *BATCH, "--layout", str(layout_file), *more]) == 0
+    assert "stages of 7, 8, 9, 8 layers, 2 per rank, v" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--layout", "9,8,8", "--stages", "4"], "has 3 stages and 25 layers: give auto, even, balanced, a layout file, or 4"),
+        (["--layout", "9,8,8,8", "--stages", "4"], "has 4 stages and 33 layers"),
+        (["--layout", "9,8,8,6"], "has 4 stages and 31 layers"),
+        (["--layout", "8,8.25,8,7.75"], "4 multiples of 0.5 (one for each of --stages) that add up to 32 (--layers)"),
+        (["--layout", "absent.json"], "a layout file, or 4 multiples of 0.5"),
+        (["--layout", "FILE", "--stages", "4"], "a layout for 2 pipeline ranks, and --stages is 4: leave --stages out"),
+        (["--layout", "FILE", "--layers", "40"], "7, 8, 9, 8 layers has 32 in all, and the model has 40"),
+        (["--layout", "EXTRA"], "rank_of of a layout is [0, 1, 1, 5]"),
+        (["--layout", "BROKEN"], "is not JSON"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_in_one_line(argv, message, layout_file, tmp_path, capsys):
+    (tmp_path / "extra.json").write_text(json.dumps(json.loads(V.to_json()) | {"rank_of": [0, 1, 1, 5]}))
+    (tmp_path / "broken.json").write_text("{")
+    files = {"FILE": str(layout_file), "EXTRA": str(tmp_path / "extra.json"), "BROKEN": str(tmp_path / "broken.json")}
+    said = error_of(capsys, *(files.get(word, word) for word in argv))
+    assert "--layout" in said
+    assert message in said

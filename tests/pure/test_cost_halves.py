@@ -1,0 +1,136 @@
+"""Costs of stages that begin or end inside a layer: halves add up to layers, and backwards have room for what halves hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
+from megatron_epp.cost.learning import Learnt, Timed, fitted_costs
+from megatron_epp.cost.library import load_costs
+from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
+from megatron_epp.plan.check import check
+from megatron_epp.planner import plan
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.problem import Options, Problem
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+PROFILE = analytic_profile(SHAPE, CPU)
+CHUNKS = [Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),)), Chunk((Segment(1, 0, 64),))]
+WORK = work_of(CHUNKS, [150, 64])
+CUTS = [[2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [1.5, 0.5, 2], [3.5, 0.5], [0, 2.5, 0, 1.5]]
+
+
+def totals(costs: PipelineCosts) -> list[float]:
+    """Time and bytes of all stages together, without what every boundary adds."""
+    stages = range(len(costs.stages))
+    return [
+        float(sum(column(stage, WORK).sum() for stage in stages))
+        for column in (costs.forward_us, costs.backward_us, costs.weight_us, costs.cache_bytes, costs.gradient_bytes)
+    ] + [sum(stage.half.bytes_per_token + stage.num_layers * stage.layer_bytes_per_token for stage in costs.stages)]
+
+
+@pytest.mark.parametrize("layers", CUTS)
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, num_experts=4, experts_per_token=2, tensor_parallel=2)])
+def test_halves_take_as_much_as_the_layers_that_they_are_of(layers, shape):
+    profile = analytic_profile(shape, H100)
+    whole = profile.costs([4] + [0] * (len(layers) - 1))
+    costs = profile.costs(layers)
+    assert totals(costs) == pytest.approx(totals(whole), abs=len(layers))
+    assert sum(stage.static_bytes for stage in costs.stages) == pytest.approx(sum(s.static_bytes for s in whole.stages), abs=20)
+    assert sum(stage.num_cached_layers for stage in costs.stages) == 4
+    assert [count / 2 for count in costs.num_halves] == layers
+
+
+def test_a_stage_counts_an_mlp_at_its_start_and_an_attention_at_its_end_as_one_layer():
+    first, middle, last = PROFILE.costs([1.5, 1, 1.5]).stages
+    assert (first.num_layers, first.half.kind, first.num_cached_layers) == (1, "attention", 2)
+    assert (middle.num_layers, middle.half.kind, middle.num_cached_layers) == (1, "", 1)
+    assert (last.num_layers, last.half.kind, last.num_cached_layers) == (1, "mlp", 1)
+    assert middle.stage_forward == PROFILE.costs([1, 1, 2]).stages[1].stage_forward
+    assert first.half.forward.per_pair_us == PROFILE.layer.forward.per_pair_us
+    assert last.half.forward.per_pair_us == 0.0
+    assert 0 < middle.first_mlp_bytes_per_token < middle.layer_bytes_per_token
+
+
+def test_only_an_attention_half_caches_keys_and_values_and_neither_recomputes():
+    costs = PROFILE.costs([1.5, 2.5])
+    for stage, caches in ((0, 2), (1, 2)):
+        assert costs.cache_bytes(stage, WORK).tolist() == (caches * PROFILE.costs([1, 3]).cache_bytes(0, WORK)).tolist()
+    all_layers = costs.activation_items(0, WORK, Recompute(full=1))
+    assert all_layers["layers that keep everything"][2] == pytest.approx(64 * costs.stages[0].half.bytes_per_token, abs=2)
+    assert (
+        costs.recompute_us(0, WORK, Recompute(full=1)).tolist()
+        == PROFILE.costs([1, 3]).recompute_us(0, WORK, Recompute(full=1)).tolist()
+    )
+
+
+def test_tokens_that_are_not_trained_pass_the_half_of_the_last_stage_all_the_same():
+    untrained = work_of(CHUNKS, [150, 64], trained=[(0,), (0,)])
+    half = PROFILE.costs([2.5, 1.5])
+    whole = PROFILE.costs([3, 1])
+    of_half = half.stages[1].half.forward.time_us(untrained.tokens, untrained.pairs)
+    assert half.forward_us(1, untrained).tolist() == pytest.approx((whole.forward_us(1, untrained) + of_half).tolist())
+
+
+@pytest.mark.parametrize("layers", CUTS)
+@pytest.mark.parametrize("split", [False, True])
+def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
+    costs = on_device(PROFILE.costs(layers, state_bytes_per_parameter=0.0))
+    lengths, ranks = (150, 64, 300), tuple(range(len(layers)))
+    wide = plan(Problem(lengths, ranks, (UNLIMITED_BYTES,) * len(ranks)), costs, Options(split_weight=split))
+    caps = (int(0.8 * max(wide.predicted.peak_bytes)),) * len(ranks)
+    tight = plan(Problem(lengths, ranks, caps), costs, Options(split_weight=split, slices=2))
+    for made in (wide, tight):
+        assert check(made) == []
+        account = account_of(made, costs)
+        for step in (step for _, rows in made.tables for row in rows for step in row):
+            assert sum(account.takes[step.action].values()) == step.alloc_bytes
+            assert sum(account.gives[step.action].values()) == step.free_bytes
+
+
+def test_the_backward_of_a_half_alone_has_room_for_the_gradient_of_its_keys_and_values():
+    costs = PROFILE.costs([0.5, 3.5])
+    items = costs.half_layer_items(0, WORK)
+    assert items["gradients of keys and values"].tolist() == [0, costs.gradient_bytes(0, WORK)[1], 0]
+    assert costs.half_layer_items(1, WORK)["gradients of keys and values"].tolist() == [0, 0, 0]
+    assert PROFILE.costs([1, 3]).half_layer_items(0, WORK) == {}
+
+
+def test_a_profile_without_an_attention_part_makes_whole_stages_only():
+    older = json.loads(PROFILE.to_json())
+    del older["attention"]
+    profile = Profile.from_json(json.dumps(older))
+    assert profile.costs([3, 1]) == PROFILE.costs([3, 1])
+    with pytest.raises(EppError, match=r"analytic:cpu does not tell.*megatron-epp profile"):
+        profile.costs([2.5, 1.5])
+    shipped = load_costs("llama3-8b-h100")
+    assert isinstance(shipped, Profile)
+    with pytest.raises(EppError, match=r"multiple of 0\.5"):
+        PROFILE.costs([2.25, 1.75])
+
+
+def test_json_keeps_halves_and_refuses_unknown_ones():
+    costs = PROFILE.costs([2.5, 1.5])
+    assert PipelineCosts.from_json(costs.to_json()) == costs
+    with pytest.raises(EppError, match=r"half.kind is 'norm'"):
+        PipelineCosts.from_json(costs.to_json().replace('"kind": "mlp"', '"kind": "norm"'))
+
+
+def test_learnt_times_are_shared_with_the_half():
+    base = PROFILE.costs([2.5, 1.5])
+    sizes = [(64 * n, 2080 * n * n) for n in range(1, 7)]
+    times = {
+        (stage, op): [Timed(*size, 2 * line.time_us(*size)) for size in sizes]
+        for stage, own in enumerate(base.stages)
+        for op, line in ((Op.F, own.stage_forward), (Op.B, own.stage_backward))
+    }
+    learnt = fitted_costs(base, [Learnt(times, {})])
+    for own, then in zip(learnt.stages, base.stages, strict=True):
+        assert own.stage_forward.time_us(100, 5050) == pytest.approx(2 * then.stage_forward.time_us(100, 5050), rel=1e-3)
+        assert own.half.forward.per_token_us == pytest.approx(2 * then.half.forward.per_token_us, rel=0.02)
+    assert [*pairwise(learnt.num_halves)] == [(5, 3)]
+    assert learnt.activation_bytes(0, WORK, NO_RECOMPUTE).min() > 0
