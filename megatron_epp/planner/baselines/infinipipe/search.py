@@ -27,7 +27,7 @@ SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Values of K that the outer loop tries."""
 PATIENCE = 3
 """Values of K in a row that may be no better before the outer loop ends."""
-MOST_ENTRIES = 3_000_000
+MOST_ENTRIES = 20_000_000
 """Effort on integer programs after which no other is begun where there is a plan: about a minute of one core."""
 
 
