@@ -8,14 +8,16 @@ from itertools import accumulate, pairwise, product
 import pytest
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
-from megatron_epp.plan import Action, Chunk, Op, Segment
+from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.common import Contest, peaks_bytes
-from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
+from megatron_epp.planner.baselines.infinipipe import search
+from megatron_epp.planner.baselines.infinipipe.checkpoints import Effort, diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe.search import Grouping, algorithm_1
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.exact.milp import Model, Solution
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -126,7 +128,7 @@ def test_where_the_window_of_long_sequences_costs_short_ones_recompute_they_run_
     lengths = [48, 48, *[8] * 40]
     for cap, groups in (((low + high) // 2, [set(range(12)), set(range(12, 52))]), (high, [set(range(52))])):
         contest = Contest(problem(lengths, 2, cap), pipeline(2), Options(planner="infinipipe"))
-        made = Grouping(contest, tables, slice_groups(chunks)).pipelines()
+        made = Grouping(contest, tables, slice_groups(chunks), Effort()).pipelines()
         assert made is not None
         assert [{action.chunk for action in part.order[0]} for part in made] == groups
     assert len(made) == 1
@@ -157,3 +159,23 @@ def test_the_recompute_of_a_plan_lies_along_diagonals():
     assert any(rows[0])
     pairs = [(above, below) for upper, lower in pairwise(rows) for above, below in zip(upper, lower[1:], strict=False)]
     assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
+
+
+def test_the_search_ends_with_its_best_when_its_effort_is_spent(monkeypatch: pytest.MonkeyPatch):
+    solved: list[int] = []
+    solve = Model.solve
+
+    def counted(self: Model, **limits: object) -> Solution:
+        solved.append(len(self.entries[0]))
+        return solve(self, **limits)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Model, "solve", counted)
+    asked, costs, options = problem((40_000, 30_000, 9000), 3, 20 * GIB), pipeline(3), Options(planner="infinipipe")
+    whole = plan(asked, costs, options)
+    effort = sum(solved)
+    monkeypatch.setattr(search, "MOST_ENTRIES", effort // 10)
+    solved.clear()
+    short = plan(asked, costs, options)
+    assert 0 < sum(solved) < effort / 2
+    assert short.predicted.makespan_us >= whole.predicted.makespan_us
+    assert check(short) == []

@@ -10,6 +10,7 @@ from itertools import islice
 import pytest
 
 from megatron_epp import planner
+from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.planner.exact.oracle import oracle
 from scripts.bench.planner import small as planner_small
 from scripts.bench.planner.bench import against, large
@@ -62,6 +63,16 @@ def test_a_setting_is_reported_for_every_rival_that_fits_a_run(report):
             assert (rival["chunk_tokens"] is None) == name.startswith("1f1b")
             assert (rival["retain"] is None) == (name != "chunkflow")
             assert (rival["recompute"] is None) == (name == "chunkflow")
+
+
+def test_the_suite_computes_the_loss_as_training_with_its_flags_does():
+    blocks = []
+    for case in sampled_cases()[::8]:
+        ranks = {"tensor_model_parallel_size": case.shape.tensor_parallel, "context_parallel_size": case.shape.context_parallel}
+        trained = shape_of(load_flags(case.model) | ranks | {"seq_length": case.context})
+        assert case.shape.loss_block_tokens == trained.loss_block_tokens
+        blocks.append(trained.loss_block_tokens)
+    assert any(blocks)
 
 
 def test_costs_of_the_suite_tell_weight_gradients_apart_and_have_a_link_to_the_host():

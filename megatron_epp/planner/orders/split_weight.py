@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, backward_times, play
-from megatron_epp.planner.kernels.memory import backward_peak
+from megatron_epp.planner.kernels.compiled import integers, numbers
+from megatron_epp.planner.kernels.memory import split_peaks
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of, step_bytes
 from megatron_epp.planner.orders.warm_up import Order
@@ -114,15 +116,17 @@ def _room(
     """Compute for each action the free bytes and the extra bytes of its backward with a split weight gradient."""
     found = []
     held, sizes = held_bytes(order, tables, recompute_steps), step_bytes(order, tables, recompute_steps)
+    chunks, steps = tables.columns.num_chunks, integers(chain.from_iterable(recompute_steps))
+    peaks_of_items = integers([0] * len(steps))
+    split_peaks(tables.columns, steps, peaks_of_items)
+    rises = numbers(peaks_of_items)
     for rank, (actions, takes, gives) in enumerate(zip(order, *sizes, strict=True)):
         left = caps[rank] - held[rank] + np.array(away[rank] if away else 0)
         row = []
         for (op, stage, c), free, taken, given in zip(actions, left.tolist(), takes, gives, strict=True):
             extra = 0
             if op is Op.B:
-                item = stage * tables.columns.num_chunks + c
-                rise = int(backward_peak(tables.columns, item, recompute_steps[stage][c], True))
-                extra = max(0, rise - taken, tables.weight_bytes[stage][c] - given)
+                extra = max(0, rises[stage * chunks + c] - taken, tables.weight_bytes[stage][c] - given)
             row.append((free, extra))
         found.append(row)
     return found

@@ -6,7 +6,7 @@ Chunk tables are numbered in forward order: the slices of a sequence stand toget
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Protocol
@@ -85,15 +85,39 @@ def _run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahe
         if forward_only:
             orders.append(tuple(forward))
             continue
-        actions: list[Action] = []
-        run = 0
-        for action, upto in zip(map(Action, repeat(Op.B), repeat(stage), descending), ahead(stage), strict=True):
-            if upto > run:
-                actions += forward[run:upto]
-                run = upto
-            actions.append(action)
-        orders.append(tuple(actions))
+        backward = map(Action, repeat(Op.B), repeat(stage), descending)
+        orders.append(tuple(merged(forward, backward, ahead(stage))))
     return tuple(orders)
+
+
+def merged(forwards: Sequence[Action], backwards: Iterable[Action], ahead: Sequence[int]) -> list[Action]:
+    """Put forwards before backwards.
+
+    Args:
+        forwards, backwards: of a rank, in order.
+        ahead: for each backward, how many forwards run before it.
+    """
+    actions: list[Action] = []
+    run = 0
+    for action, upto in zip(backwards, ahead, strict=True):
+        if upto > run:
+            actions += forwards[run:upto]
+            run = upto
+        actions.append(action)
+    return actions
+
+
+def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
+    """Compute how many forwards the last rank has run before each of its backwards.
+
+    Args:
+        groups: of the chunk table (`slice_groups`).
+        minimal: those of the sequence and no more; else as many as there are backwards behind it plus the sequence's slices.
+    """
+    if minimal:
+        return [group.stop for group in groups for _ in group]
+    windows = [len(group) for group in groups for _ in group]
+    return list(accumulate((done + window for done, window in enumerate(windows)), max))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +153,10 @@ class WarmUp:
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         num_stages, total, groups = problem.num_stages, len(chunks), slice_groups(chunks)
-        last = self._ahead(groups)
+        last = window_ahead(groups, self.minimal)
 
         def ahead(stage: int) -> list[int]:
             ahead_by = math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             return [*last[ahead_by:], *[total] * min(ahead_by, total)]
 
         return _run_ahead(groups, num_stages, problem.forward_only, ahead)
-
-    def _ahead(self, groups: Sequence[range]) -> list[int]:
-        """Forwards that the last rank has run before each of its backwards."""
-        if self.minimal:
-            return [group.stop for group in groups for _ in group]
-        windows = [len(group) for group in groups for _ in group]
-        return list(accumulate((done + window for done, window in enumerate(windows)), max))

@@ -15,9 +15,10 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished, splits
+from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
+from megatron_epp.planner.search.replicas import Replicas
 
 Clock = Callable[[], float]
 
@@ -90,7 +91,7 @@ class Anytime:
         known = self.solved.recall(asked) or self._started(asked)
         whole = improved(known.whole, asked, self.costs, self.options, deadline_s, self.clock)
         best = whole
-        if splits(asked, self.costs, self.options):
+        if Replicas((asked,), self.costs, self.options).splits_weight:
             best = fastest([self._split(Candidates([whole], []), asked), known.best], asked, self.costs)
         self.solved.remember(asked, Known(whole, best))
         return build_plan(problem, self.costs, self.options, relabelled(best, sequences))
@@ -99,7 +100,7 @@ class Anytime:
         """Compute the decisions of one search without a budget."""
         found = candidates(asked, self.costs, self.options, self.warm)
         whole = finished(found, asked, self.costs, replace(self.options, budget_ms=None, split_weight=False))
-        return Known(whole, self._split(found, asked) if splits(asked, self.costs, self.options) else whole)
+        return Known(whole, self._split(found, asked) if Replicas((asked,), self.costs, self.options).splits_weight else whole)
 
     def _split(self, found: Candidates, asked: Problem) -> Decisions:
         """Split weight gradients off, without local search, which knows whole backwards only."""

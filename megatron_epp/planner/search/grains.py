@@ -12,7 +12,7 @@ from itertools import permutations
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
-from megatron_epp.planner.search.order_rules import ANY_PLACEMENT, ELASTIC_1F1B, FIRST, SECOND
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers
 from megatron_epp.planner.search.trials import WORTH, Candidate, Trials
@@ -198,8 +198,7 @@ def _search_unsliced(trials: Trials) -> None:
     replicas, rules = trials.replicas, trials.rules
     whole = tables_with_whole(trials.problem, replicas.costs, replicas.options.chunk_tokens)
     tables = [Aligned((table,)) for table in whole]
-    roomy = (*rules.first, *ANY_PLACEMENT.first, *ANY_PLACEMENT.second)
-    for tried in (roomy, (*rules.least, *ANY_PLACEMENT.least)):
+    for tried in ((*rules.first, *ROOMY_LISTED), (*rules.least, *LEAST_LISTED)):
         for table in tables if trials.best is None else ():
             trials.better(table, dict.fromkeys(tried))
 

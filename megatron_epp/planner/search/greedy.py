@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from megatron_epp.cost import Costs
@@ -22,10 +23,10 @@ from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elast
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
 from megatron_epp.planner.search.grains import search, search_table
 from megatron_epp.planner.search.local import improve
-from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Replicas
-from megatron_epp.planner.search.trials import CLOSE, Trials
+from megatron_epp.planner.search.trials import CLOSE, Candidate, Trials
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -52,12 +53,12 @@ class Candidates(NamedTuple):
     """Decisions with whole backwards that fit the caps.
 
     Attributes:
-        best: the fastest of each kind; at least one.
-        near: others that are hardly slower, one of which may be the fastest with weight gradients split off.
+        best: the fastest of each kind, from which local search starts; at least one.
+        near: fast ones, best ones among them; where weight gradients are to be split off, with the order that has them so.
     """
 
     best: list[Decisions]
-    near: list[Decisions]
+    near: list[Candidate]
 
 
 def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Candidates:
@@ -77,7 +78,17 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
             plain.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
-    return Candidates([one.only for one in found or [trials.result()]], [one.only for one in trials.near])
+    return _candidates(found or [trials.result()], trials)
+
+
+def _candidates(found: Sequence[Candidate], trials: Trials) -> Candidates:
+    near = [*found, *(one for one in trials.near if one not in found)]
+    more = [] if trials.whole is None else [trials.whole]
+    if backward_first := [trials.best_of[rule] for rule in ROOMY_LISTED if rule in trials.best_of]:
+        more.append(min(backward_first, key=attrgetter("makespan_us")))
+    best = [one.only for one in found]
+    best += [one.only for one in more if one.only not in best]
+    return Candidates(best, near)
 
 
 def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions:
@@ -106,36 +117,29 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Local search; then weight gradients split off where that is asked for, the costs time them separately and it is faster.
 
-    The search knows whole backwards only, and the order that is fastest with these need not be so with weight gradients of
-    their own. So those of the first decisions, and of the candidates near them, are split off too.
+    Local search knows whole backwards only. So what it made faster is split here; the rest the search has split.
 
     Args:
         found: what the search found.
         problem, costs, options: as for `plan`.
     """
     better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
-    if not splits(problem, costs, options):
+    if not Replicas((problem,), costs, options).splits_weight:
         return fastest(better, problem, costs)
-    others = [one for one in (*found.best, *found.near) if one not in better]
-    best, best_us = better[0], math.inf
-    for one in (*better, *others):
+    split = [(one.makespan_us, replace(one.only, order=one.split)) for one in found.near if one.split]
+    best_us, best = min(split, key=itemgetter(0), default=(math.inf, better[0]))
+    tried = [one.only for one in found.near if one.split]
+    for one in better:
+        if one in tried:
+            continue
         tables = one.tables(problem, costs)
         enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
         if best_us <= enough_us:
             continue
-        split = replace(one, order=with_split_weights(one.order, tables, one.as_offload, problem.cap_bytes, enough_us))
-        if (took_us := predicted_us(split, problem, costs)) < best_us:
-            best, best_us = split, took_us
+        made = replace(one, order=with_split_weights(one.order, tables, one.as_offload, problem.cap_bytes, enough_us))
+        if (took_us := predicted_us(made, problem, costs)) < best_us:
+            best, best_us = made, took_us
     return best
-
-
-def splits(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Return True if weight gradients may be split off: asked for, timed apart by the costs, and not an evaluation.
-
-    Args:
-        problem, costs, options: as for `plan`.
-    """
-    return options.split_weight and costs.splits_weight and not problem.forward_only
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -153,7 +157,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(Replicas((problem,), costs, options))
     found = search_table(trials, Aligned((chunks,))) or [trials.result()]
-    return finished(Candidates([one.only for one in found], [one.only for one in trials.near]), problem, costs, options)
+    return finished(_candidates(found, trials), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

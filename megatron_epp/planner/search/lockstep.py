@@ -16,7 +16,6 @@ from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.search.grains import search
-from megatron_epp.planner.search.greedy import splits
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Candidate, Trials
 
@@ -83,7 +82,7 @@ def _plans(replicas: Replicas) -> Iterator[Plan]:
             Remedy("lower", "expert_parallel"),
         )
     best = trials.result()
-    order = _split(best, replicas) if splits(replicas.problems[0], costs, options) else best.made[0].order
+    order = _split(best, replicas) if replicas.splits_weight else best.made[0].order
     for problem, made, tables in zip(replicas.problems, best.made, best.tables, strict=True):
         made = replace(made, order=order, modes=FULL_ONLY)  # all else is in the tables
         yield build_plan(problem, costs, options, made, tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
+from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Problem
 
@@ -23,8 +24,31 @@ SECOND: tuple[OrderRule, ...] = (
 HALF = WarmUp(lead=0.5, minimal=True)
 LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, minimal=True),)
 """Rule of last resort, when no other fits: one sequence is alive at a time, and no order of a table keeps less."""
-LIST_SCHEDULES: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
-"""Rules for any other placement than one stage per rank in order, the first for every grain."""
+ROOMY_LISTED: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
+LIST_SCHEDULES: tuple[OrderRule, ...] = (
+    ROOMY_LISTED[0],
+    ListScheduling(2, alternating=True),
+    *ROOMY_LISTED[1:],
+    ListScheduling(1.5, alternating=True),
+    ListScheduling(1, alternating=True),
+    ListScheduling(2.5, alternating=True),
+    ListScheduling(0.75),
+    ListScheduling(0.5),
+)
+"""Rules for any other placement than one stage per rank in order, the first two for every grain."""
+SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
+    ListScheduling(1.25, alternating=True, waiting=1),
+    ListScheduling(1, waiting=0.75),
+    ListScheduling(0.875, alternating=True, waiting=0.75),
+    ListScheduling(0.75, alternating=True, waiting=0.5),
+    ListScheduling(0.625, waiting=0.5),
+    ListScheduling(0.5, waiting=0.75),
+)
+"""Further rules where weight gradients are split off, the first for every grain."""
+PATTERNS: tuple[OrderRule, ...] = (Interleaved(),)
+"""Further rules for every grain of looped placements."""
+V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
+"""Further rules for the best grain of V placements with two stages per rank."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
 
@@ -46,9 +70,21 @@ class OrderRules:
 
 
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
-ANY_PLACEMENT = OrderRules(LIST_SCHEDULES[:1], LIST_SCHEDULES[1:], LEAST_LISTED, LIST_SCHEDULES[1:])
 
 
-def rules_for(problem: Problem) -> OrderRules:
-    """Return the rules for the problem's placement."""
-    return ONE_STAGE_PER_RANK if problem.has_one_stage_per_rank else ANY_PLACEMENT
+def rules_for(problem: Problem, split: bool = False) -> OrderRules:
+    """Return the rules for the problem's placement.
+
+    Args:
+        problem: the pipeline.
+        split: weight gradients are split off.
+    """
+    if problem.has_one_stage_per_rank:
+        return ONE_STAGE_PER_RANK
+    more = SPLIT_LIST_SCHEDULES if split else ()
+    return OrderRules(
+        first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else ()), *more[:1]),
+        second=(*more[1:], *(V_PATTERNS if is_v(problem) else ()), *LIST_SCHEDULES[2:]),
+        least=LEAST_LISTED,
+        frugal=ROOMY_LISTED[1:],
+    )

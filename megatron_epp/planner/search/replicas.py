@@ -68,6 +68,11 @@ class Replicas:
         """True if plans may offload activations: asked for, with recompute left to the planner and a link to the host."""
         return self.options.offload and self.options.recompute == "auto" and math.isfinite(self.costs.host_us(1))
 
+    @property
+    def splits_weight(self) -> bool:
+        """True if weight gradients may be split off: asked for, timed apart by the costs, and not an evaluation."""
+        return self.options.split_weight and self.costs.splits_weight and not self.problems[0].forward_only
+
     def shapes(self) -> list[Chunkers]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
         found = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]

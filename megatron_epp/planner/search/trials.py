@@ -12,10 +12,11 @@ from megatron_epp.plan import InfeasibleError, Remedy
 from megatron_epp.plan.errors import format_gib
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
-from megatron_epp.planner.memory.offload import Offload, fit_offload
+from megatron_epp.planner.memory.offload import Offload, fit_offload, timed
+from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search.order_rules import rules_for
@@ -30,6 +31,8 @@ WORTH = 0.985
 """Share of the best makespan so far below which the bound with offload must lie for it to be tried."""
 PROVEN = 1e-9
 """Relative excess of a bound over the best makespan that proves, rounding included, that a candidate is no better."""
+NEARLY = 1.05
+"""Makespan, as a share of the best, up to which a rule for several stages per rank goes on while it gets better itself."""
 NEAR = 4
 """Number of candidates without copies that are kept, the fastest."""
 
@@ -43,7 +46,8 @@ class Candidate:
         rule: what ordered them.
         made: the decisions of every replica; order and recompute are the same in all.
         tables: times and sizes of every replica.
-        makespan_us: of all replicas.
+        makespan_us: of all replicas; with weight gradients split off, where they are.
+        split: the order with weight gradients split off; empty where they are not.
     """
 
     table: Aligned
@@ -51,6 +55,7 @@ class Candidate:
     made: tuple[Decisions, ...]
     tables: tuple[Tables, ...] = field(repr=False, compare=False)
     makespan_us: float = math.inf
+    split: Order = field(default=(), repr=False, compare=False)
 
     @property
     def order(self) -> Order:
@@ -89,18 +94,25 @@ class Trials:
     Attributes:
         best: the fastest that fits; None while none does.
         best_us: its makespan, or a makespan to beat.
+        best_of: the fastest without copies by what ordered it.
+        whole: the fastest that fits with whole backwards and without copies, where weight gradients are split off.
         near: the fastest without copies, the best among them, fastest first.
         least_cap: smallest cap, in bytes, that would have let a candidate through; 0 where memory was never the obstacle.
         least_host: the same for the memory in host memory.
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self.replicas, self.problem, self.rules = replicas, replicas.problems[0], rules_for(replicas.problems[0])
+        self.replicas, self.problem = replicas, replicas.problems[0]
+        self.is_split = replicas.splits_weight and not replicas.is_lockstep
+        self.rules = rules_for(self.problem, self.is_split)
         self.best: Candidate | None = None
         self.best_us = math.inf
+        self.whole: Candidate | None = None
         self.near: list[Candidate] = []
         self.least_cap = self.least_host = 0
         self.seen: set[tuple[Aligned, OrderRule]] = set()
+        self._orders: dict[Aligned, set[Order]] = {}  # for several stages per rank, where rules may agree
+        self.best_of: dict[OrderRule, Candidate] = {}
         self._worth = 1 + PROVEN if replicas.is_lockstep else WORTH
 
     def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
@@ -117,12 +129,17 @@ class Trials:
         tables = self.replicas.tables(table)
         bound_us = self.replicas.bound_us(tables, table)
         close = -PROVEN if self.replicas.is_lockstep else close
-        found = False
+        found, orders = False, self._orders.setdefault(table, set())
         for rule in rules:
             if bound_us * (1 + close) >= self.best_us:
                 break
             self.seen.add((table, rule))
-            found |= self._better(self._ordered(table, tables, rule))
+            tried = self._ordered(table, tables, rule)
+            if tried.order in orders:
+                continue
+            if not self.problem.has_one_stage_per_rank:
+                orders.add(tried.order)
+            found |= self._better(tried)
         return found
 
     def _better(self, tried: Candidate) -> bool:
@@ -131,7 +148,12 @@ class Trials:
             return self.best is None and self.least_cap < CLEARLY * before and not self.replicas.is_lockstep
         insort(self.near, found, key=attrgetter("makespan_us"))
         del self.near[NEAR:]
-        return self._keep(found)
+        own = self.best_of.get(tried.rule)
+        is_better = own is None or found.makespan_us < own.makespan_us
+        if is_better:
+            self.best_of[tried.rule] = found
+        is_near = not self.problem.has_one_stage_per_rank and found.makespan_us <= NEARLY * self.best_us
+        return self._keep(found) or (is_better and is_near)
 
     def better_with_copies(self, table: Aligned, rules: Iterable[OrderRule]) -> bool:
         """Try a table with offload; True if it is faster than all before.
@@ -186,7 +208,10 @@ class Trials:
         fit = self.replicas.fit(codes, tried.tables)
         if fit.recompute_steps is not None:
             offloads = [Offload(fit.recompute_steps, (), ())] * len(tried.made)
-            return tried.decided(makespan_us(codes, tried.tables[0], fit.recompute_steps), offloads)
+            whole = tried.decided(makespan_us(codes, tried.tables[0], fit.recompute_steps), offloads)
+            if self.is_split and (self.whole is None or whole.makespan_us < self.whole.makespan_us):
+                self.whole = whole
+            return self._split(whole)
         if counts:
             self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
         return None
@@ -199,7 +224,17 @@ class Trials:
             self._needs_host(found.short_bytes)
         if found is None or found.short_bytes:
             return False
-        return self._keep(tried.decided(found.makespan_us, found.made))
+        return self._keep(self._split(tried.decided(found.makespan_us, found.made)))
+
+    def _split(self, found: Candidate) -> Candidate:
+        """Split weight gradients off where that is asked for and faster."""
+        if not self.is_split:
+            return found
+        (tables,), made = found.tables, found.only.as_offload
+        enough_us = self.replicas.bound_us(found.tables, found.table) * (1 + CLOSE)
+        order = with_split_weights(found.order, tables, made, self.problem.cap_bytes, enough_us)
+        took_us = play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us
+        return replace(found, split=order, makespan_us=took_us)
 
     def _keep(self, found: Candidate) -> bool:
         """Keep what is found if it is the fastest; True if it is."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Op, Plan
@@ -97,18 +98,19 @@ class Case:
     def shape(self) -> ModelShape:
         """The model on the fewest ranks per stage that leave room, as their buyer would choose: tensor-parallel ranks
         (up to 8) for weights and optimizer, then context-parallel ones for the longest sequence. Of that, keys, values, their
-        gradient, the layers' inputs and the logits stay whatever recomputes. The ranks must share the heads evenly.
+        gradient and the layers' inputs stay whatever recomputes, and the logits unless the loss is computed by blocks. The
+        ranks must share the heads evenly.
         """
         plain = replace(shape_of(load_flags(self.model)), tensor_parallel=1, sequence_parallel=False)
         heads = plain.num_attention_heads
         cap = self.cap_gb << 30
         for tensor in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
-            shape = replace(plain, tensor_parallel=tensor, sequence_parallel=tensor > 1)
+            shape = self._by_blocks(replace(plain, tensor_parallel=tensor, sequence_parallel=tensor > 1))
             static = max(stage.static_bytes for stage in self._costs(shape).stages)
             if static <= STATIC_SHARE * cap:
                 break
         for context in (ranks for ranks in range(1, MOST_CONTEXT_PARALLEL + 1) if heads % (shape.tensor_parallel * ranks) == 0):
-            shape = replace(shape, context_parallel=context)
+            shape = self._by_blocks(replace(shape, context_parallel=context))
             stages = self._costs(shape).stages
             kept = max(
                 s.num_layers * (2 * s.kv_bytes_per_token + s.recomputed_layer_bytes_per_token) + s.extra_bytes_per_token
@@ -117,6 +119,11 @@ class Case:
             if static + kept * self.longest <= LEAST_SHARE * cap:
                 break
         return shape
+
+    def _by_blocks(self, shape: ModelShape) -> ModelShape:
+        """Return a shape whose loss is computed by blocks where training with this context does so unasked."""
+        tokens = loss_block_tokens(AUTO, shape.vocab_size // shape.tensor_parallel, self.context // shape.context_parallel)
+        return replace(shape, loss_block_tokens=tokens)
 
     def _costs(self, shape: ModelShape) -> PipelineCosts:
         profile = analytic_profile(shape, load_cluster(CLUSTER).rates)

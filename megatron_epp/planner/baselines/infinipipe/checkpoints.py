@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
@@ -21,8 +22,19 @@ MARGINS = (0.0, 1.0)
 """Units kept free: none, and enough to make up for the solver's tolerance where the first answer is above a cap by a hair."""
 
 
+@dataclass(slots=True)
+class Effort:
+    """Size of the integer programs solved so far, which time follows; the same on every machine.
+
+    Attributes:
+        num_entries: coefficients that are not zero.
+    """
+
+    num_entries: int = 0
+
+
 def diagonal_checkpoints(
-    order: Order, tables: Tables, caps: tuple[int, ...], limit: float = math.inf
+    order: Order, tables: Tables, caps: tuple[int, ...], limit: float = math.inf, effort: Effort | None = None
 ) -> tuple[int, RecomputeSteps] | None:
     """Recomputed layers that are the same along each diagonal, as few in all as the caps allow.
 
@@ -37,6 +49,7 @@ def diagonal_checkpoints(
         tables: of the whole chunk table.
         caps: of every rank.
         limit: a sum of C from here on is of no use.
+        effort: updated.
 
     Returns:
         The sum of C, in layers, and the layers ``[stage][chunk]``; None where nothing fits, or nothing of use does.
@@ -53,7 +66,7 @@ def diagonal_checkpoints(
         for d in range(num_chunks + stages - 1)
     ]
     for margin in MARGINS:
-        counts = _solve(order, tables, caps, diagonal, most, margin, limit)
+        counts = _solve(order, tables, caps, diagonal, most, margin, limit, effort or Effort())
         if counts is None:
             return None
         recompute_steps = [
@@ -73,6 +86,7 @@ def _solve(
     most: list[int],
     margin: float,
     limit: float,
+    effort: Effort,
 ) -> list[int] | None:
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
@@ -92,9 +106,11 @@ def _solve(
                 spared = model.variable(0, max(0, tables.num_layers[p] - 1))  # the last layer is made again before any goes
                 model.at_most(spared - own)
                 model.at_most(first - relief - saved * spared, room)
+    effort.num_entries += len(model.entries[0])
     relaxed = model.solve(relaxed=True)
     if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
         return None
+    effort.num_entries += len(model.entries[0])
     solved = model.solve(gap=GAP, node_limit=NODES)
     if solved.values is None:
         return most if math.isfinite(solved.bound) else None  # all of it, where the search ended without an answer

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.baselines.common import Contest, own_recompute_only
-from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
+from megatron_epp.planner.baselines.infinipipe.checkpoints import Effort, diagonal_checkpoints
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined
@@ -27,6 +27,8 @@ SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Values of K that the outer loop tries."""
 PATIENCE = 3
 """Values of K in a row that may be no better before the outer loop ends."""
+MOST_ENTRIES = 20_000_000
+"""Effort on integer programs after which no other is begun where there is a plan: about a minute of one core."""
 
 
 def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -34,7 +36,8 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
     Where the paper leaves a detail open or its expression is lost: the K tried are `SLICES`; both readings of the token
     threshold are tried (see `algorithm_1`); candidates are compared by simulation, with the least makespan and not the least
-    estimate. All of these favour the baseline. With `options.slices` that is K, and `options.chunk_tokens` is the token
+    estimate. All of these favour the baseline. The search ends with its best after `MOST_ENTRIES`, which it reaches with some
+    hundred chunks under a tight cap. With `options.slices` that is K, and `options.chunk_tokens` is the token
     capacity.
 
     Args:
@@ -48,15 +51,17 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     contest = Contest(problem, costs, options)
     chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
     seen: set[tuple[Chunk, ...]] = set()
-    worse = 0
+    worse, effort = 0, Effort()
     for slices in SLICES if options.slices is None else (options.slices,):
         before, new = contest.best_us, False
         for more_tokens in (False, True):
+            if contest.best is not None and effort.num_entries >= MOST_ENTRIES:
+                return contest.result()
             chunks = algorithm_1(chunker, chunker.grain(slices=slices).slices, more_tokens=more_tokens)
             if chunks not in seen and (len(chunks) <= MOST_CHUNKS or not seen):
                 new = True
                 seen.add(chunks)
-                _enter(contest, chunks)
+                _enter(contest, chunks, effort)
         worse = 0 if contest.best_us < before or contest.best is None else worse + new
         if worse == PATIENCE:
             break
@@ -131,7 +136,7 @@ def _buckets(
     return held
 
 
-def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
+def _enter(contest: Contest, chunks: tuple[Chunk, ...], effort: Effort) -> None:
     problem, tables = contest.problem, contest.tables(chunks)
     if lower_bound_us(tables, chunks, problem, contest.options) >= contest.best_us:
         return
@@ -139,7 +144,7 @@ def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
         order = seq1f1b_order(slice_groups(chunks), problem.num_stages, forward_only=True)
         contest.enter(Decisions(chunks, order, [[0] * len(chunks) for _ in tables.num_layers]), tables)
         return
-    pipelines = Grouping(contest, tables, slice_groups(chunks)).pipelines()
+    pipelines = Grouping(contest, tables, slice_groups(chunks), effort).pipelines()
     if pipelines is None:
         return
     order = tuple(tuple(action for made in pipelines for action in made.order[rank]) for rank in range(problem.num_stages))
@@ -168,15 +173,16 @@ class Pipeline:
 class Grouping:
     """Partition of the sequences into pipelines by dynamic programming (Equations 12 to 14)."""
 
-    def __init__(self, contest: Contest, tables: Tables, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, contest: Contest, tables: Tables, groups: Sequence[Sequence[int]], effort: Effort) -> None:
         """Estimate a pipeline's start-up as ``(stages - 1)`` average chunks, forward and backward; a layer is the average one.
 
         Args:
             contest: the problem, and the record of caps that would suffice.
             tables: of the chunk table.
             groups: the chunks of every sequence; batched chunks stand alone.
+            effort: on integer programs, updated.
         """
-        self.contest, self.tables, self.groups = contest, tables, groups
+        self.contest, self.tables, self.groups, self.effort = contest, tables, groups, effort
         cells = len(tables.num_layers) * len(tables.message_us)
         pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
@@ -193,6 +199,8 @@ class Grouping:
         for upto in range(1, len(counts) + 1):
             cheapest: tuple[float, list[Pipeline]] = (math.inf, [])
             for start in reversed(range(upto)):
+                if start < upto - 1 and self.effort.num_entries >= MOST_ENTRIES:
+                    break
                 before_us, before = best[start]
                 made = alone[start] if start == upto - 1 else self._pipeline(counts[start:upto], cheapest[0] - before_us)
                 if made is not None and before_us + made.cost_us < cheapest[0]:
@@ -206,7 +214,7 @@ class Grouping:
             return None
         order = self._order(counts)
         limit = (limit_us - self.startup_us) / self.layer_us if self.layer_us > 0 else math.inf
-        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit)
+        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit, self.effort)
         return None if found is None else Pipeline(order, found[1], self.startup_us + self.layer_us * found[0])
 
     def _order(self, counts: Sequence[int]) -> Order:

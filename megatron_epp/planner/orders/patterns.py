@@ -1,0 +1,169 @@
+"""Order rules for several stages per rank that repeat a pattern, as papers do, with windows that follow the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_epp.plan import Action, Chunk, Op, PlanError
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.orders.list_scheduling import ListScheduling
+from megatron_epp.planner.orders.warm_up import Order, merged, slice_groups, window_ahead
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+
+PERIOD = 6
+"""Units of time between the blocks of a V: F, B and W of two stages, one unit each."""
+Units = tuple[int, int, int, int]
+"""Units of time at which a rank runs F on its first stage, F and B on its second, and B on its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Order rule for looped placements: Megatron's interleaved 1F1B (2104.04473) over slices.
+
+    A rank runs as many chunks as there are ranks on its first stage, then on its next, and so on; backwards the other way
+    round. Every rank is two backwards ahead of the next. Where unequal slices make that a deadlock, and for other placements,
+    it is list scheduling.
+    """
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Order all actions. Arguments as for `OrderRule.order`."""
+        own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+        made = self._order(slice_groups(chunks), own) if is_looped(problem) else ()
+        return _running(made, chunks, tables, problem)
+
+    def _order(self, groups: Sequence[range], own: Placement) -> Order:
+        ranks, laps = own.num_ranks, own.num_chunks
+        forwards = by_laps(range(groups[-1].stop), ranks, range(laps))
+        backwards = by_laps(descending(groups), ranks, range(laps)[::-1])
+        at_of, size = {unit: at for at, unit in enumerate(forwards)}, {c: len(group) for group in groups for c in group}
+        ahead = [max(at_of[laps - 1, c] + 1, k + (laps - 1) * ranks + size[c]) for k, (_, c) in enumerate(backwards)]
+        ahead = [min(count, len(forwards)) for count in accumulate(ahead, max)]
+        rows = []
+        for rank in range(ranks):
+            lead, stages = min(2 * (ranks - 1 - rank), len(ahead)), own.stages(rank)
+            f, b = ([Action(op, stages[lap], c) for lap, c in each] for op, each in ((Op.F, forwards), (Op.B, backwards)))
+            rows.append(tuple(merged(f, b, [*ahead[lead:], *[len(forwards)] * lead])))
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Order rule for two stages per rank in a V: a building block repeated for every chunk (2405.15362).
+
+    Where unequal slices make that a deadlock, and for other placements, it is list scheduling.
+
+    Attributes:
+        name: of the block, in `BLOCKS`.
+        minimal: no forwards ahead of need (`WarmUp`).
+    """
+
+    name: str
+    minimal: bool = False
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Order all actions. Arguments as for `OrderRule.order`."""
+        own = Placement("v", problem.num_ranks, 2)
+        made = self._order(slice_groups(chunks), own) if is_v(problem) else ()
+        return _running(made, chunks, tables, problem)
+
+    def _order(self, groups: Sequence[range], own: Placement) -> Order:
+        """Give each forward and backward the number of a block: forwards alone where more must run before a backward."""
+        forward_blocks: list[int] = []
+        backward_blocks: list[int] = []
+        for ahead in window_ahead(groups, self.minimal):
+            first = max([-1, *forward_blocks[-1:], *backward_blocks[-1:]]) + 1
+            forward_blocks += range(first, first + max(0, min(ahead, groups[-1].stop) - len(forward_blocks)))
+            backward_blocks.append(max(first, *forward_blocks[-1:]))
+        return tuple(
+            tuple(
+                action for _, action in sorted(in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks).items())
+            )
+            for rank in range(own.num_ranks)
+        )
+
+
+def is_looped(problem: Problem) -> bool:
+    """Return True if the placement is looped and the batch is trained on."""
+    own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+    return problem.placement == own.rank_of and not problem.forward_only
+
+
+def is_v(problem: Problem) -> bool:
+    """Return True if the placement is a V of two stages per rank and the batch is trained on."""
+    return problem.placement == Placement("v", problem.num_ranks, 2).rank_of and not problem.forward_only
+
+
+def in_blocks(
+    name: str, own: Placement, rank: int, groups: Sequence[range], forward_blocks: Sequence[int], backward_blocks: Sequence[int]
+) -> dict[int, Action]:
+    """Forwards and backwards of a rank by the unit of time in which the block has them.
+
+    Args:
+        name: of the block.
+        own: two stages on each rank in a V.
+        rank: the rank.
+        groups: of the chunk table.
+        forward_blocks, backward_blocks: number of the block in which each forward and each backward runs, rising.
+    """
+    (first, second), units = own.stages(rank), BLOCKS[name](rank, own.num_ranks)
+    made: dict[int, Action] = {}
+    for c, block in enumerate(forward_blocks):
+        made[units[0] + PERIOD * block] = Action(Op.F, first, c)
+        made[units[1] + PERIOD * block] = Action(Op.F, second, c)
+    for c, block in zip(descending(groups), backward_blocks, strict=True):
+        made[units[2] + PERIOD * block] = Action(Op.B, second, c)
+        made[units[3] + PERIOD * block] = Action(Op.B, first, c)
+    return made
+
+
+def v_min(rank: int, ranks: int) -> Units:
+    """Return the units of V-Min, which keeps a third of the activations of 1F1B."""
+    idle = 0 if ranks % 3 else 2
+    return rank, 2 * ranks - 1 - rank, 2 * ranks + idle + rank, 4 * ranks + idle - 1 - rank
+
+
+def v_half(rank: int, ranks: int) -> Units:
+    """Return the units of V-Half, which keeps half of the activations of 1F1B."""
+    idle = 0 if ranks % 2 else 3
+    return 2 * rank, 3 * ranks - 2 - rank, 3 * ranks + idle + 2 * rank - 1, 6 * ranks + idle - 2 - rank
+
+
+def v_zb(rank: int, ranks: int) -> Units:
+    """Return the units of V-ZB (ZB-V of 2401.10241), which keeps the activations of 1F1B and has no bubble between its ends."""
+    return 4 * rank, 6 * ranks - 5 - 2 * rank, 6 * ranks - 4 + 4 * rank, 12 * ranks - 9 - 2 * rank
+
+
+BLOCKS: dict[str, Callable[[int, int], Units]] = {"V-Min": v_min, "V-Half": v_half, "V-ZB": v_zb}
+"""Building blocks: from a rank and the number of ranks to its units."""
+
+
+def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int]) -> list[tuple[int, int]]:
+    """List laps and chunks: `size` chunks on the first lap, the same on the next, and so on; then the next chunks.
+
+    Args:
+        chunks: in order.
+        size: number of chunks that stay together. Those that are left over join the last: fewer would be a deadlock.
+        laps: in order.
+    """
+    starts = range(0, max(1, len(chunks) - size + 1), size)
+    stops = [*starts[1:], len(chunks)]
+    return [(lap, c) for start, stop in zip(starts, stops, strict=True) for lap in laps for c in chunks[start:stop]]
+
+
+def descending(groups: Sequence[range]) -> list[int]:
+    """Return the chunks in the order of their backwards."""
+    return [c for group in groups for c in reversed(group)]
+
+
+def _running(made: Order, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+    """Return an order if there is one and it runs, otherwise that of list scheduling."""
+    with suppress(PlanError):
+        if made:
+            makespan_us(made, tables, [[0] * len(chunks)] * problem.num_stages)
+            return made
+    return ListScheduling(2, alternating=True).order(chunks, tables, problem)

@@ -1,0 +1,1 @@
+"""Compares orders of other papers with the planner's own."""
