@@ -81,7 +81,7 @@ class PipelineCosts:
 
     @property
     def half_layers(self) -> tuple[int, ...]:
-        """For each stage, 1 if it has half a layer besides its layers, else 0; empty if no stage has."""
+        """Number of half layers of each stage besides its layers, 0 or 1; empty if no stage has one."""
         found = tuple(halves % 2 for halves in self.num_halves)
         return found if any(found) else ()
 
