@@ -13,6 +13,8 @@ import pytest
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.model.half_layers import numbers
+from megatron_epp.mcore.model.hybrid_stages import placed_pattern
+from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore.batches_worker import CUT_RUNS
@@ -116,6 +118,20 @@ def test_halves_draw_the_random_masks_of_the_whole_layer(report_of: Callable[[st
     assert found["gradients"]
     assert found["names"]
     assert found["shared"] == []
+
+
+def test_chunks_take_the_segments_of_their_stages() -> None:
+    assert placed_pattern("*-*|-|*|-*-", Placement("v", 2, 2)) == "*-*|-|-*-|*"
+    with pytest.raises(EppError, match="--epp-placement v needs .* has 2 stages of 4"):
+        placed_pattern("*-|*-", Placement("v", 2, 2))
+
+
+@pytest.mark.slow
+def test_a_hybrid_model_trains_there_and_back(report_of: Callable[[str], dict[str, Any]]) -> None:
+    found = report_of("hybrid")
+    assert found["placement"] == [0, 1, 1, 0]
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
+    assert found["apart"] <= 1e-5
 
 
 @pytest.fixture(scope="module")

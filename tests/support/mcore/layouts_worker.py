@@ -1,6 +1,6 @@
 """Cut layers next to whole ones: a checkpoint handed there and back, and the same random masks.
 
-python -m tests.support.mcore.layouts_worker FOLDER masks|MODEL
+python -m tests.support.mcore.layouts_worker FOLDER masks|hybrid|MODEL
 
 Prints what `test_layouts.py` looks at.
 """
@@ -29,7 +29,35 @@ def main(folder: Path, part: str) -> None:
     """Run the masks, or the chain of a model."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     load_megatron()
-    record_figures(masks() if part == "masks" else checkpoints(folder, *CHAINS[part]))
+    parts = {"masks": masks, "hybrid": lambda: hybrid(folder)}
+    record_figures(parts[part]() if part in parts else checkpoints(folder, *CHAINS[part]))
+
+
+def hybrid(folder: Path) -> dict[str, Any]:
+    """Train a hybrid model by the stock schedule, and there and back from the same weights. Stages begin with an MLP, too."""
+    from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
+
+    local_hybrid.use_torch_norms()
+    common = common_flags(2, CONTEXT, 8, validates=False)
+    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
+    common += shlex.split(f"{MODELS['llama']} --spec tests.support.mcore.local_hybrid stack_spec --ckpt-format torch_dist")
+    del common[common.index("--num-layers") : common.index("--num-layers") + 2]
+    saved = folder / "saved"
+    stock = Training(2, (*common, "--hybrid-layer-pattern", "*-*|-*-*-", "--epp-schedule", "stock"), saved)
+    placed = "--hybrid-layer-pattern *-|*|-*|-*- --epp-placement v --epp-slices 3 --epp-recompute 1"
+    runs = [
+        next(iter(train_all([training], folder, 200).values()))
+        for training in (stock, Training(2, (*common, *placed.split(), "--load", str(saved), "--finetune")))
+    ]
+    assert not any(isinstance(found, str) for found in runs), runs
+    losses = [next(run.losses for run in found if run.losses) for found in runs]
+    final = [{name: tensor for run in found for name, tensor in run.final.items()} for found in runs]
+    assert final[0].keys() == final[1].keys()
+    return {
+        "losses": losses,
+        "apart": max(float((final[1][name] - wanted).norm() / wanted.norm()) for name, wanted in final[0].items()),
+        "placement": runs[1][0].plans[0].placement,
+    }
 
 
 def checkpoints(folder: Path, model: str, flags: str) -> dict[str, Any]:
