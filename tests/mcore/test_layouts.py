@@ -122,7 +122,7 @@ def test_halves_draw_the_random_masks_of_the_whole_layer(report_of: Callable[[st
 
 def test_chunks_take_the_segments_of_their_stages() -> None:
     assert placed_pattern("*-*|-|*|-*-", Placement("v", 2, 2)) == "*-*|-|-*-|*"
-    with pytest.raises(EppError, match="--epp-placement v needs .* has 2 stages of 4"):
+    with pytest.raises(EppError, match=r"--epp-placement v needs .* has 2 stages of 4"):
         placed_pattern("*-|*-", Placement("v", 2, 2))
 
 
