@@ -29,6 +29,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
+_OF_LAYER = tuple(one.name for one in fields(LayerCosts))
 FORM = Form("profile", "megatron-epp/profile", 1)
 
 
@@ -140,7 +141,7 @@ class Profile:
                 parameters += part.parameters
             else:
                 first_mlp = mlp.bytes_per_token
-        of_layer: dict[str, Any] = {one.name: getattr(self.layer, one.name) for one in fields(LayerCosts)}
+        of_layer: dict[str, Any] = {name: getattr(self.layer, name) for name in _OF_LAYER}
         return StageCosts(
             **of_layer | {"workspace_bytes": sum(part.workspace_bytes for part in extras)},
             num_layers=layers,

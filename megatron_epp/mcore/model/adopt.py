@@ -10,7 +10,7 @@ import argparse
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ from megatron.core import mpu
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 
+from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.sizes import check_pattern
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import half_layers, model_chunks
+from megatron_epp.mcore.model import half_layers, hybrid_stages, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
+from megatron_epp.plan.placement import Placement
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 
@@ -36,25 +38,33 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     """Call Megatron's constructor of a model, the first of `rest`, so that it builds a model that plans can run.
 
     Raises:
-        EppError: the model is a hybrid one and a placement is asked for, or a core attention is not one of Megatron's.
+        EppError: a core attention is not one of Megatron's, or a hybrid model's pattern does not have the placement's stages.
     """
     call = bound(original, *rest, **named)
     model = rest[0]
+    vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
-        if args.epp_placement != "looped":
-            raise EppError(f"--epp-placement {args.epp_placement} is for GPTModel; leave it out for a {type(model).__name__}")
         check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
-    vp_stage = call.arguments.get("vp_stage")
     layers = model_chunks.cut_layers(args, vp_stage)
     if layers is not None:
         spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]
         call.arguments["transformer_layer_spec"] = half_layers.cut_spec(spec, config, vp_stage, layers)
     if args.epp_placement != "looped":
         call.arguments |= model_chunks.ends(args, vp_stage)
+        if "transformer_layer_spec" not in call.arguments:
+            call.arguments |= _placed_hybrid(call.arguments, placement_of(args))
     original(*call.args, **call.kwargs)
     model.cut_layers = layers
     _finish(model, args)
+
+
+def _placed_hybrid(given: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """Return the arguments of a hybrid model's constructor that follow the placement: the pattern and the stack's spec."""
+    name = next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if given.get(name))
+    spec = next(name for name in _SPECS if name in given)
+    stack = hybrid_stages.placed_stack(given[spec], given[name], placement, given.get("vp_stage"))
+    return {name: hybrid_stages.placed_pattern(given[name], placement), spec: stack}
 
 
 def check_adopted(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from tests.support.mcore.figures import record_figures
 ITERATIONS, SAVED = 4, 2
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
-HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 ENGINE = "--transformer-impl transformer_engine"
 SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
