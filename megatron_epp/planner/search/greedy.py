@@ -82,7 +82,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
 
 
 def _candidates(found: Sequence[Candidate], trials: Trials) -> Candidates:
-    """Let local search also start from the fastest with whole backwards, and from the fastest of list scheduling's first rule."""
+    """Let local search start from the fastest whole backwards, too, and from the fastest order with backwards first."""
     near = [*found, *(one for one in trials.near if one not in found)]
     more = [] if trials.whole is None else [trials.whole]
     backward_first = [trials.best_of[rule] for rule in ROOMY_LISTED if rule in trials.best_of]
