@@ -66,7 +66,7 @@ LENGTHS = {
 CASES = (
     *(Case("64 x 8K", cap) for cap in (80, 20)),
     *(Case("512 Wikipedia, one of 64K", cap) for cap in (80, 28)),
-    *(Case("1M and 500 tiny", cap, context_parallel=2) for cap in (80, 60)),
+    *(Case("1M and 500 tiny", cap, context_parallel=2) for cap in (120, 80)),
 )
 """Every batch with room to spare and with a cap little above the least that any placement can do with."""
 
