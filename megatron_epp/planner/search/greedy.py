@@ -82,9 +82,11 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
 
 
 def _candidates(found: Sequence[Candidate], trials: Trials) -> Candidates:
+    """Let local search start from the fastest whole backwards, too, and from the fastest order with backwards first."""
     near = [*found, *(one for one in trials.near if one not in found)]
     more = [] if trials.whole is None else [trials.whole]
-    if backward_first := [trials.best_of[rule] for rule in ROOMY_LISTED if rule in trials.best_of]:
+    backward_first = [trials.best_of[rule] for rule in ROOMY_LISTED if rule in trials.best_of]
+    if backward_first and not trials.problem.has_one_stage_per_rank:
         more.append(min(backward_first, key=attrgetter("makespan_us")))
     best = [one.only for one in found]
     best += [one.only for one in more if one.only not in best]

@@ -118,6 +118,9 @@ class Trials:
     def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
         """Try a table. True if it is faster than all before, or, while none fits, if it needs clearly less memory.
 
+        With several stages per rank also True where a rule is faster than before itself, and nearly as fast as the best: then
+        other tables may make it the best.
+
         Args:
             table: the chunk table; nothing is tried where there is none.
             rules: the order rules to try.
