@@ -270,8 +270,8 @@ class PipelineCosts:
         own = self.stages[stage]
         if own.half.kind != ATTENTION:
             return np.zeros(len(work.tokens), dtype=np.int64)
-        apart = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
-        return self._whole_bytes(apart * work.tokens + prefix_bytes(own, work))
+        split = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
+        return self._whole_bytes(split * work.tokens + prefix_bytes(own, work))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""

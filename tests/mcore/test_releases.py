@@ -20,7 +20,8 @@ CASES = {
         "model": "grouped",
         "plan": "--epp-slices 3 --epp-recompute 1",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    }
+    },
+    "cut layers": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5"},
 }
 
 
@@ -41,7 +42,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     assert found["not applied"] == []
     stock, ours = found["parameters"]
     assert ours == stock
-    assert figures["cases"]["sliced"]["parameters"]["num_tensors"] > 0
+    assert all(figures["cases"][name]["parameters"]["num_tensors"] > 0 for name in CASES)
     losses = [hybrid[f"hybrid {schedule}"]["losses"] for schedule in ("stock", "elastic")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert [name for facts in levels["dropout"] for name, differing in facts["differ"].items() if differing] == []

@@ -196,7 +196,7 @@ def one_rank(first, monkeypatch):
 
     def learn(args: Namespace, factor: float) -> PipelineCosts:
         times["factor"] = factor
-        stages = {number: Namespace(num_layers=2) for number in range(2)}
+        stages = {number: Namespace(num_layers=2, num_halves=4) for number in range(2)}
         return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), (0, 1))
 
     return learn

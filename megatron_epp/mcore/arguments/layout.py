@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from megatron_epp.cost.library import even_layers
-from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
@@ -46,6 +46,11 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
         placement = Placement(args.epp_placement, ranks, chunks)
         return Layout.of_layers(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
     if halves is None:
+        if not Path(text).is_file():
+            raise EppError(
+                "it is no file, and not the layers of every stage in multiples of a half, such as 8,7.5,8.5; nor auto, even or "
+                "balanced"
+            )
         with naming(text):
             return Layout.from_json(parse_json(read_text(text), "the text"))
     chunks, rest = divmod(len(halves), ranks)
@@ -117,14 +122,13 @@ def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
     apply_layout(args)
 
 
-def check_chunks(args: argparse.Namespace) -> int:
-    """Return the number of stages on a rank by `--epp-layout`. Raises `ArgumentError` if it says nothing valid."""
+def asked_chunks(args: argparse.Namespace) -> int | None:
+    """Return the number of stages on a rank by `--epp-layout`; None if it is not given, or wrong (see `layout_problems`)."""
     try:
         layout = asked_layout(args)
-    except EppError as error:
-        raise ArgumentError(f"{FLAG} {args.epp_layout}: {error}") from error
-    assert layout is not None
-    return layout.placement.num_chunks
+    except EppError:
+        return None
+    return None if layout is None else layout.placement.num_chunks
 
 
 def _megatron_layout(layout: Layout) -> str:

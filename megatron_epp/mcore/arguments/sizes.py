@@ -7,7 +7,7 @@ import argparse
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
-from megatron_epp.mcore.arguments.layout import check_chunks
+from megatron_epp.mcore.arguments.layout import asked_chunks
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -120,9 +120,14 @@ def check_stages(args: argparse.Namespace) -> None:
     if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
         return  # there the pattern says it, and Megatron checks it
     flag, value = next(iter(flags.items()), ("", None))
-    chunks = _chunks_per_rank(args, flag, value)
+    if getattr(args, "epp_layout", None) is None:
+        chunks = _chunks_per_rank(args, flag, value)
+    else:
+        asked, (flag, value) = asked_chunks(args), (LAYOUT, args.epp_layout)
+        if asked is None:
+            return
+        chunks = asked
     ranks = args.pipeline_model_parallel_size
-    flag, value = (flag, value) if getattr(args, "epp_layout", None) is None else (LAYOUT, args.epp_layout)
     if chunks > 1 and ranks < 2:
         raise ArgumentError(
             f"{flag} {value} puts {chunks} stages on a rank, which needs --pipeline-model-parallel-size 2 or more, not {ranks}"
@@ -135,8 +140,6 @@ def check_stages(args: argparse.Namespace) -> None:
 
 def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
     ranks = args.pipeline_model_parallel_size
-    if getattr(args, "epp_layout", None) is not None:
-        return check_chunks(args)
     if flag == _LAYOUT:
         return _check_layout(str(value), args.num_layers, ranks)
     if value is not None and int(value) < 1:

@@ -46,10 +46,20 @@ def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) 
     specs = list(block.layer_specs or ())
     assert len(specs) == layers.num_modules
     if layers.begins_with_mlp:
-        specs[0] = _without(specs[0], _ATTENTION)
+        specs[0] = mlp_of(specs[0])
     if layers.ends_with_attention:
-        specs[-1] = _without(specs[-1], _MLP)
+        specs[-1] = attention_of(specs[-1])
     return dataclasses.replace(block, layer_specs=specs)
+
+
+def attention_of(spec: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a layer's attention alone. Raises `EppError` if the layer is not Megatron's."""
+    return _without(spec, _MLP)
+
+
+def mlp_of(spec: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a layer's MLP or experts alone. Raises `EppError` if the layer is not Megatron's."""
+    return _without(spec, _ATTENTION)
 
 
 def _without(spec: ModuleSpec, parts: tuple[str, ...]) -> ModuleSpec:

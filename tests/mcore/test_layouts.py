@@ -1,0 +1,216 @@
+"""Stages that begin inside a layer train as whole ones do: parity, checkpoints, random masks, memory, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.model.half_layers import numbers
+from megatron_epp.plan.layout import Layout, StageLayers
+from megatron_epp.plan.placement import Placement
+from tests.support.mcore.batches_worker import CUT_RUNS
+from tests.support.mcore.forked import launch
+from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+
+SHORT, LONG = 2, 20
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PLAN = "--epp-slices 3 --epp-recompute 1"
+CASES: dict[str, dict[str, Any]] = {
+    "context parallel, weights apart": {"cell": {"pp": 2, "cp": 2, "split": True}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
+    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5"},
+    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
+    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": f"{PLAN} --epp-layout 1.5,2.5"},
+    "experts of replicas": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": f"{PLAN} --epp-layout 1.5,2.5",
+        "optimizer": DISTRIBUTED,
+    },
+}
+MORE_CASES: dict[str, dict[str, Any]] = CASES | {
+    "two stages": {"cell": {"pp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "model": "grouped"},
+    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
+    "replicas": {"cell": {"pp": 2, "dp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "optimizer": DISTRIBUTED},
+    "looped": {"cell": {"pp": 2, "virtual": 2, "split": True}, "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5"},
+    "four stages, weights apart": {
+        "cell": {"pp": 4, "split": True},
+        "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5",
+        "model": "gpt2",
+    },
+    "whole layers": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "plan": f"{PLAN} --epp-layout 2,0,1,1",
+        "model": "gpt2",
+    },
+    "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
+    "measured costs": {"cell": {"pp": 2, "split": True}, "plan": "--epp-slices 3 --epp-costs measure --epp-layout 2.5,1.5"},
+    "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
+}
+CASES_OF = {SHORT: CASES, LONG: MORE_CASES}
+
+
+@pytest.fixture(scope="module")
+def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Figures]]:
+    @functools.cache
+    def figures(iterations: int) -> dict[str, Figures]:
+        cases = {name: {"model": "llama"} | case for name, case in CASES_OF[iterations].items()}
+        return parity_of(tmp_path_factory.mktemp("parity"), cases, iterations, 900)
+
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("iterations", "name"),
+    [
+        pytest.param(iterations, name, id=f"{name}, {iterations}", marks=marks)
+        for iterations, marks in ((SHORT, ()), (LONG, pytest.mark.slow))
+        for name in CASES_OF[iterations]
+    ],
+)
+def test_cut_layers_train_as_whole_ones_of_the_stock_schedule(
+    figures_of: Callable[[int], dict[str, Figures]], iterations: int, name: str
+) -> None:
+    figures, case = figures_of(iterations)[name], CASES_OF[iterations][name]
+    check_closeness(figures)
+    assert figures["num_losses"] == [iterations, 1]
+    plans = [plan for replica in figures["plans"] for plan in replica]
+    assert any("hybrid" in plan["kinds"] for plan in plans)
+    assert any(plan["weights"] > 0 for plan in plans) == bool(case["cell"].get("split"))
+
+
+@pytest.fixture(scope="module")
+def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What the worker reports of a part of it."""
+
+    @functools.cache
+    def report(part: str) -> dict[str, Any]:
+        finished = launch(
+            1, "-m", "tests.support.mcore.layouts_worker", tmp_path_factory.mktemp("layouts"), part, timeout_s=300
+        )
+        assert finished.returncode == 0, finished.output[-5000:]
+        (found,) = finished.figures
+        return found
+
+    return report
+
+
+@pytest.mark.parametrize("name", ["one key for all layers", pytest.param("a key for every layer", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_cut_layers_is_one_of_whole_layers(report_of: Callable[[str], dict[str, Any]], name: str) -> None:
+    found = report_of(name)
+    assert found["names"] > found["of the optimizer"] > 0
+    assert found["missing"] == []
+    assert found["apart"] == []
+
+
+def test_halves_draw_the_random_masks_of_the_whole_layer(report_of: Callable[[str], dict[str, Any]]) -> None:
+    found = report_of("masks")
+    assert found["outputs"]
+    assert found["gradients"]
+    assert found["names"]
+    assert found["shared"] == []
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By training and rank: a line for every plan that ran."""
+    worker = "tests.support.mcore.batches_worker"
+    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("batches"), 2, *CUT_RUNS, timeout_s=400)
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.figures
+    assert not [ranks for ranks in found.values() if "error" in ranks], found
+    return found
+
+
+LEAST = {"cut layers": 0.92, "cut layers, weights apart": 0.65}
+"""Least measured bytes over planned: an MLP that counts as a layer with an attention is planned as if it stayed longest."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUT_RUNS)
+def test_no_plan_of_cut_layers_holds_more_than_it_says(memory: dict[str, Any], name: str) -> None:
+    for lines in memory[name]:
+        assert max(line["measured"] - line["planned"] for line in lines) <= 64
+        assert min(line["measured"] / line["planned"] for line in lines) >= LEAST[name]
+        assert {line["left"] for line in lines} == {0}
+        assert all(0.96 <= line["host"] / line["planned_host"] <= 1.03 for line in lines if line["planned_host"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        (StageLayers(0, False, 2, False), [0, 1]),
+        (StageLayers(0, False, 2, True), [0, 1, 2]),
+        (StageLayers(2, True, 1, False), [1, 0]),
+        (StageLayers(2, True, 1, True), [1, 0, 1]),
+        (StageLayers(2, True, 0, False), [0]),
+    ],
+)
+def test_whole_layers_recompute_before_halves(layers: StageLayers, wanted: list[int]) -> None:
+    assert numbers(layers) == wanted
+
+
+RANKS, PER_RANK = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "says"),
+    [
+        ("4,3", {}, "--epp-layout 4,3: a layout of 4, 3 layers has 7 in all, and the model has 8"),
+        ("3,3,2", {}, "--epp-layout 3,3,2: it has 3 stages, .* multiple of --pipeline-model-parallel-size 2"),
+        ("4.25,3.75", {}, "--epp-layout 4.25,3.75: it is no file, and not the layers"),
+        ("4.5,3.5", {"pipeline_model_parallel_layout": "Et*4|t*4L"}, "--pipeline-model-parallel-layout .* give one of them"),
+        ("4.5,3.5", {"decoder_first_pipeline_num_layers": 3}, "--decoder-first-pipeline-num-layers 3 each say"),
+        ("4.5,3.5", {"decoder_last_pipeline_num_layers": 3}, "--decoder-last-pipeline-num-layers 3 each say"),
+        ("4.5,3.5", {"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split True each say"),
+        ("4.5,3.5", {"account_for_embedding_in_pipeline_split": True}, "--account-for-embedding-in-pipeline-split True each"),
+        ("4.5,3.5", {PER_RANK: 2}, "--epp-layout 4.5,3.5 puts 1 stages on a rank, and --num-virtual.* says 2"),
+        ("4.5,3.5 --epp-schedule stock", {}, r"cuts layers \(4.5, 3.5\), which --epp-schedule stock cannot run"),
+        (
+            "4.5,3.5",
+            {"save": "x", "ckpt_format": "zarr"},
+            "--save with --ckpt-format zarr cannot keep by layers: use torch_dist",
+        ),
+        ("4.5,3.5", {"hybrid_layer_pattern": "*-|*-"}, "is for GPTModel: a hybrid model's stages begin where"),
+        ("4,4 --epp-placement v", {}, "--epp-placement v needs several stages on a rank"),
+        ("2,2,2,2 --epp-schedule stock --epp-placement v", {}, "--epp-schedule stock runs .* looped"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_in_a_line(flags: str, megatron: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says) as refusal:
+        prepare_epp_args(arguments("--epp-layout", *flags.split(), **{RANKS: 2} | megatron))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        ("5,3", "Et*5|t*3L"),
+        ("4.5,3.5", "Et*5|t*3L"),
+        ("1.5,2,0.5,4 --epp-placement v", "Et*2|t*2||t*4L"),
+        ("2,2,2,2 --epp-schedule stock", "Et*2|t*2|t*2|t*2L"),
+    ],
+)
+def test_megatron_is_told_the_stages(flags: str, given: str) -> None:
+    args = arguments("--epp-layout", *flags.split(), **{RANKS: 2})
+    prepare_epp_args(args)
+    assert args.pipeline_model_parallel_layout == given
+
+
+def test_a_file_says_the_placement_too_and_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "layout.json"
+    path.write_text(Layout((3, 5, 4, 4), Placement("v", 2, 2)).to_json())
+    args = arguments("--epp-layout", str(path), **{RANKS: 2})
+    prepare_epp_args(args)
+    assert (args.epp_layout, args.epp_placement) == ("1.5,2.5,2,2", "v")
+    path.write_text(json.dumps({}))
+    with pytest.raises(ArgumentError, match=r"layout\.json: .*a layout has schema"):
+        prepare_epp_args(arguments("--epp-layout", str(path), **{RANKS: 2}))
+    with pytest.raises(ArgumentError, match=r"--epp-layout nowhere\.json: it is no file"):
+        prepare_epp_args(arguments("--epp-layout", "nowhere.json", **{RANKS: 2}))
