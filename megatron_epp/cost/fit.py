@@ -123,7 +123,7 @@ def fit_profile(
 
 
 def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, Fit]) -> Part | None:
-    """Attention's part of a layer; None if its linear layers were not measured apart. No time of it exceeds the layer's."""
+    """Attention's part of a layer; None if its linear layers were not measured. No time of it exceeds the layer's."""
     if "projections forward" not in fits or formula.attention is None:
         return None
     exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)

@@ -80,6 +80,12 @@ class PipelineCosts:
         return tuple(stage.num_halves for stage in self.stages)
 
     @property
+    def half_layers(self) -> tuple[int, ...]:
+        """Number of half layers of each stage besides its layers, 0 or 1; empty if no stage has one."""
+        found = tuple(halves % 2 for halves in self.num_halves)
+        return found if any(found) else ()
+
+    @property
     def num_cached_layers(self) -> tuple[int, ...]:
         return tuple(stage.num_cached_layers for stage in self.stages)
 
@@ -270,8 +276,8 @@ class PipelineCosts:
         own = self.stages[stage]
         if own.half.kind != ATTENTION:
             return np.zeros(len(work.tokens), dtype=np.int64)
-        split = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
-        return self._whole_bytes(split * work.tokens + prefix_bytes(own, work))
+        deferred = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
+        return self._whole_bytes(deferred * work.tokens + prefix_bytes(own, work))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""

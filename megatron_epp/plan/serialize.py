@@ -21,6 +21,7 @@ from megatron_epp.plan.text import step_text
 _COLUMNS = (
     "lengths",
     "num_layers",
+    "half_layers",
     "placement",
     "host_links",
     "static_bytes",
@@ -130,6 +131,8 @@ def _document(plan: Plan) -> dict[str, Any]:
         messages["collective_us"] = {str(op): _floats(row) for op, row in plan.messages.collective_us}
     if plan.message_bytes:
         optional["message_bytes"] = _ints(plan.message_bytes)
+    if plan.half_layers:
+        optional["half_layers"] = _ints(plan.half_layers)
     if plan.loss_groups:
         optional["loss_groups"] = [_ints(group) for group in plan.loss_groups]
     return optional | {
@@ -233,6 +236,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         ranks=field("ranks", _step_table),
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
+        half_layers=field("half_layers", _int_row, ()),
         loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
         kv_offload=field("kv_offload", lambda rows: tuple(KVOffload(*_int_row(row)) for row in rows), ()),
         messages=field("messages", _messages),

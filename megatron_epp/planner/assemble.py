@@ -47,6 +47,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
+        half_layers=costs.half_layers,
         placement=problem.placement,
         recompute=tuple(
             tuple(tables.recompute(stage, c, num_steps) for c, num_steps in enumerate(row))

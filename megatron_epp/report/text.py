@@ -30,7 +30,7 @@ def headline(plan: Plan) -> list[str]:
     mode = ", forward only" if plan.forward_only else ""
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
-        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {sum(plan.num_layers)} layers{mode}",
+        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {_num_layers(plan)} layers{mode}",
         f"{facts.batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
@@ -38,6 +38,11 @@ def headline(plan: Plan) -> list[str]:
         *_memory_savings(plan),
         *(f"note: {printable(note)}" for note in plan.notes),
     ]
+
+
+def _num_layers(plan: Plan) -> str:
+    """Format the number of layers of all stages; two halves are one."""
+    return str(sum(plan.num_layers) + sum(plan.half_layers) // 2) + ".5" * (sum(plan.half_layers) % 2)
 
 
 def _memory_savings(plan: Plan) -> list[str]:
@@ -100,7 +105,7 @@ def uneven_load(plan: Plan) -> list[str]:
     busy = [facts.busy_us(plan, rank) for rank in range(plan.num_ranks)]
     most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
-    if times < UNEVEN or len(set(plan.num_layers)) > 1:
+    if times < UNEVEN or len(set(plan.num_layers)) > 1 or plan.half_layers:
         return []
     line = f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order"
     layers = plan.num_layers[0] * len(plan.num_layers) // len(busy)

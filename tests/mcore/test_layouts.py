@@ -19,6 +19,7 @@ from tests.support.mcore.batches_worker import CUT_RUNS
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.recompute_modes_worker import CUT_RUNS as LEVELS
 
 SHORT, LONG = 2, 20
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -140,6 +141,26 @@ def test_no_plan_of_cut_layers_holds_more_than_it_says(memory: dict[str, Any], n
         assert min(line["measured"] / line["planned"] for line in lines) >= LEAST[name]
         assert {line["left"] for line in lines} == {0}
         assert all(0.96 <= line["host"] / line["planned_host"] <= 1.03 for line in lines if line["planned_host"])
+
+
+@pytest.fixture(scope="module")
+def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By training and rank: which gradients differ from those without recompute, by level."""
+    worker = "tests.support.mcore.recompute_modes_worker"
+    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("levels"), *LEVELS, timeout_s=300)
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.figures
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
+def test_gradients_of_cut_layers_are_those_without_recompute_and_offload(levels: dict[str, Any], name: str) -> None:
+    for facts in levels[name]:
+        assert {level: differing for level, differing in facts["differ"].items() if differing} == {}
+        assert facts["kernels"][""] < facts["kernels"]["whole"] <= 2 * facts["kernels"][""]
+        assert facts["peaks"]["whole"] < facts["peaks"]["linear"] < facts["peaks"]["mlp"] < facts["peaks"][""]
+        assert facts["away"]["hosted"] > 0
 
 
 @pytest.mark.parametrize(

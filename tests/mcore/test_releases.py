@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.mcore import features
+from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import REPOSITORY, run
 from tests.support.mcore.releases import OTHER_RELEASES, release
 
@@ -32,10 +33,13 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     patched = subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), capture_output=True, text=True, check=True)
     assert "offset" not in patched.stdout
     (tmp_path / "cases.json").write_text(json.dumps(CASES))
+    (recordings := tmp_path / "figures").mkdir()
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= {FOLDER: str(recordings)}
     finished = run([sys.executable, "-m", WORKER, tmp_path], environment, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
-    found, figures, hybrid, levels = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    found, figures = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    hybrid, levels = recorded(recordings)
     assert found["version"] == wanted
     assert found["path"] == str(tmp_path / "megatron" / "training")
     assert found["unknown"] == []

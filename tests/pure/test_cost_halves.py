@@ -13,9 +13,11 @@ from megatron_epp.cost.learning import Learnt, Timed, fitted_costs
 from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
 from megatron_epp.plan.check import check
+from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.report.text import headline
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)
@@ -86,6 +88,9 @@ def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
     tight = plan(Problem(lengths, ranks, caps), costs, Options(split_weight=split, slices=2))
     for made in (wide, tight):
         assert check(made) == []
+        assert from_json(to_json(made)) == made
+        assert [made.num_layers[stage] + made.half_layers[stage] / 2 for stage in ranks] == layers
+        assert " 4 layers" in headline(made)[0]
         account = account_of(made, costs)
         for step in (step for _, rows in made.tables for row in rows for step in row):
             assert sum(account.takes[step.action].values()) == step.alloc_bytes

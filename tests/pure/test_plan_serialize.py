@@ -37,6 +37,7 @@ def test_a_plan_reads_back_equal_in_every_field():
         kv_offload=(KVOffload(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
         message_bytes=(1, 2),
+        half_layers=(1, 1),
         loss_groups=((0, 2), (1,)),
         messages=replace(offload().messages, num_bytes=(3, 4, 5), collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),)),
         token_multiple=8,

@@ -35,7 +35,7 @@ def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
 
 
 def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:
-    for name in ("num_layers", "placement", "forward_only"):
+    for name in ("num_layers", "half_layers", "placement", "forward_only"):
         wanted, found = getattr(first, name), getattr(plan, name)
         if found != wanted:
             yield _fault(None, f"replica {replica} has {name} {found}, replica 0 has {wanted}")

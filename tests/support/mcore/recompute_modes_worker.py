@@ -57,6 +57,11 @@ RUNS = {
     "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
 }
 """One iteration each."""
+CUT_RUNS = {
+    "cut layers, with dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1 --epp-layout 2.5,1.5"),
+    "cut layers, there and back": (2, 2, "llama", f"{LOCAL} --epp-placement v --epp-layout 1.5,1,1,0.5"),
+}
+"""Also one iteration, of stages that begin and end inside layers."""
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -78,7 +83,7 @@ def main(folder: Path, names: list[str]) -> None:
         own = ["--pipeline-model-parallel-size", str(stages), "--epp-report-dir", str(folder / name)]
         return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {flags}")))
 
-    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    runs = {name: training(name, *run) for name, run in (RUNS | CUT_RUNS).items() if name in (names or RUNS)}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=240)
     record_figures({name: found(done[one], folder / name) for name, one in runs.items()})
