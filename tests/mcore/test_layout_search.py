@@ -34,19 +34,20 @@ def trained(*flags: object) -> str:
 def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
     folder = tmp_path / "checkpoints"
-    given = ["--data-path", data, "--epp-layout", "auto"]
+    given = ["--data-path", data, "--epp-layout", "auto", "--train-iters", 4]
 
-    said = trained(*given, "--train-iters", 4, "--epp-report-dir", tmp_path / "whole")
+    said = trained(*given, "--epp-report-dir", tmp_path / "whole")
     assert "--epp-layout auto: stages of " in said
-    trained(*given, "--train-iters", 2, "--save", folder, "--epp-report-dir", tmp_path / "before")
+    saving = ["--save", folder, "--save-interval", 2]
+    trained(*given, *saving, "--exit-interval", 2, "--epp-report-dir", tmp_path / "before")
     body = json.loads((folder / "epp_layout.json").read_text())
     layout = Layout.from_json(body)
     assert sum(layout.halves) == 16
     assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
     assert body["chosen_with"]["epp_layout"] == "auto"
 
-    resumed = [*given, "--train-iters", 4, "--save", folder, "--load", folder, "--epp-memory-cap-gb", 100]
-    said = trained(*resumed, "--epp-report-dir", tmp_path / "after")
+    resumed = ["--load", folder, "--epp-memory-cap-gb", 100]
+    said = trained(*given, *saving, *resumed, "--epp-report-dir", tmp_path / "after")
     assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
     whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
     assert sorted(whole) == [1, 2, 3, 4]

@@ -111,7 +111,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
     if args is None:
         original(*rest, **named)
         return
-    if args.epp_layout in SEARCHED:
+    if getattr(args, "epp_layout", None) in SEARCHED:
         from megatron_epp.mcore.training.layout import search_layout
 
         search_layout(args)

@@ -72,16 +72,21 @@ def search_layout(args: argparse.Namespace) -> None:
         return
     costs = named(args)
     flags = {name: getattr(args, name, None) for name in _FLAGS}
-    layout = of_first(partial(_found, args, costs, flags))
+    layout, chosen_with = of_first(partial(_found, args, costs, flags))
     settle_layout(args, layout)
     if args.save and dist.get_rank() == 0:
-        body = json.loads(layout.to_json()) | {"chosen_with": flags}
+        body = json.loads(layout.to_json()) | {"chosen_with": chosen_with}
         write_whole(Path(args.save, FILE_NAME), json.dumps(body, indent=1) + "\n")
 
 
-def _found(args: argparse.Namespace, costs: Profile | PipelineCosts | None, flags: dict[str, Any]) -> Layout:
-    if (kept := _kept(args, flags)) is not None:
-        return kept
+def _found(
+    args: argparse.Namespace, costs: Profile | PipelineCosts | None, flags: dict[str, Any]
+) -> tuple[Layout, dict[str, Any]]:
+    """Return the layout that is kept, or a new one, and the flags with which it was chosen."""
+    return _kept(args, flags) or (_new(args, costs), flags)
+
+
+def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
     if isinstance(costs, PipelineCosts):
         raise EppError(f"{FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has those of stages")
     even = asked_layout(args)
@@ -146,8 +151,10 @@ def _sampled(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
         yield tuple(int(dataset.lengths[batch[at]]) for at in by_count(len(batch), 0, replicas))
 
 
-def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
-    """Return the layout in the folder of the loaded checkpoint; None if there is none, or it is of another pipeline."""
+def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict[str, Any]] | None:
+    """Return the layout in the folder of the loaded checkpoint, and the flags with which it was chosen; None if there is none,
+    or it cannot run here.
+    """
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
         return None
@@ -159,6 +166,8 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
         layout.check(args.num_layers, even.placement.num_ranks)
         if layout.placement != even.placement:
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
+        if not layout.is_whole and (problem := next(half_problems(args, layout, FLAG), None)):
+            raise EppError(problem)
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. The layout is searched again", path, error)
         return None
@@ -172,4 +181,4 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
     if others:
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
     logger.info("layout of the run before: stages of %s layers", layers_text(layout.halves))
-    return layout
+    return layout, then
