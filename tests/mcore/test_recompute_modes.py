@@ -29,6 +29,8 @@ def runs(tmp_path_factory):
     return lambda name: run(BY_DEFAULT if name in BY_DEFAULT else OTHERS)[name]
 
 
+NOT_SPLIT = some_by_default("name", [*BY_DEFAULT[1:], *OTHERS], len(BY_DEFAULT) - 1)
+"""Where weight gradients are split, what they need is held anyway, and may be the most."""
 EACH = some_by_default("name", [*BY_DEFAULT, *OTHERS], len(BY_DEFAULT))
 
 
@@ -51,14 +53,14 @@ def test_only_whole_layers_run_attention_again(runs, name):
         assert calls[""] < calls["each"] < calls["whole"]
 
 
-@some_by_default("name", [*BY_DEFAULT[1:], *OTHERS], len(BY_DEFAULT) - 1)  # where W is split, what it needs is held anyway
+@NOT_SPLIT
 def test_the_more_recomputes_the_less_is_held(runs, name):
     for facts in runs(name):
         peaks = facts["peaks"]
         assert peaks["whole"] < peaks["linear"] < peaks["mlp"] < peaks[""]
 
 
-@EACH
+@NOT_SPLIT
 def test_what_is_away_is_not_on_the_device(runs, name):
     for facts in runs(name):
         away = facts["away"]
@@ -66,7 +68,7 @@ def test_what_is_away_is_not_on_the_device(runs, name):
         assert facts["peaks"]["1.0 away"] < facts["peaks"][""]
 
 
-@EACH
+@NOT_SPLIT
 def test_keys_and_values_at_the_host_are_not_on_the_device_but_for_what_attention_is_at(runs, name):
     for facts in runs(name):
         assert facts["away"]["hosted"] > 0

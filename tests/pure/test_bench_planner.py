@@ -82,12 +82,12 @@ def test_costs_of_the_suite_tell_weight_gradients_apart_and_have_a_link_to_the_h
 
 
 def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
-    case = RunCase("wikipedia", 1048576, 8, "llama3-8b", 80)
+    case = RunCase("wikipedia", 1048576, 8, "llama3-8b", 40)
     assert len({problem.lengths for problem in case.batches}) == BATCHES
     assert case.batches[0].lengths == case.lengths
     assert max(case.worst.lengths) == case.longest > max(max(problem.lengths) for problem in case.batches)
     assert len(case.worst.lengths) == len(case.lengths)
-    alone = Case("wikipedia", 1048576, 8, "llama3-8b", 80)
+    alone = Case("wikipedia", 1048576, 8, "llama3-8b", 40)
     assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
 
 
