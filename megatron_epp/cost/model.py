@@ -26,8 +26,10 @@ from megatron_epp.cost.memory import (
 )
 from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, StageCosts
+from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
-from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
+from megatron_epp.plan.operations import Rows
 from megatron_epp.plan.reading import shown
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.sizing import size_classes
@@ -57,6 +59,7 @@ class PipelineCosts:
         offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
+        vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
     """
 
     name: str
@@ -70,6 +73,7 @@ class PipelineCosts:
     offloadable_share: float = 1.0
     fragmentation_share: float = 0.0
     message_bytes_per_token: float = 0.0
+    vocabulary: VocabularyShards | None = None
 
     @property
     def num_layers(self) -> tuple[int, ...]:
@@ -141,6 +145,16 @@ class PipelineCosts:
     def _not_trained(self, stage: int, extra: Line) -> Line:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
         return Line(0.0, extra.per_token_us) if stage == len(self.stages) - 1 else NO_TIME
+
+    def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
+        """Times and bytes of an operation on vocabulary shards; None if there are none.
+
+        Args:
+            op: of `plan.vocabulary`.
+            sites: the rank of each of its sites.
+            work: of the chunks.
+        """
+        return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""

@@ -24,7 +24,8 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts
-from megatron_epp.cost.work import NO_TIME
+from megatron_epp.cost.vocabulary import VocabularyShards
+from megatron_epp.cost.work import NO_TIME, Line
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import halves_of
 
@@ -89,7 +90,12 @@ class Profile:
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
-        self, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0, replicas: int = 1
+        self,
+        layers_per_stage: Sequence[float],
+        *,
+        state_bytes_per_parameter: float = 18.0,
+        replicas: int = 1,
+        vocabulary_shares: Sequence[float] = (),
     ) -> PipelineCosts:
         """Costs of a pipeline of this model. The first stage embeds; the last has the head.
 
@@ -99,6 +105,8 @@ class Profile:
                 weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
             replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
                 host.
+            vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
+                if the last stage has all of it.
 
         Raises:
             EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage; or a
@@ -112,7 +120,8 @@ class Profile:
         made: dict[Any, StageCosts] = {}
         stages = []
         for count, start, stage in kinds:
-            kind = count, start % 2 == 1, stage == 0, stage == last
+            share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
+            kind = count, start % 2 == 1, stage == 0, stage == last and not vocabulary_shares, share
             if kind not in made:
                 made[kind] = self._stage(*kind, state_bytes_per_parameter)
             stages.append(made[kind])
@@ -126,12 +135,45 @@ class Profile:
             host_latency_us=self.host_latency_us,
             host_us_per_byte=at_once * self.host_us_per_byte,
             host_turns=turns,
+            vocabulary=self._shards(vocabulary_shares) if vocabulary_shares else None,
         )
 
-    def _stage(self, halves: int, begins_with_mlp: bool, first: bool, last: bool, state_bytes: float) -> StageCosts:
+    def _shards(self, shares: Sequence[float]) -> VocabularyShards:
+        """Divide the head over shards.
+
+        `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
+        logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
+        The broadcast carries a message's bytes; the reduction those of fp32 gradients, once towards the last stage.
+        """
+        head, is_blocked = self.head, self.head.workspace_bytes > 0
+        gradient = head.backward.scaled(2 / 3) if is_blocked else head.weight
+        if gradient == NO_TIME:
+            gradient = head.backward.scaled(0.5)
+        logits = head.forward + head.backward.without(gradient)
+        hops, fp32_bytes = max(0, len(shares) - 1), self.hidden_bytes_per_token * _FP32_BYTES / self.weight_bytes
+        latency = Line(math.ceil(math.log2(max(1, len(shares)))) * self.message_latency_us)
+
+        def moved(num_bytes: float) -> Line:
+            return (latency + Line(0.0, self.message_us_per_byte * num_bytes)) if hops else NO_TIME
+
+        return VocabularyShards(
+            shares=tuple(shares),
+            logits=logits,
+            gradient=gradient,
+            kept_bytes_per_token=0.0 if is_blocked else head.weight_bytes_per_token,
+            input_bytes_per_token=self.hidden_bytes_per_token + fp32_bytes,
+            passing_bytes_per_token=0.0 if is_blocked else head.bytes_per_token,
+            workspace_bytes=head.workspace_bytes,
+            spread=moved(self.hidden_bytes_per_token),
+            gather=moved(fp32_bytes),
+        )
+
+    def _stage(
+        self, halves: int, begins_with_mlp: bool, first: bool, last: bool, share: float, state_bytes: float
+    ) -> StageCosts:
         layers, has_half = divmod(halves, 2)
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
-        parameters = layers * self.layer.parameters + sum(part.parameters for part in extras)
+        parameters = layers * self.layer.parameters + sum(part.parameters for part in extras) + share * self.head.parameters
         half, first_mlp = NO_HALF, 0.0
         if has_half or (begins_with_mlp and layers):
             attention, mlp = self._halves()

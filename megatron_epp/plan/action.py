@@ -32,6 +32,11 @@ class Op(str):
     SEND_B: ClassVar[Op]
     RECV_B: ClassVar[Op]
     REDUCE: ClassVar[Op]
+    S: ClassVar[Op]
+    N: ClassVar[Op]
+    T: ClassVar[Op]
+    SPREAD: ClassVar[Op]
+    GATHER: ClassVar[Op]
 
     _known: ClassVar[dict[str, Op]] = {}
 
@@ -60,7 +65,9 @@ class Op(str):
 _NAME = re.compile(r"[A-Z]+(?:_[A-Z]+)*", re.ASCII)
 _TEXT = re.compile(rf"(\d{{1,9}})({_NAME.pattern})(\d{{1,9}})", re.ASCII)
 
-for _text in ("F", "B", "W", "R", "O", "L", "FREE", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE"):
+_DEFINED = ("F", "B", "W", "R", "O", "L", "FREE", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE")
+_OF_VOCABULARY = ("S", "N", "T", "SPREAD", "GATHER")
+for _text in (*_DEFINED, *_OF_VOCABULARY):
     setattr(Op, _text, Op.define(_text))
 
 

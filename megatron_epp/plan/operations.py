@@ -6,7 +6,7 @@ code reads this table, most of it in the compiled form of `plan.graph` or of `pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
@@ -44,8 +44,10 @@ class Presence(Enum):
     TRAINING = "training"
     """All, except in forward-only plans."""
     OPTIONAL = "optional"
-    """Any."""
+    """Any, except in forward-only plans."""
     COMPLETE = "complete"
+    """All or none; none in forward-only plans."""
+    COMPLETE_ALWAYS = "complete, forward-only plans included"
     """All or none."""
 
 
@@ -154,6 +156,11 @@ class Side(NamedTuple):
     by_chunk: bool = True
 
 
+def side_of_all(op: Op) -> Side:
+    """Side of a collective over all ranks."""
+    return Side(op, None, Parties.RANKS)
+
+
 def of_stages(placement: Sequence[int]) -> Sequence[int]:
     """Sites of an operation of stages: the rank of each."""
     return placement
@@ -162,6 +169,21 @@ def of_stages(placement: Sequence[int]) -> Sequence[int]:
 def of_ranks(placement: Sequence[int]) -> Sequence[int]:
     """Sites of an operation with one shard per rank."""
     return range(max(placement) + 1)
+
+
+class Rows(NamedTuple):
+    """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them.
+
+    Attributes:
+        time_us: of every action.
+        takes, gives: bytes that it allocates when it starts and frees when it ends.
+        collective_us: time by chunk of every collective that carries its results, or its needs.
+    """
+
+    time_us: list[list[float]]
+    takes: list[list[int]]
+    gives: list[list[int]]
+    collective_us: Mapping[Op, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +197,13 @@ class Operation:
         track: the list it stands in.
         role: effect on activations.
         presence: where it must occur.
+        together: operations that a plan has if it has this one.
         sites: from the placement of the stages to the rank of each of its sites. `Action.stage` counts these.
         needs: the actions it waits for.
         before: the actions of other operations that wait for it.
         in_layers: it runs layers, whose experts exchange tokens with other replicas.
         side: for a lowered operation that other ranks take part in, the event it is a side of.
-        rows: for planners, ``rows(costs, sites, work)``: its times and bytes (`planner.tables.Rows`), or None if these costs
-            have no such action. Without this function, planners have columns of their own for it, or do not order it.
+        rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this function, planners have columns of their own for it, or do not order it.
     """
 
     op: Op
@@ -190,12 +212,13 @@ class Operation:
     track: Track = Track.COMPUTE
     role: Role = Role.NEITHER
     presence: Presence = Presence.OPTIONAL
+    together: tuple[Op, ...] = ()
     sites: Callable[[Sequence[int]], Sequence[int]] = of_stages
     needs: tuple[Need, ...] = ()
     before: tuple[Before, ...] = ()
     in_layers: bool = False
     side: Side | None = None
-    rows: Callable[[Any, Sequence[int], Any], Any] | None = None
+    rows: Callable[[Any, Sequence[int], Any], Rows | None] | None = None
 
 
 _TABLE: dict[Op, Operation] = {}
@@ -213,7 +236,7 @@ def register(operation: Operation) -> Operation:
     _TABLE[operation.op] = operation
     for carries in {need.carries for need in (*operation.needs, *(before.need for before in operation.before))}:
         if isinstance(carries, Collective) and carries.op not in _TABLE:
-            side = Side(carries.op, None, Parties.RANKS)
+            side = side_of_all(carries.op)
             register(Operation(op=carries.op, text=f"collective {carries.op}", track=Track.LOWERED, sites=of_ranks, side=side))
     return operation
 

@@ -18,6 +18,7 @@ from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
+from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -41,6 +42,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
+    if has_shards(tables) and not any(action.op is Op.S for row in made.order for action in row):
+        made = replace(made, order=with_shards(made.order, tables, made.recompute_steps))
     made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
     writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps)
     plan = Plan(
@@ -61,7 +64,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         kv_offload=kv_offload_entries(made.chunks, problem, costs, made.kv_offload),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
         messages=_messages(tables, made.order),
-        static_bytes=tuple(map(sub, tables.static, tables.message_room)),
+        static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
         token_multiple=problem.token_multiple,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.plan import Chunk
+from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, Times
@@ -36,6 +36,8 @@ def lower_bound_us(
     Weight gradients that are split off can run while the last chunk goes back, so then the rank's time is the larger of all its
     work, and of its work without them followed by that way back.
 
+    A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it.
+
     *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
     follows.
 
@@ -50,19 +52,23 @@ def lower_bound_us(
     arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
     if backward:
         leave = _ways(backward, tables.hops, last_us)
-        turn = [ahead + back for ahead, back in zip(tables.forward_us[-1], backward[-1], strict=True)]
+        turn = [sum(parts) for parts in zip(tables.forward_us[-1], tables.turn_us, backward[-1], strict=True)]
     else:
         leave = _ways(tables.forward_us[::-1], tables.hops[::-1], last_us)[::-1]
-        turn = tables.forward_us[-1]
+        turn = [sum(parts) for parts in zip(tables.forward_us[-1], tables.turn_us, strict=True)]
     bound = max(map(sum, zip(arrive[-1], turn, leave[-1] if backward else last_us, strict=True)))
     per_byte = 2 * tables.host_us_per_byte if options.offload else np.inf
     groups = slice_groups(chunks) if problem is not None and backward else []
     starts = np.array([group.start for group in groups])
+    shards = tables.added.get(Op.S)
     for rank, stages in enumerate(tables.stages_of):
         start_us = min(min(arrive[stage]) for stage in stages)
         end_us = min(min(leave[stage]) for stage in stages)
         busy_us = sum(sum(row) for table in (tables.forward_us, backward) if table for row in map(table.__getitem__, stages))
         weight_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
+        if shards is not None:
+            busy_us += sum(shards.time_us[rank])
+            weight_us += sum(tables.added[Op.T].time_us[rank]) if backward else 0.0
         pieces: list[tuple[float, float]] = []
         if problem is not None and backward:
             pieces = [

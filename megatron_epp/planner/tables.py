@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_epp.plan import Op, Recompute
-from megatron_epp.plan.operations import Collective, Message
+from megatron_epp.plan.operations import Collective, Message, Rows
 from megatron_epp.planner.kernels import frontier_sums
 from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, need_columns
 from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
@@ -19,21 +18,6 @@ Times = list[list[float]]
 Sizes = list[list[int]]
 
 _frontier_sum = plain(frontier_sums.frontier_sum)
-
-
-class Rows(NamedTuple):
-    """Times and bytes of an added operation, ``[site][chunk]``, as its `Operation.rows` returns them.
-
-    Attributes:
-        time_us: of every action.
-        takes, gives: bytes that it allocates when it starts and frees when it ends.
-        collective_us: time by chunk of every collective that carries its results, or its needs.
-    """
-
-    time_us: Times
-    takes: Sizes
-    gives: Sizes
-    collective_us: Mapping[Op, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +57,10 @@ class Tables:
         weight_layer: of these, one layer's.
         split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
         static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were; and
-            `message_room`.
+            `message_room` and `shard_room`.
         message_bytes: of each chunk's message, ``[chunk]``.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
+        shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`; part of `static`.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
@@ -106,6 +91,7 @@ class Tables:
     static: tuple[int, ...]
     message_bytes: tuple[int, ...]
     message_room: tuple[int, ...]
+    shard_room: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
     host_latency_us: float
@@ -137,6 +123,16 @@ class Tables:
             return self.hops[boundary]
         found = [rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us]
         return found[0] if found else [0.0] * len(self.message_us)
+
+    @property
+    def turn_us(self) -> list[float]:
+        """Least time by chunk between the last stage's forward and its backward: that of the vocabulary's shards, if any."""
+        if Op.S not in self.added:
+            return [0.0] * len(self.message_us)
+        shards, (loss_us,) = self.added[Op.S], self.added[Op.N].time_us
+        slowest = map(max, *shards.time_us) if len(shards.time_us) > 1 else shards.time_us[0]
+        moved = map(sum, zip(shards.collective_us[Op.SPREAD], shards.collective_us[Op.GATHER], strict=True))
+        return [sum(parts) for parts in zip(slowest, moved, loss_us, strict=True)]
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes

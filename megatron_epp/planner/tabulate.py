@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import sub
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn, TimeColumn
-from megatron_epp.plan import NO_RECOMPUTE, Chunk
-from megatron_epp.plan.operations import Track, operations
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op
+from megatron_epp.plan.operations import Rows, Track, operations
 from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, recompute_frontier
 from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import FrontierRows, Sizes, Tables, Times
+
+MOST_OPEN = 3
+"""Chunks that a rank may have between the `S` and `T` of its vocabulary shard: one computed, one in the reduction, one waiting."""
 
 
 def tabulate(
@@ -48,7 +52,9 @@ def tabulate(
         rows = {stage: column(stage).tolist() for stage in distinct}
         return [rows[stage] for stage in equal_stages]
 
+    added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
+    shards = shard_room(added.get(Op.S), len(message_bytes)) or (0,) * problem.num_ranks
     room = message_room(problem, message_bytes)
     placement = problem.placement
     stages_of = tuple(tuple(s for s in stages if placement[s] == rank) for rank in range(max(placement) + 1))
@@ -59,20 +65,20 @@ def tabulate(
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
-        static=tuple(sum(static_items(own, work, costs).values(), more) for own, more in zip(stages_of, room, strict=True)),
+        static=tuple(
+            sum(static_items(own, work, costs).values(), more + shard)
+            for own, more, shard in zip(stages_of, room, shards, strict=True)
+        ),
         message_bytes=tuple(message_bytes),
         message_room=room,
+        shard_room=shards,
         rank_of=placement,
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),
         host_us_per_byte=_host_us_per_byte(costs),
         host_links=tuple(rank // costs.host_turns for rank in range(len(stages_of))),
         offloadable_share=costs.offloadable_share,
-        added={
-            kind.op: rows
-            for kind in operations(Track.COMPUTE)
-            if kind.rows is not None and (rows := kind.rows(costs, kind.sites(placement), work)) is not None
-        },
+        added=added,
         frontier=_frontiers(
             {
                 stage: recompute_frontier(stage, work, costs, modes, in_order) if trains else _empty_frontier(len(chunks))
@@ -82,6 +88,29 @@ def tabulate(
         ),
         **sizes,
     )
+
+
+def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Rows]:
+    """Tabulate the added operations that the costs know; in a forward-only plan they leave nothing."""
+    found = {}
+    for kind in operations(Track.COMPUTE):
+        rows = None if kind.rows is None else kind.rows(costs, kind.sites(problem.placement), work)
+        if rows is not None:
+            found[kind.op] = rows._replace(gives=rows.takes) if problem.forward_only else rows
+    return found
+
+
+def shard_room(rows: Rows | None, num_chunks: int) -> tuple[int, ...]:
+    """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN` of the largest.
+
+    Args:
+        rows: of `S`; None if there are no shards.
+        num_chunks: of the chunk table.
+    """
+    if rows is None:
+        return ()
+    largest = [(max(row, default=0), max(map(sub, row, gone), default=0)) for row, gone in zip(rows.takes, rows.gives, strict=True)]
+    return tuple(peak + (min(MOST_OPEN, num_chunks) - 1) * kept for peak, kept in largest)
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:

@@ -58,9 +58,14 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
 def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Violation]:
     """Yield a violation for each action that a plan must have and does not have."""
     present = {action.op for action in seen}
+    present |= {op for kind in operations() if kind.op in present for op in kind.together}
+    always = {Presence.ALWAYS}
+    complete = {Presence.COMPLETE_ALWAYS}
+    if not plan.forward_only:
+        always.add(Presence.TRAINING)
+        complete.add(Presence.COMPLETE)
     for kind in operations():
-        required = kind.presence is Presence.ALWAYS or (kind.presence is Presence.TRAINING and not plan.forward_only)
-        if not required and not (kind.presence is Presence.COMPLETE and kind.op in present):
+        if kind.presence not in always and not (kind.presence in complete and kind.op in present):
             continue
         site = "stage" if kind.sites is of_stages else "site"
         for index, rank in enumerate(kind.sites(plan.placement)):
@@ -106,8 +111,8 @@ class _Kind:
             return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
         if self.ranks[index] != rank:
             return f"wrong rank: {self.site} {index} is placed on rank {self.ranks[index]}"
-        if plan.forward_only and operation(op).presence is not Presence.ALWAYS:
-            return "a forward-only plan holds nothing but F"
+        if plan.forward_only and operation(op).presence not in (Presence.ALWAYS, Presence.COMPLETE_ALWAYS):
+            return "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
         return ""
 
 

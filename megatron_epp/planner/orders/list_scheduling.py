@@ -33,11 +33,13 @@ class ListScheduling:
         window: chunks alive on a rank's first stage, in multiples of the ranks.
         alternating: take forwards and backwards in turn where both are ready.
         waiting: weight gradients that may wait on a rank, in multiples of the ranks; None runs them with their backwards.
+        slack: further chunks alive, as in `WarmUp`.
     """
 
     window: float
     alternating: bool = False
     waiting: float | None = None
+    slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         return _Run(chunks, tables, self).run()
@@ -47,13 +49,13 @@ class _Run:
     def __init__(self, chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> None:
         groups = slice_groups(chunks)
         stages, total, ranks = len(tables.rank_of), len(chunks), len(tables.stages_of)
-        self.tables, self.total = tables, total
+        self.tables, self.total, self.turn_us = tables, total, tables.turn_us
         self.descending = [c for group in groups for c in reversed(group)]
         self.is_alternating = rule.alternating
         self.is_split = rule.waiting is not None and bool(tables.backward_us)
         self.backward_us = tables.input_us if self.is_split else tables.backward_us
         self.most_waiting = max(1, math.ceil((rule.waiting or 0) * ranks))
-        alive = math.ceil(rule.window * ranks)
+        alive = math.ceil(rule.window * ranks) + rule.slack
         ends = [group.stop for group in groups for _ in group]
         sizes = [len(group) for group in groups for _ in group]
         # Forwards that the first stage of a rank may have run when it has run so many backwards.
@@ -76,7 +78,7 @@ class _Run:
             taken = self._take(rank, now)
             if taken is not None:
                 heapq.heappush(events, (self.clock[rank], rank))
-                if taken[1] != rank:
+                if taken[1] != rank or taken[0] > self.clock[rank]:
                     heapq.heappush(events, (max(taken[0], self.clock[taken[1]]), taken[1]))
         return tuple(map(tuple, self.made))
 
@@ -105,8 +107,8 @@ class _Run:
             end = self.clock[rank] = now + self.tables.forward_us[stage][c]
             self.made[rank].append(Action(Op.F, stage, c))
             if stage + 1 == len(self.forward_in):
-                self.backward_in[stage][c] = end
-                return end, rank
+                arrives = self.backward_in[stage][c] = end + self.turn_us[c]
+                return arrives, rank
             arrives = self.forward_in[stage + 1][c] = end + self.tables.hops[stage][c]
             return arrives, self.tables.rank_of[stage + 1]
         return None

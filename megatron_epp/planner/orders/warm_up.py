@@ -146,17 +146,20 @@ class WarmUp:
     Attributes:
         lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.
         minimal: no forwards ahead of need.
+        slack: backwards by which all ranks are further ahead, so that the last one has something to run while the shards of
+            the vocabulary exchange what its backward waits for.
     """
 
     lead: float
     minimal: bool = False
+    slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         num_stages, total, groups = problem.num_stages, len(chunks), slice_groups(chunks)
         last = window_ahead(groups, self.minimal)
 
         def ahead(stage: int) -> list[int]:
-            ahead_by = math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
+            ahead_by = self.slack + math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             return [*last[ahead_by:], *[total] * min(ahead_by, total)]
 
         return _run_ahead(groups, num_stages, problem.forward_only, ahead)

@@ -18,7 +18,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.mistakes import refuse_table
-from megatron_epp.planner.orders.split_weight import with_split_weights
+from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
 from megatron_epp.planner.search.grains import search, search_table
@@ -54,7 +54,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         best: the fastest of each kind, from which local search starts; at least one.
-        near: fast ones, best ones among them; where weight gradients are to be split off, with the order that has them so.
+        near: fast ones, best ones among them, with their complete orders where orders are completed.
     """
 
     best: list[Decisions]
@@ -117,20 +117,22 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; then weight gradients split off where that is asked for, the costs time them separately and it is faster.
+    """Local search; then orders are completed: with the vocabulary's shards, and with weight gradients split off where that is
+    asked for, the costs time them separately and it is faster.
 
-    Local search knows whole backwards only. So what it made faster is split here; the rest the search has split.
+    Local search knows whole backwards only. So what it made faster is completed here; the rest the search has completed.
 
     Args:
         found: what the search found.
         problem, costs, options: as for `plan`.
     """
     better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
-    if not Replicas((problem,), costs, options).splits_weight:
+    replicas = Replicas((problem,), costs, options)
+    if not replicas.splits_weight and not replicas.has_shards:
         return fastest(better, problem, costs)
-    split = [(one.makespan_us, replace(one.only, order=one.split)) for one in found.near if one.split]
-    best_us, best = min(split, key=itemgetter(0), default=(math.inf, better[0]))
-    tried = [one.only for one in found.near if one.split]
+    complete = [(one.makespan_us, replace(one.only, order=one.complete)) for one in found.near if one.complete]
+    best_us, best = min(complete, key=itemgetter(0), default=(math.inf, better[0]))
+    tried = [one.only for one in found.near if one.complete]
     for one in better:
         if one in tried:
             continue
@@ -138,7 +140,8 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
         enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
         if best_us <= enough_us:
             continue
-        made = replace(one, order=with_split_weights(one.order, tables, one.as_offload, problem.cap_bytes, enough_us))
+        order = completed(one.order, tables, one.as_offload, problem.cap_bytes, replicas.splits_weight, enough_us)
+        made = replace(one, order=order)
         if (took_us := predicted_us(made, problem, costs)) < best_us:
             best, best_us = made, took_us
     return best

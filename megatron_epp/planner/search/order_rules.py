@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
@@ -72,13 +72,30 @@ class OrderRules:
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
 
 
-def rules_for(problem: Problem, split: bool = False) -> OrderRules:
+def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> OrderRules:
     """Return the rules for the problem's placement.
 
     Args:
         problem: the pipeline.
         split: weight gradients are split off.
+        shards: the vocabulary is in shards over the ranks, whose barrier takes further chunks alive to hide.
     """
+    rules = _rules_for(problem, split)
+    if not shards:
+        return rules
+    return OrderRules(
+        first=tuple(map(_with_slack, rules.first)),
+        second=tuple(dict.fromkeys((*map(_with_slack, rules.second), *rules.first))),
+        least=rules.least,
+        frugal=tuple(map(_with_slack, rules.frugal)),
+    )
+
+
+def _with_slack(rule: OrderRule) -> OrderRule:
+    return replace(rule, slack=1) if isinstance(rule, (WarmUp, ListScheduling)) else rule
+
+
+def _rules_for(problem: Problem, split: bool) -> OrderRules:
     if problem.has_one_stage_per_rank:
         return ONE_STAGE_PER_RANK
     more = SPLIT_LIST_SCHEDULES if split else ()

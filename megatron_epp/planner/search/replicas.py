@@ -73,6 +73,11 @@ class Replicas:
         """True if weight gradients may be split off: asked for, timed apart by the costs, and not an evaluation."""
         return self.options.split_weight and self.costs.splits_weight and not self.problems[0].forward_only
 
+    @property
+    def has_shards(self) -> bool:
+        """True if the vocabulary is in shards over the ranks, which orders then need operations for."""
+        return self.costs.vocabulary is not None
+
     def shapes(self) -> list[Chunkers]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
         found = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]

@@ -16,7 +16,7 @@ from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Offload, fit_offload, timed
-from megatron_epp.planner.orders.split_weight import with_split_weights
+from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search.order_rules import rules_for
@@ -46,8 +46,8 @@ class Candidate:
         rule: what ordered them.
         made: the decisions of every replica; order and recompute are the same in all.
         tables: times and sizes of every replica.
-        makespan_us: of all replicas; with weight gradients split off, where they are.
-        split: the order with weight gradients split off; empty where they are not.
+        makespan_us: of all replicas, of the complete order.
+        complete: the order with the vocabulary's shards and with weight gradients split off; empty where there is neither.
     """
 
     table: Aligned
@@ -55,7 +55,7 @@ class Candidate:
     made: tuple[Decisions, ...]
     tables: tuple[Tables, ...] = field(repr=False, compare=False)
     makespan_us: float = math.inf
-    split: Order = field(default=(), repr=False, compare=False)
+    complete: Order = field(default=(), repr=False, compare=False)
 
     @property
     def order(self) -> Order:
@@ -95,7 +95,7 @@ class Trials:
         best: the fastest that fits; None while none does.
         best_us: its makespan, or a makespan to beat.
         best_of: the fastest without copies by what ordered it.
-        whole: the fastest that fits with whole backwards and without copies, where weight gradients are split off.
+        whole: the fastest that fits before its order is completed, and without copies, where orders are completed.
         near: the fastest without copies, the best among them, fastest first.
         least_cap: smallest cap, in bytes, that would have let a candidate through; 0 where memory was never the obstacle.
         least_host: the same for the memory in host memory.
@@ -104,7 +104,8 @@ class Trials:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas, self.problem = replicas, replicas.problems[0]
         self.is_split = replicas.splits_weight and not replicas.is_lockstep
-        self.rules = rules_for(self.problem, self.is_split)
+        self.has_shards = replicas.has_shards
+        self.rules = rules_for(self.problem, self.is_split, self.has_shards)
         self.best: Candidate | None = None
         self.best_us = math.inf
         self.whole: Candidate | None = None
@@ -212,9 +213,9 @@ class Trials:
         if fit.recompute_steps is not None:
             offloads = [Offload(fit.recompute_steps, (), ())] * len(tried.made)
             whole = tried.decided(makespan_us(codes, tried.tables[0], fit.recompute_steps), offloads)
-            if self.is_split and (self.whole is None or whole.makespan_us < self.whole.makespan_us):
+            if (self.is_split or self.has_shards) and (self.whole is None or whole.makespan_us < self.whole.makespan_us):
                 self.whole = whole
-            return self._split(whole)
+            return self._completed(whole)
         if counts:
             self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
         return None
@@ -227,17 +228,17 @@ class Trials:
             self._needs_host(found.short_bytes)
         if found is None or found.short_bytes:
             return False
-        return self._keep(self._split(tried.decided(found.makespan_us, found.made)))
+        return self._keep(self._completed(tried.decided(found.makespan_us, found.made)))
 
-    def _split(self, found: Candidate) -> Candidate:
-        """Split weight gradients off where that is asked for and faster."""
-        if not self.is_split:
+    def _completed(self, found: Candidate) -> Candidate:
+        """Insert the vocabulary's shards, if any, and split weight gradients off where that is asked for and faster."""
+        if not self.is_split and not self.has_shards:
             return found
-        (tables,), made = found.tables, found.only.as_offload
-        enough_us = self.replicas.bound_us(found.tables, found.table) * (1 + CLOSE)
-        order = with_split_weights(found.order, tables, made, self.problem.cap_bytes, enough_us)
+        tables, made = found.tables[0], found.made[0].as_offload
+        enough_us = self.replicas.bound_us(found.tables, found.table) * (1 + CLOSE) if self.is_split else math.inf
+        order = completed(found.order, tables, made, self.problem.cap_bytes, self.is_split, enough_us)
         took_us = play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us
-        return replace(found, split=order, makespan_us=took_us)
+        return replace(found, complete=order, makespan_us=took_us)
 
     def _keep(self, found: Candidate) -> bool:
         """Keep what is found if it is the fastest; True if it is."""

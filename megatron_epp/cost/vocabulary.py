@@ -1,0 +1,87 @@
+"""Costs of an output layer whose vocabulary is sharded over the pipeline ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
+from megatron_epp.plan import EppError, Op
+from megatron_epp.plan.operations import Rows
+
+PASS_US = 50.0
+"""Fixed time of a pass of a shard besides its share of the output layer's: kernel launches, statistics. Assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShards:
+    """Times and bytes of the shards of an output layer, one on each pipeline rank.
+
+    Attributes:
+        shares: of the vocabulary, one per rank; their sum is 1.
+        logits: time of the logits, their softmax and their part of the input's gradient, for the whole vocabulary (`S`).
+        gradient: time of the weight gradient, for the whole vocabulary (`T`).
+        kept_bytes_per_token: held from `S` to `T` for the whole vocabulary: the gradient of the logits; 0 if `T` recomputes it.
+        input_bytes_per_token: held from `S` to `T` by each shard: the broadcast input, and its part of the input's gradient.
+        passing_bytes_per_token: held only while `S` runs, for the whole vocabulary: fp32 logits.
+        workspace_bytes: held only while `S` or `T` runs, whatever its tokens: a block's logits; for the whole vocabulary.
+        spread: time of the broadcast of a chunk's tokens to all ranks.
+        gather: time of the reductions over all ranks.
+    """
+
+    shares: tuple[float, ...]
+    logits: Line
+    gradient: Line
+    kept_bytes_per_token: float = 0.0
+    input_bytes_per_token: float = 0.0
+    passing_bytes_per_token: float = 0.0
+    workspace_bytes: float = 0.0
+    spread: Line = Line()  # noqa: RUF009 - frozen
+    gather: Line = Line()  # noqa: RUF009 - frozen
+
+    def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
+        """Bytes of chunks between `S` and `T` on a rank, ``[chunk]``.
+
+        Args:
+            rank: of the shard.
+            tokens: of each chunk.
+            fragmentation: share that an allocator loses (`PipelineCosts.fragmentation_share`).
+        """
+        per_token = self.shares[rank] * self.kept_bytes_per_token + self.input_bytes_per_token
+        return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
+
+    def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
+        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as of `kept_bytes`."""
+        passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
+        more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)
+        return self.kept_bytes(rank, tokens, fragmentation) + more
+
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> Rows:
+        """Times and bytes of an operation (`plan.vocabulary`).
+
+        Args:
+            op: `S`, `N` or `T`.
+            num_sites: of the operation: ranks for `S` and `T`.
+            work: of the chunks; only trained tokens pass the output layer.
+            fragmentation: share of bytes that an allocator loses.
+
+        Raises:
+            EppError: the costs are of another number of ranks.
+        """
+        tokens = np.asarray(work.tokens if work.trained is None else work.trained, dtype=np.float64)
+        pairs, nothing = np.zeros_like(work.pairs), np.zeros(len(tokens), dtype=np.int64)
+        if op is Op.N:
+            return Rows([[PASS_US] * len(tokens)], [nothing.tolist()], [nothing.tolist()], {})
+        if num_sites != len(self.shares):
+            raise EppError(f"the costs have vocabulary shards of {len(self.shares)} ranks, the pipeline has {num_sites}")
+        whole = self.logits if op is Op.S else self.gradient
+        times = [(PASS_US + share * whole.time_us(tokens, pairs)).tolist() for share in self.shares]
+        takes, gives = [], []
+        for rank in range(num_sites):
+            peak, kept = (size(rank, tokens, fragmentation) for size in (self.peak_bytes, self.kept_bytes))
+            passing = np.asarray(np.ceil(self.shares[rank] * self.workspace_bytes * (1 + fragmentation)) + nothing, np.int64)
+            takes.append((peak if op is Op.S else passing).tolist())
+            gives.append((peak - kept if op is Op.S else passing + kept).tolist())
+        carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
+        return Rows(times, takes, gives, {name: line.time_us(tokens, pairs).tolist() for name, line in carried.items()})

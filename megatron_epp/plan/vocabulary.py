@@ -1,0 +1,66 @@
+"""Operations of an output layer whose vocabulary is sharded over the pipeline ranks (Vocabulary Parallelism, Yeung et al. 2024).
+
+`S` computes a shard's logits and its part of the gradient of their input, `N` the loss from the sums over all shards, `T` the
+weight gradient of a shard. There is one barrier per chunk, between `S` and what follows: the last stage's backward needs the
+reduced gradient, which is for tokens of weight one; `B` and `T` apply the weights of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_epp.plan.action import Op
+from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, Rows, of_ranks, register
+
+SPREAD = Collective(Op.SPREAD)
+"""Broadcast of the last stage's output, and of the labels and weights of its tokens."""
+GATHER = Collective(Op.GATHER)
+"""All-reduce of maximum, sum of exponentials and target logit, and reduction of the input's gradient to the last stage."""
+
+
+def of_last_stage(placement: Sequence[int]) -> Sequence[int]:
+    """Sites of an operation with one site, on the rank of the last stage."""
+    return placement[-1:]
+
+
+def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], Rows | None]:
+    """Times and bytes of an operation: none if the costs have the output layer on a stage."""
+    return lambda costs, sites, work: costs.vocabulary_rows(op, sites, work)
+
+
+register(
+    Operation(
+        op=Op.S,
+        text="vocabulary shard",
+        colour="#8C564B",
+        presence=Presence.COMPLETE_ALWAYS,
+        together=(Op.N, Op.T),
+        sites=of_ranks,
+        needs=(Need(Op.F, At.LAST, carries=SPREAD),),
+        rows=_rows(Op.S),
+    )
+)
+register(
+    Operation(
+        op=Op.N,
+        text="loss",
+        colour="#444444",
+        presence=Presence.COMPLETE_ALWAYS,
+        sites=of_last_stage,
+        needs=(Need(Op.S, At.EVERY, carries=GATHER),),
+        before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
+        rows=_rows(Op.N),
+    )
+)
+register(
+    Operation(
+        op=Op.T,
+        text="weight gradient of a shard",
+        colour="#C49C94",
+        presence=Presence.COMPLETE,
+        sites=of_ranks,
+        needs=(Need(Op.S, At.EVERY, carries=GATHER),),
+        rows=_rows(Op.T),
+    )
+)

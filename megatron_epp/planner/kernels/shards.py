@@ -1,0 +1,192 @@
+"""Insertion of the vocabulary shards' operations into an order: an event-driven run of the pipeline."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.timing import STUCK
+
+SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
+"""Kinds of `S`, `N` and `T` in orders with shards."""
+
+
+class Shards(NamedTuple):
+    """Times and bytes of shards, and storage for a run.
+
+    Attributes:
+        line: chunks in the order of the last stage's forwards.
+        place: of each chunk in `line`.
+        spread_us, gather_us: time of the collectives, by chunk.
+        peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
+        room_bytes: of each rank, for all of its chunks between `S` and `T`.
+        last_rank: the rank of the last stage.
+        backward: 0 in a forward-only order, which has no `T`.
+        came_us, gathered_us, count: by position in `line`: end of the forward, of the last `S` so far, and how many have run.
+        at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry.
+        clock_us, held_bytes: time and bytes of each rank.
+        choice, when_us, stale: what each rank runs next and when; nonzero if that must be decided again.
+        ended_us: end of each node; negative while it has not run.
+        out, filled: the new order and how far each rank's is written.
+    """
+
+    line: Integers
+    place: Integers
+    spread_us: Floats
+    gather_us: Floats
+    peak_bytes: Integers
+    kept_bytes: Integers
+    room_bytes: Integers
+    last_rank: int
+    backward: int
+    came_us: Floats
+    gathered_us: Floats
+    count: Integers
+    at: Integers
+    shards: Integers
+    gradients: Integers
+    losses: Integers
+    clock_us: Floats
+    held_bytes: Integers
+    choice: Integers
+    when_us: Floats
+    stale: Integers
+    ended_us: Floats
+    out: Integers
+    filled: Integers
+
+
+@compiled
+def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> float:
+    """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if the order deadlocks.
+
+    The rank whose next action starts first runs it, so all that could come earlier is known. A rank prefers the loss to a
+    shard, and a shard to its next forward or backward, if both can start at the same time. A weight gradient runs if nothing
+    else can start before it ends, or if its memory is needed.
+
+    Args:
+        actions, starts: the order without shards (`Codes`).
+        columns: of an order with shards.
+        took_us: time of every action, by node.
+        run: times, bytes and storage; `run.out` is the result.
+    """
+    ranks = len(starts) - 1
+    makespan_us = 0.0
+    for _ in range(len(run.out)):
+        first, first_us = -1, inf
+        for rank in range(ranks):
+            if run.stale[rank] != 0:
+                decide(rank, actions, starts, columns, took_us, run)
+                run.stale[rank] = 0
+            if run.when_us[rank] < first_us:
+                first, first_us = rank, run.when_us[rank]
+        if first < 0:
+            return STUCK
+        ended = commit(first, actions, columns, took_us, run)
+        if ended > makespan_us:
+            makespan_us = ended
+    return makespan_us
+
+
+@compiled
+def decide(rank: int, actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> None:
+    """Choose what a rank runs next, and when, from what is known. Arguments as of `insert`."""
+    chunks, ranks, items = len(run.line), len(starts) - 1, columns.num_items
+    now = run.clock_us[rank]
+    base_us = shard_us = loss_us = gradient_us = inf
+    if run.at[rank] < starts[rank + 1]:
+        code = actions[run.at[rank]]
+        base_us = ready_us((code & KIND_MASK) * items + (code >> KIND_BITS), now, columns, run.ended_us)
+    at = run.shards[rank]
+    is_full = False
+    if at < chunks and run.came_us[at] >= 0.0:
+        c = run.line[at]
+        is_full = run.held_bytes[rank] + run.peak_bytes[rank * chunks + c] > run.room_bytes[rank]
+        if not is_full:
+            shard_us = max(now, run.came_us[at] + run.spread_us[c])
+    if rank == run.last_rank and run.losses[0] < chunks and run.count[run.losses[0]] == ranks:
+        loss_us = max(now, run.gathered_us[run.losses[0]] + run.gather_us[run.line[run.losses[0]]])
+    at = run.gradients[rank]
+    other_us = min(base_us, shard_us, loss_us)
+    run.choice[rank], run.when_us[rank] = FORWARD, other_us
+    if run.backward != 0 and at < run.shards[rank] and run.count[at] == ranks:
+        c = run.line[at]
+        gradient_us = max(now, run.gathered_us[at] + run.gather_us[c])
+        ends = gradient_us + took_us[GRADIENT * items + rank * chunks + c]
+        if ends <= other_us or (is_full and gradient_us <= other_us):
+            run.choice[rank], run.when_us[rank] = GRADIENT, gradient_us
+            return
+    if other_us == inf:
+        return
+    if loss_us <= other_us:
+        run.choice[rank] = LOSS
+    elif shard_us <= other_us:
+        run.choice[rank] = SHARD
+
+
+@compiled
+def ready_us(node: int, now: float, columns: Columns, ended_us: Floats) -> float:
+    """Time at which an action can start; infinite if something that it needs has not run.
+
+    Args:
+        node: the action (`Columns.needs`).
+        now: the earliest time.
+        columns: what waits for what.
+        ended_us: end of each node.
+    """
+    start = now
+    for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
+        ended = ended_us[columns.needs[edge]]
+        if ended < 0.0:
+            return inf
+        start = max(start, ended + columns.need_us[edge])
+    return start
+
+
+@compiled
+def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run: Shards) -> float:
+    """Run what a rank has chosen, and return its end. Arguments as of `insert`."""
+    chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
+    everyone, other = False, rank
+    if choice == FORWARD:  # or whatever comes next in the base order
+        code = actions[run.at[rank]]
+        kind, item = code & KIND_MASK, code >> KIND_BITS
+        run.at[rank] += 1
+    else:
+        kind = choice
+        at = run.shards[rank] if kind == SHARD else run.gradients[rank] if kind == GRADIENT else run.losses[0]
+        item = (0 if kind == LOSS else rank * chunks) + run.line[at]
+        code = item << KIND_BITS | kind
+    node = kind * items + item
+    ended = run.when_us[rank] + took_us[node]
+    run.ended_us[node] = run.clock_us[rank] = ended
+    stage, c = item // chunks, item % chunks
+    if kind == FORWARD:
+        if stage + 1 < columns.num_stages:
+            other = columns.rank_of[stage + 1]
+        else:
+            run.came_us[run.place[c]] = ended
+            everyone = True
+    elif kind == BACKWARD and stage > 0:
+        other = columns.rank_of[stage - 1]
+    elif kind == SHARD:
+        at = run.shards[rank]
+        run.shards[rank] += 1
+        run.held_bytes[rank] += run.kept_bytes[item]
+        run.count[at] += 1
+        run.gathered_us[at] = max(run.gathered_us[at], ended)
+        everyone = run.count[at] == ranks
+    elif kind == GRADIENT:
+        run.gradients[rank] += 1
+        run.held_bytes[rank] -= run.kept_bytes[item]
+    elif kind == LOSS:
+        run.losses[0] += 1
+    run.out[run.filled[rank]] = code
+    run.filled[rank] += 1
+    run.stale[rank] = run.stale[other] = 1
+    if everyone:
+        for one in range(ranks):
+            run.stale[one] = 1
+    return ended
