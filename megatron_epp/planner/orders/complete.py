@@ -9,9 +9,7 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
 
-def completed(
-    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
-) -> Order:
+def completed(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0) -> Order:
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
@@ -19,6 +17,6 @@ def completed(
         tables, made, caps, enough_us: as for `with_split_weights`.
         split: weight gradients may be split off.
     """
-    if has_shards(tables):
-        order = with_shards(order, tables, made.recompute_steps)
-    return with_split_weights(order, tables, made, caps, enough_us) if split else order
+    if split:
+        order = with_split_weights(order, tables, made, caps, enough_us)
+    return with_shards(order, tables, made.recompute_steps) if has_shards(tables) else order
