@@ -50,7 +50,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     run = run._replace(at=integers(codes.starts[:-1]))
     if shards.insert(codes.actions, codes.starts, columns, took_us, run) == timing.STUCK:
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
-    return decode(Codes(run.out, integers(first)), chunks, SHARD_KINDS)
+    return decode(Codes(run.out, integers(first), SHARD_KINDS), chunks)
 
 
 def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[int], num_nodes: int) -> shards.Shards:
