@@ -30,12 +30,15 @@ def main() -> None:
 
 def preload() -> None:
     """Import and patch everything that a training needs, so that processes forked later inherit it."""
+    from megatron_epp.planner.service import forks
+
     with entry.errors_in_one_line():
         entry.prepare()
     for module in _LATE:
         importlib.import_module(module)
     _read_settings_once()
     _fork_managers()
+    forks.fork_workers()
     gc.freeze()  # what is there now stays, and need not be looked through after every training
 
 
