@@ -33,6 +33,7 @@ class CappedWarmUp:
     room: float = 1.0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Return the order of a chunk table. Arguments as of `OrderRule.order`."""
         if problem.forward_only:
             return WarmUp(self.lead).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
