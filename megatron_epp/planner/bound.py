@@ -136,7 +136,13 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
 
 
 def _ways(times: Times, hops: Times, first: list[float]) -> Times:
-    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between."""
+    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between.
+
+    Args:
+        times: of forwards or backwards in microseconds, ``[stage][chunk]``.
+        hops: of the messages behind each stage but the last, in microseconds, ``[stage][chunk]``.
+        first: what is added at the first stage, in microseconds, by chunk.
+    """
     ways = [first]
     for row, hop_us in zip(times[:-1], hops, strict=True):
         ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, hop_us, strict=True)])

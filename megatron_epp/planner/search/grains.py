@@ -110,7 +110,11 @@ def search_table(trials: Trials, table: Aligned) -> list[Candidate]:
 
 
 def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Aligned]:
-    """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best."""
+    """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best.
+
+    Args:
+        trials, chunkers, warm: as for `search_tables`.
+    """
     problem, rules = trials.problem, trials.rules
     counts = grain_counts(problem.num_ranks, chunkers.coarsest)
     hint = warm.recall(problem) if warm is not None else None
