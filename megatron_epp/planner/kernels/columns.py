@@ -200,5 +200,8 @@ def decode(codes: Codes, num_chunks: int, kinds: Kinds = KINDS) -> tuple[tuple[A
         num_chunks: of the chunk table.
         kinds: operations of the order.
     """
-    actions = [Action(kinds[code & KIND_MASK], *divmod(code >> KIND_BITS, num_chunks)) for code in map(int, codes.actions)]
+    every = np.asarray(codes.actions, dtype=np.int64)
+    sites, chunks = np.divmod(every >> KIND_BITS, num_chunks)
+    ops = map(kinds.__getitem__, (every & KIND_MASK).tolist())
+    actions = list(map(Action, ops, sites.tolist(), chunks.tolist()))
     return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))

@@ -12,10 +12,10 @@ from megatron_epp.plan import InfeasibleError, Remedy
 from megatron_epp.plan.errors import format_gib
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
-from megatron_epp.planner.memory.offload import Offload, fit_offload, timed
+from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
 from megatron_epp.planner.problem import Problem
@@ -235,8 +235,7 @@ class Trials:
             return found
         (tables,), made = found.tables, found.only.as_offload
         enough_us = self.replicas.bound_us(found.tables, found.table) * (1 + CLOSE)
-        order = with_split_weights(found.order, tables, made, self.problem.cap_bytes, enough_us)
-        took_us = play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us
+        order, took_us = with_split_weights(found.order, tables, made, self.problem.cap_bytes, enough_us)
         return replace(found, split=order, makespan_us=took_us)
 
     def _keep(self, found: Candidate) -> bool:
