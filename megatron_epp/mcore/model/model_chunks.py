@@ -69,10 +69,10 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that this replaces. Megatron's stay if they say it all."""
     if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override")):
         return  # which the segments of the pattern say
-    is_asked = getattr(args, "epp_layout", None) is not None
-    if placement_of(args).is_looped and not is_asked:
+    asked = getattr(args, "epp_layout", None)
+    if placement_of(args).is_looped and asked is None:
         return
-    if args.epp_layout in SEARCHED:
+    if asked in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
     if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
         return
