@@ -40,7 +40,7 @@ class Case:
     """
 
     num_layers: int = 5
-    vocab_size: int = 8_064
+    vocab_size: int = 14_080
     hidden_size: int = 512
     context: int = 1024
     sequences: int = 8
