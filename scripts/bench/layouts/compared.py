@@ -88,9 +88,9 @@ def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio
     return Ratio(planned, measured)
 
 
-def is_busy(load: float, num_ranks: int) -> bool:
-    """Return whether a load average during a run is more than its own ranks'."""
-    return load > num_ranks + _LOAD_MARGIN
+def is_busy(load: float, own: int) -> bool:
+    """Return whether a load average during a run is more than its own ranks', or than there are cores for them."""
+    return load > own + _LOAD_MARGIN
 
 
 def verdict(found: Measured, base: Measured, load: float, num_ranks: int) -> str:

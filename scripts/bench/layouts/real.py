@@ -62,12 +62,15 @@ def trained(number: int, folder: Path, rounds: int, iterations: int) -> dict[str
 
 def emulation(sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     """Emulate pipelines of some sizes; print a table and return its figures."""
-    found = []
+    found, loads, cores = [], [], os.cpu_count() or 1
     for num_ranks in sizes:
         with progress(f"emulating {num_ranks} ranks"):
             found.append(emulated.emulate(num_ranks, seconds))
+        loads.append(os.getloadavg()[0])
     if found:
         print("\n".join([f"\n{emulated.MODEL}, emulated", *emulated.lines_of(found)]), flush=True)
+        if compared.is_busy(max(loads), cores):
+            print(f"inconclusive: the machine was busy (load {max(loads):.1f} on {cores} cores)", flush=True)
     return [one._asdict() for one in found]
 
 
