@@ -29,17 +29,19 @@ class CappedWarmUp:
     Attributes:
         lead: as in `WarmUp`.
         room: bytes of activations that the window may hold, as a multiple of what the caps leave.
+        slack: as in `WarmUp`.
     """
 
     lead: float
     room: float = 1.0
+    slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Return the order of a chunk table. Arguments as of `OrderRule.order`."""
         if problem.forward_only:
-            return WarmUp(self.lead).order(chunks, tables, problem)
+            return WarmUp(self.lead, slack=self.slack).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
-        leads = [math.floor(self.lead * (stages - 1 - stage) + 0.5) for stage in range(stages)]
+        leads = [self.slack + math.floor(self.lead * (stages - 1 - stage) + 0.5) for stage in range(stages)]
         last = np.array(window_ahead(groups, minimal=False))
         for ahead_by, fitting in zip(leads, _fitting(groups, tables, problem, self.room), strict=True):
             last[ahead_by:] = np.minimum(last[ahead_by:], fitting[: max(0, total - ahead_by)])

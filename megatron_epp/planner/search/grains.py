@@ -13,7 +13,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.chunks.starts import started
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
-from megatron_epp.planner.search.order_rules import CAPPED, ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers
 from megatron_epp.planner.search.trials import WORTH, Candidate, Trials
@@ -216,7 +216,7 @@ def _search_starts(trials: Trials) -> None:
     (chunks,) = best.table.chunks
     if trials.best_us > DISTANT * trials.replicas.bound_us(best.tables, best.table):
         for table in dict.fromkeys((chunks, *started(chunks, problem.num_ranks))):
-            trials.better(Aligned((table,)), CAPPED)
+            trials.better(Aligned((table,)), trials.rules.capped)
 
 
 def _search_unsliced(trials: Trials) -> None:

@@ -64,15 +64,17 @@ class OrderRules:
         second: for the best grain, and in lockstep for all grains when none fits.
         least: when nothing else fits.
         frugal: with copies, where the best is far from what unlimited memory would give.
+        capped: for the best table with its sequences in other orders, where its plan is far from its bound.
     """
 
     first: tuple[OrderRule, ...]
     second: tuple[OrderRule, ...]
     least: tuple[OrderRule, ...]
     frugal: tuple[OrderRule, ...]
+    capped: tuple[OrderRule, ...] = ()
 
 
-ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
+ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST), CAPPED)
 
 
 def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> OrderRules:
@@ -91,11 +93,12 @@ def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> Or
         second=tuple(dict.fromkeys((*map(_with_slack, rules.second), *rules.first))),
         least=rules.least,
         frugal=tuple(map(_with_slack, rules.frugal)),
+        capped=tuple(map(_with_slack, rules.capped)),
     )
 
 
 def _with_slack(rule: OrderRule) -> OrderRule:
-    return replace(rule, slack=1) if isinstance(rule, (WarmUp, ListScheduling)) else rule
+    return replace(rule, slack=1) if isinstance(rule, (WarmUp, CappedWarmUp, ListScheduling)) else rule
 
 
 def _rules_for(problem: Problem, split: bool) -> OrderRules:

@@ -1,4 +1,5 @@
-"""Measurement of layouts, on paper: even, balanced, levelled in half layers, and searched, for the same batches.
+"""Measurement of layouts, on paper: even, balanced, levelled in half layers, and searched, for the same batches; the last also
+with the vocabulary divided over the ranks where that pays.
 
     python -m scripts.bench.layouts                 all cases: three models, 4 to 16 ranks, caps of 40 to 141 GB
     python -m scripts.bench.layouts --reduced       two of them
@@ -25,7 +26,8 @@ from typing import Any
 
 from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster
-from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.cost.vocabulary import PASS_US
+from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
@@ -37,7 +39,8 @@ from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
 MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
 KINDS, CONTEXTS = ("wikipedia", "code", "chat"), (32768, 131072, 196608)
 RIVALS = ("infinipipe", "seq1f1b")
-LAYOUTS = ("even", "balanced", "halves", "auto")
+LAYOUTS = ("even", "balanced", "halves", "auto", "vocabulary")
+"""The last is searched like the one before, with the output layer on the last stage or in shards over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Run(Case):
         return Sample(problems, self.costs_of, self.shape.num_layers, self.options)
 
     def costs_of(self, layout: Layout) -> PipelineCosts:
-        return self.profile.costs(layout.layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
+        shares = layout.vocabulary_shares
+        return self.profile.costs(layout.layers, state_bytes_per_parameter=6 + 12 / REPLICAS, vocabulary_shares=shares)
 
     def layout(self, name: str) -> Layout:
         """The layout of a name in `LAYOUTS`, chosen for the other batches."""
@@ -75,7 +79,8 @@ class Run(Case):
             return Layout.of_layers(balanced_layers(self.profile, num_layers, self.stages, self.other_lengths), one_each)
         if name == "halves":
             return Work.of(self.sample.problems, self.costs_of, halves=True).spread(num_layers, one_each, HALF)
-        return choose(self.sample).layout
+        either = (False, True) if name == "vocabulary" else (False,)
+        return choose(replace(self.sample, vocabulary=either)).layout
 
     def planned(self, layout: Layout, planner: str = "greedy") -> Plan | None:
         problem: Problem = replace(self.problem, placement=layout.placement.rank_of)
@@ -113,10 +118,15 @@ def row(run: Run, rivals: Sequence[str]) -> dict[str, Any]:
 
 
 def _figures(layout: Layout, made: Plan | None) -> dict[str, Any]:
-    where = {"layers": layout.layers, "placement": layout.placement.kind, "stages_per_rank": layout.placement.num_chunks}
+    where = {
+        "layers": layout.layers,
+        "placement": layout.placement.kind,
+        "stages_per_rank": layout.placement.num_chunks,
+        "shards_vocabulary": layout.shards_vocabulary,
+    }
     if made is None:
         return where | {"makespan_us": None}
-    busy_us = sum(step.time_us for steps in made.ranks for step in steps) - sum(map(sum, made.recompute_us))
+    busy_us = sum(_needed_us(step) for steps in made.ranks for step in steps) - sum(map(sum, made.recompute_us))
     makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
     return where | {
         "makespan_us": makespan_us,
@@ -124,6 +134,11 @@ def _figures(layout: Layout, made: Plan | None) -> dict[str, Any]:
         "efficiency": busy_us / made.num_ranks / makespan_us,
         "best_efficiency": busy_us / made.num_ranks / bound_us,
     }
+
+
+def _needed_us(step: Step) -> float:
+    """Time of a step without the fixed part that the shards of the vocabulary add."""
+    return step.time_us - PASS_US * (step.action.op in (Op.S, Op.N, Op.T))
 
 
 def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, Any]:
@@ -136,17 +151,29 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         each = [r["layouts"][name] for r in all_planned]
         of[name] = {key: [median(e[key] for e in each), min(e[key] for e in each)] for key in ("efficiency", "best_efficiency")}
     autos = [r["layouts"]["auto"]["makespan_us"] for r in all_planned]
-    gaps = [auto / min(e["bound_us"] for e in r["layouts"].values()) - 1 for auto, r in zip(autos, all_planned, strict=True)]
+    gaps = [
+        auto / min(e["bound_us"] for e in r["layouts"].values() if not e["shards_vocabulary"]) - 1
+        for auto, r in zip(autos, all_planned, strict=True)
+    ]
+    sharded = [r["layouts"]["vocabulary"] for r in all_planned]
     over = {name: [r["layouts"][name]["makespan_us"] / auto for auto, r in zip(autos, all_planned, strict=True)] for name in of}
-    theirs = {name: [(r["rivals"][name], r["layouts"]["auto"]["makespan_us"]) for r in rows] for name in rivals}
+    theirs = {
+        name: {
+            own: _mean([r["rivals"][name] / us for r in rows if r["rivals"][name] and (us := r["layouts"][own]["makespan_us"])])
+            for own in ("auto", "vocabulary")
+        }
+        for name in rivals
+    }
     return {
         "runs": len(rows),
         "planned": len(all_planned),
         "layouts": of,
         "gap_to_best_bound": [median(gaps), max(gaps)],
         "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
-        "rivals_over_auto": {name: _mean([a / b for a, b in pairs if a and b]) for name, pairs in theirs.items()},
-        "most_choosing_s": max(r["layouts"]["auto"]["choosing_s"] for r in rows),
+        "vocabulary_gap": [pick(one["makespan_us"] / one["bound_us"] - 1 for one in sharded) for pick in (median, max)],
+        "vocabulary_in_shards": sum(one["shards_vocabulary"] for one in sharded),
+        "rivals_over": theirs,
+        "most_choosing_s": max(r["layouts"][name]["choosing_s"] for r in rows for name in ("auto", "vocabulary")),
     }
 
 
@@ -168,9 +195,14 @@ def markdown(found: dict[str, Any], rivals: Sequence[str]) -> str:
         f"{found['planned']} of {found['runs']} runs have a plan with every layout",
         "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*found["gap_to_best_bound"]),
     ]
-    for name in rivals:
-        ratio = found["rivals_over_auto"][name]
-        lines.append(f"{name} with balanced layers over auto: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
+    lines.append(
+        "with the vocabulary in shards ({} runs): above the bound of its own layout, median {:.1%}, most {:.1%}".format(
+            found["vocabulary_in_shards"], *found["vocabulary_gap"]
+        )
+    )
+    for name, own in product(rivals, ("auto", "vocabulary")):
+        ratio = found["rivals_over"][name][own]
+        lines.append(f"{name} with balanced layers over {own}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
     return "\n".join([*lines, f"choosing a layout takes {found['most_choosing_s']:.1f} s of one core at most"])
 
 
