@@ -6,10 +6,13 @@ from itertools import pairwise
 import pytest
 
 from megatron_epp.cli.main import main
+from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, EppError, Op
 from megatron_epp.plan.graph import deps
 from megatron_epp.plan.serialize import digest, save
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import plan as make_plan
 from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.tools.emulate import rehearse
 from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
@@ -99,3 +102,20 @@ def test_a_scale_that_makes_no_sense_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["emulate", str(tmp_path / "plan.json"), "--time-scale", "0"])
     assert "--time-scale: '0' is not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_shards_of_the_vocabulary_wait_for_their_collectives(forward_only):
+    shape = ModelShape(num_layers=3, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=512)
+    costs = analytic_profile(shape, CPU).costs([1, 1, 1], vocabulary_shares=[1 / 3] * 3)
+    problem = Problem((900, 200, 120, 60), (0, 1, 2), (UNLIMITED_BYTES,) * 3, forward_only=forward_only)
+    plan = make_plan(problem, costs, Options(slices=3))
+    rehearsed = rehearse(plan, scale=100.0, timeout_s=120)
+    events = {Action.parse(text): (start, end) for row in rehearsed.events for text, start, end in row}
+    assert [text for text, _, _ in rehearsed.events[1]] == [str(action) for action in plan.actions(1)]
+    spread, gather = (plan.messages.collective_times(op) for op in (Op.SPREAD, Op.GATHER))
+    for chunk in range(len(plan.chunks)):
+        shards = [events[Action(Op.S, rank, chunk)] for rank in range(3)]
+        forward, loss = events[Action(Op.F, 2, chunk)], events[Action(Op.N, 0, chunk)]
+        assert min(start for start, _ in shards) >= forward[1] + spread[chunk] * (1 - 1e-6)
+        assert loss[0] >= max(end for _, end in shards) + gather[chunk] * (1 - 1e-6)

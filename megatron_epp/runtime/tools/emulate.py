@@ -28,6 +28,7 @@ from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Groups, Links
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
 from megatron_epp.runtime.offload.activations import Timed
+from megatron_epp.runtime.tools.emulate_shards import WaitingShards
 
 Events = list[tuple[str, float, float]]
 Locks = Mapping[tuple[int, Op], Any]
@@ -65,6 +66,7 @@ class EmulatedRank:
     offload: WaitingOffload | None = None
     late_s: float = 0.0
     events: Events = field(default_factory=list)
+    ended_s: dict[Action, float] = field(default_factory=dict)
     times_us: dict[Action, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class EmulatedRank:
         _wait_until(start_s + time_s)
         end_s = time.monotonic()
         self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_s
-        self.free_s = end_s
+        self.free_s = self.ended_s[action] = end_s
         self.record(action, start_s, end_s)
         return end_s
 
@@ -209,7 +211,10 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, flo
     prepare(unstreamed, rank)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    executor = Executor(unstreamed, rank, stages, links, offload=shared.offload)
+    handlers = None
+    if plan.num_ranks > 1:
+        handlers = WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
+    executor = Executor(unstreamed, rank, stages, links, offload=shared.offload, handlers=handlers)
     shared.origin_s = shared.free_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()
