@@ -60,13 +60,15 @@ def test_the_table_has_a_line_per_layout_and_one_per_ratio() -> None:
 
 
 def test_emulated_pipelines_have_planned_and_measured_ratios() -> None:
-    one = Emulated(
-        4, {"even": "8, 8, 8, 8", "auto": "9, 9, 8, 6"}, {"even": 2e6, "auto": 1.5e6}, {"even": 2.2e6, "auto": 1.6e6}
-    )
-    assert one.ratio.error == pytest.approx((1.6 / 2.2) / 0.75 - 1)
-    header, row, last = emulated_lines([one])
-    assert row.split() == ["4", "2000.0", "2200.0", "1500.0", "1600.0", "0.750", "0.727", "-3.0%"]
-    assert last == "auto on 4 ranks: 9, 9, 8, 6"
+    layers = {"even": "8, 8, 8, 8", "auto": "9, 9, 8, 6", "vocabulary": "8, 8, 8, 8, vocabulary over all ranks"}
+    planned, measured = ({"even": 2e6, "auto": 1.5e6, "vocabulary": 1.2e6}, {"even": 2.2e6, "auto": 1.6e6, "vocabulary": 1.4e6})
+    one = Emulated(4, layers, planned, measured)
+    assert one.ratio("auto").error == pytest.approx((1.6 / 2.2) / 0.75 - 1)
+    header, even, auto, vocabulary, *last = emulated_lines([one])
+    assert even.split() == ["4", "even", "2000.0", "2200.0"]
+    assert auto.split() == ["4", "auto", "1500.0", "1600.0", "0.750", "0.727", "-3.0%"]
+    assert vocabulary.split()[:4] == ["4", "vocabulary", "1200.0", "1400.0"]
+    assert last == ["auto on 4 ranks: 9, 9, 8, 6", f"vocabulary on 4 ranks: {layers['vocabulary']}"]
     assert len(header.split("  ")) > 4
 
 

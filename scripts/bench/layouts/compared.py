@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_epp.report.table import table
 
-EVEN, AUTO = "even", "auto"
+EVEN, AUTO, VOCABULARY = "even", "auto", "vocabulary"
+"""Even layers, a searched layout, and one searched with the vocabulary over all ranks."""
 CLOSE = 0.05
 """Largest error of a measured ratio, as a share of the planned one, that counts as agreement."""
 _LOAD_MARGIN = 0.5
@@ -43,7 +44,7 @@ class Measured:
     """All trainings with one layout.
 
     Attributes:
-        name: value of `--epp-layout`.
+        name: value of `--epp-layout`, or `VOCABULARY`.
         layers: of every stage, as the log names them.
         rounds: one training each.
     """

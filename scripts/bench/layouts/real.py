@@ -24,7 +24,7 @@ from scripts.bench.layouts import compared, emulated
 from scripts.bench.layouts.trained import CASES, RANKS, measure
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_layouts"
-LAYOUTS = ("even", "balanced", "auto")
+LAYOUTS = ("even", "balanced", "auto", "vocabulary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

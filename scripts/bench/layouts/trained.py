@@ -18,7 +18,7 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.plan.layout import layers_text
 from scripts.bench.fidelity.error import compare, traces
-from scripts.bench.layouts.compared import EVEN, Measured, Trained
+from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Measured, Trained
 from scripts.bench.microbatches.batches import batch
 
 RANKS = 2
@@ -93,7 +93,8 @@ def measure(
     Args:
         case: the model.
         folder: for profile, documents and runs.
-        layouts: values of `--epp-layout`; every round begins with another.
+        layouts: values of `--epp-layout`, and `VOCABULARY` for auto with the vocabulary over all ranks; every round begins with
+            another.
         rounds: trainings with each layout.
         iterations: of a training that count.
         note: called with what is next.
@@ -116,12 +117,17 @@ def measure(
     layers, loads = {}, []
     for turn in range(rounds):
         for name in (*layouts[turn % len(layouts) :], *layouts[: turn % len(layouts)]):
-            note(f"round {turn + 1} of {rounds}, --epp-layout {name}")
-            run = train(folder / name, RANKS, settings | {"epp_layout": name}, program="scripts.bench.pinned")
+            note(f"round {turn + 1} of {rounds}, {name}")
+            run = train(folder / name, RANKS, settings | flags_of(name), program="scripts.bench.pinned")
             loads.append(os.getloadavg()[0])
             found[name].append(summary(folder / name, run.iteration_ms))
             layers[name] = chosen_layers(case, name, (folder / name / "train.log").read_text(errors="replace"))
     return [Measured(name, layers[name], tuple(found[name])) for name in layouts], median(loads)
+
+
+def flags_of(name: str) -> dict[str, Any]:
+    """Return the flags of a layout."""
+    return {"epp_layout": AUTO, "epp_vocab_parallel": "on"} if name == VOCABULARY else {"epp_layout": name}
 
 
 def summary(folder: Path, iteration_ms: Iterable[float]) -> Trained:
