@@ -40,18 +40,21 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
                 known = [one for one in spread if not question.measured or one.sharing in question.measured]
                 if len(known) < len(spread):
                     refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
-                layouts += [replace(one, layers=question.layers(one, "even")) for one in known]
+                shards = question.vocabulary[0] and pipeline > 1
+                layouts += [replace(one, layers=question.layers(one, "even"), shards_vocabulary=shards) for one in known]
     return layouts, [Refusal(name, why) for name, why in refused.items()]
 
 
 def variants(question: Question, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts of the same parallel sizes: layers balanced, and two stages on every rank, placed looped and v, with layers
-    even and balanced.
+    """Yield layouts of the same parallel sizes: the vocabulary divided, layers balanced, and two stages on every rank, placed
+    looped and v, with layers even and balanced.
     """
     if layout.pipeline < 2:
         return
     stages = _sizes(question, "virtual", [1, 2])
     if 1 in stages:
+        for shards in question.vocabulary[1:]:
+            yield replace(layout, shards_vocabulary=shards)
         balanced = question.layers(layout, "balanced")
         if balanced != layout.layers:
             yield replace(layout, layers=balanced)

@@ -32,6 +32,7 @@ class Layout:
         virtual: stages on each rank.
         placement: of the stages if a rank has several, a value of ``--epp-placement``.
         layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
+        shards_vocabulary: the output layer is divided over the pipeline ranks.
     """
 
     tensor: int
@@ -42,6 +43,7 @@ class Layout:
     virtual: int = 1
     placement: Literal["looped", "v"] = "looped"
     layers: tuple[float, ...] = ()
+    shards_vocabulary: bool = False
 
     @property
     def devices(self) -> int:
@@ -64,7 +66,8 @@ class Layout:
     @property
     def stages(self) -> StageLayout:
         """Layers of the stages and their ranks."""
-        return StageLayout(tuple(map(halves_of, self.layers)), Placement(self.placement, self.pipeline, self.virtual))
+        placement = Placement(self.placement, self.pipeline, self.virtual)
+        return StageLayout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
 
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -78,14 +81,15 @@ class Layout:
         words = [f"TP {self.tensor} CP {self.context} PP {self.pipeline} DP {self.data}"]
         words += [f"EP {self.expert}"] * (self.expert > 1)
         words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
-        words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1)
+        words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1 or self.shards_vocabulary)
         return " ".join(words)
 
     @property
     def layers_text(self) -> str:
         """Layers per stage in short form: ``4x8``, or ``9 2x8 7``."""
         runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
-        return " ".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
+        text = " ".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
+        return text + " (vocabulary over all)" * self.shards_vocabulary
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -122,6 +126,7 @@ class Question:
         options: of the planner.
         measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
         costs_files: path of each of them.
+        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layouts.search.Sample`.
         documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
     """
 
@@ -136,6 +141,7 @@ class Question:
     measured: dict[Sharing, Profile] = field(default_factory=dict)
     costs_files: dict[Sharing, str] = field(default_factory=dict)
     documents: str = "split"
+    vocabulary: tuple[bool, ...] = (False,)
 
     @property
     def tokens(self) -> int:
@@ -179,7 +185,12 @@ class Question:
         profile, shape = self.profile(layout), self.shape(layout)
         holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
         state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // layout.expert)
-        costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=layout.data)
+        costs = profile.costs(
+            layout.layers,
+            state_bytes_per_parameter=state_bytes,
+            replicas=layout.data,
+            vocabulary_shares=layout.stages.vocabulary_shares,
+        )
         return on_device(costs, buffers=profile.gradient_buffers(layout.num_stages))
 
     def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:
@@ -196,7 +207,14 @@ class Question:
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
             return even_layers(num_layers, layout.num_stages)
-        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths, layout.rank_of)
+        return balanced_layers(
+            self.profile(layout),
+            num_layers,
+            layout.num_stages,
+            self.lengths,
+            layout.rank_of,
+            shards_vocabulary=layout.shards_vocabulary,
+        )
 
     def sample(self, layout: Layout, shares: Sequence[Iterable[int]]) -> Sample:
         """Return the input of the search for layers of the stages, with the other sizes of a layout.
@@ -208,12 +226,14 @@ class Question:
 
         def costs_of(found: StageLayout) -> PipelineCosts:
             ranks, chunks = found.placement.num_ranks, found.placement.num_chunks
-            return self.costs(replace(layout, pipeline=ranks, virtual=chunks, layers=found.layers))
+            shards = found.shards_vocabulary
+            return self.costs(replace(layout, pipeline=ranks, virtual=chunks, layers=found.layers, shards_vocabulary=shards))
 
         plain = replace(layout, virtual=1, placement="looped")
         problems = tuple(self.problem_of(plain, share) for share in shares)
         halves, placements = self.profile(plain).attention is not None, (Placement("looped", layout.pipeline, 1),)
-        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves, placements)
+        vocabulary = self.vocabulary if layout.pipeline > 1 else (False,)
+        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves, placements, vocabulary)
 
     def reduction_us(self, layout: Layout) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
@@ -226,7 +246,8 @@ class Question:
             layers[rank] += count
         experts, slowest_us = shape.expert_parameters_on_rank, 0.0
         for rank, count in enumerate(layers):
-            ends = (rank == layout.rank_of[0]) + (rank == layout.rank_of[-1])
+            last = 1 / layout.pipeline if layout.shards_vocabulary else rank == layout.rank_of[-1]
+            ends = (rank == layout.rank_of[0]) + last
             dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / layout.tensor
             dense_us = self._ring_us(dense, holders, layout.tensor)
             expert_us = self._ring_us(count * experts, holders // layout.expert, layout.tensor * layout.expert)

@@ -53,6 +53,8 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["placement"] = "v"
     if not layout.stages.is_whole:
         ours["layout"] = layers_text(layout.stages.halves).replace(" ", "")
+    if layout.shards_vocabulary:
+        ours["vocab_parallel"] = "on"
     if question.documents != "split":
         ours["documents"] = question.documents
     if question.options.offload:

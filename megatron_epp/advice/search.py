@@ -112,7 +112,7 @@ class _Search:
     def search_layers(self) -> None:
         """Search for the layers of the stages, one on each rank, for the best sizes, and evaluate what is found."""
         sizes = dict.fromkeys(
-            replace(entry.layout, virtual=1, placement="looped", layers=())
+            replace(entry.layout, virtual=1, placement="looped", layers=(), shards_vocabulary=False)
             for entry in sorted(self.entries, key=_speed)
             if entry.layout.pipeline > 1 and self.question.fixed.get("virtual", 1) == 1
         )
@@ -123,7 +123,7 @@ class _Search:
                 found = choose(self.question.sample(layout, self._shares[layout.data]))
             except InfeasibleError:
                 continue
-            searched = replace(layout, layers=found.layout.layers)
+            searched = replace(layout, layers=found.layout.layers, shards_vocabulary=found.layout.shards_vocabulary)
             self.look_at([searched] if searched not in known else [], "searched layouts")
 
     def plan_best(self) -> None:

@@ -73,7 +73,7 @@ def add_arguments(parser: Parser) -> None:
         help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
         "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
     )
-    add(plans, "offload", "split_weight")
+    add(plans, "offload", "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=COUNT, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
     out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
@@ -128,6 +128,7 @@ def _question(args: argparse.Namespace) -> Question:
         context=context,
         fixed={name.partition("_")[0]: value for name in _SIZES if (value := getattr(args, name)) is not None},
         documents=args.documents,
+        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
         options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
     )
     measured, files = {}, {}

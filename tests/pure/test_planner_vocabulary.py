@@ -7,9 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan import (
+    Action,
+    EppError,
+    Op,
+    Plan,
+    PlanError,
+    Step,
+    check,
+    from_json,
+    load,
+    lower,
+    simulate,
+    to_grid,
+    to_json,
+)
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
@@ -220,3 +235,25 @@ def test_the_layout_search_takes_shards_where_they_pay(vocab_size, shards):
 def test_an_action_without_costs_is_refused():
     with pytest.raises(PlanError):
         Action.parse("0SS0")
+
+
+@pytest.mark.parametrize(("setting", "shards"), [("on", True), ("auto", True), ("off", False)])
+def test_the_command_line_plans_with_shards_where_they_are_asked_for_or_pay(setting, shards, tmp_path, capsys):
+    lengths = ",".join(map(str, (8192,) * 12))
+    out = tmp_path / "plan.json"
+    asked = ["--lengths", lengths, "--stages", "4", "--layers", "16", "--vocab-parallel", setting]
+    assert main(["plan", *asked, "-o", str(out)]) == 0
+    assert bool(actions(load(out), Op.S)) is shards
+    assert ("vocabulary over all ranks" in capsys.readouterr().out) is shards
+
+
+def test_one_rank_cannot_share_its_vocabulary(capsys):
+    assert main(["plan", "--lengths", "9000", "--stages", "1", "--vocab-parallel", "on"]) != 0
+    assert "--stages is 1" in capsys.readouterr().err
+
+
+def test_advice_names_the_flag(capsys):
+    sizes = ["--devices", "4", "--tensor-parallel", "1", "--context-parallel", "1", "--pipeline-parallel", "4"]
+    asked = ["--lengths", "9000,8000,8000", "--global-batch-size", "6", "--vocab-parallel", "on", "--json"]
+    assert main(["advise", *sizes, *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["epp"]["vocab_parallel"] == "on"
