@@ -7,6 +7,7 @@ import importlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
@@ -72,7 +73,9 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with _uncollected():
-        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner))
+        small = replace(options, wide_windows=False)
+        plainly = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
+        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), plainly)
 
 
 def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:

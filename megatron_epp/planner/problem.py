@@ -95,6 +95,7 @@ class Options:
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
         seed: of a planner's search; recorded in the plan.
+        wide_windows: try warm-up windows that are as large as the caps allow.
     """
 
     chunk_tokens: int | None = None
@@ -109,6 +110,7 @@ class Options:
     steps: int = 0
     budget_ms: int | None = None
     seed: int = 0
+    wide_windows: bool = True
 
     def modes(self, costs: Costs) -> tuple[str, ...]:
         """Names of `Recompute` that a plan may use."""

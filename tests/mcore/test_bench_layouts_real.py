@@ -12,7 +12,7 @@ from scripts.bench.layouts.emulated import emulate
 from scripts.bench.layouts.real import LAYOUTS
 from scripts.bench.layouts.trained import RANKS, Case, measure
 
-pytestmark = pytest.mark.slow  # `test_bench_layouts_real.py` in `pure` has ratios, verdicts and tables
+pytestmark = pytest.mark.slow  # `test_bench_layouts_compared.py` in `pure` has ratios, verdicts and tables
 TINY = Case(num_layers=5, vocab_size=2_048, hidden_size=64, context=64, sequences=6)
 
 

@@ -121,7 +121,7 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_baseline_seq1f1b.py": (),
     "pure/test_bench_fidelity_error.py": (),
-    "pure/test_bench_layouts_real.py": (),
+    "pure/test_bench_layouts_compared.py": (),
     "pure/test_cli.py": (
         "test_flags_go_by_megatrons_names_too",
         "test_lengths_come_from_a_file_or_from_stdin",

@@ -44,22 +44,27 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     return tuple(_PER_NEIGHBOUR * count * max(message_bytes, default=0) for count in sides)
 
 
-def planned_with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
+def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly: Callable[[Problem], T] | None = None) -> T:
     """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
 
     Args:
         problem: what to plan.
         make: plans a problem; raises `MessageRoomError` where messages do not fit.
+        plainly: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
+            not fit.
 
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
     """
+    first, is_short = problem, False
     for _ in range(ROUNDS):
         try:
             return make(problem)
         except MessageRoomError as short:
-            problem = _with_room(problem, short)
+            problem, is_short = _with_room(problem, short), True
         except InfeasibleError as error:
+            if is_short and plainly is not None:
+                return planned_with_room(first, plainly)
             if not error.least_cap_bytes:
                 raise
             try:

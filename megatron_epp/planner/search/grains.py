@@ -210,7 +210,8 @@ def _search_starts(trials: Trials) -> None:
     they wait. Chunks that have run forward before give them backwards to run, and a larger window gives them forwards. What a
     larger window holds too much is given up by recompute, so with a fixed recompute nothing is tried.
     """
-    best, problem, is_fixed = trials.best, trials.problem, trials.replicas.options.recompute != "auto"
+    best, problem, options = trials.best, trials.problem, trials.replicas.options
+    is_fixed = options.recompute != "auto" or not options.wide_windows
     if best is None or is_fixed or not problem.has_one_stage_per_rank or problem.forward_only or trials.replicas.is_lockstep:
         return
     (chunks,) = best.table.chunks
