@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.plan import Action, Op
+from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.runtime.executor import Executor, Handler
 
-if TYPE_CHECKING:
-    from megatron_epp.runtime.tools.emulate import EmulatedRank
+
+class Clock(Protocol):
+    """Rank of an emulation, as `emulate.EmulatedRank`."""
+
+    plan: Plan
+    rank: int
+    scale: float
+    ended_s: dict[Action, float]
+
+    def perform(self, action: Action, arrived_s: float) -> float: ...
 
 
 class WaitingShards:
@@ -24,7 +32,7 @@ class WaitingShards:
         spread, gather: communicators of all ranks, one for each collective.
     """
 
-    def __init__(self, rank: EmulatedRank, spread: dist.ProcessGroup, gather: dist.ProcessGroup) -> None:
+    def __init__(self, rank: Clock, spread: dist.ProcessGroup, gather: dist.ProcessGroup) -> None:
         self._rank, self._spread_group, self._gather_group = rank, spread, gather
         self._moving: dict[tuple[Op, int], tuple[dist.Work | None, Tensor]] = {}
 
