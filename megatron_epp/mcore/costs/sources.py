@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
-from megatron_epp.cost.library import shape_of
+from megatron_epp.cost import CPU, H100, Line, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
+from megatron_epp.mcore.costs.shape import model_shape, shape_with_head
 from megatron_epp.mcore.costs.timing import measure_times
+from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -55,11 +57,13 @@ def pipeline_costs(
     if isinstance(given, PipelineCosts):
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
+        check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
-    profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    profile = given or analytic_profile(shape_with_head(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
-    base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
+    base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
+    base = with_shard_bytes(args, _with_bytes(base, token_bytes))
     with _undisturbed(stages.values()):
         note("measuring bytes")
         found = _with_largest_workspaces(
@@ -147,11 +151,6 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
         number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
         for number, costs in mine.items()
     }
-
-
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the model's shape from Megatron's arguments, without loss blocks, which are up to the last stage."""
-    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
 
 
 def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:

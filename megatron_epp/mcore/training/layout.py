@@ -24,7 +24,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.sources import model_shape
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
