@@ -56,6 +56,7 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
     "weights apart, looped, tied": {"cell": {"pp": 2, "virtual": 2, "split": True}, "model": "gpt2"},
     "offload": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006 --epp-offload"},
     "capped": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006"},
+    "1f1b": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner seq1f1b"},
     "measured costs": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{PLAN} --epp-costs measure"},
     "learnt costs": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-costs learn"},
     "fused loss of the stock schedule": {
@@ -162,10 +163,11 @@ ON = "--epp-vocab-parallel on"
     [
         (ON, {"pipeline_model_parallel_size": 1}, "on divides the output layer over --pipeline-model-parallel-size 1 ranks"),
         (f"{ON} --epp-schedule whole", {}, "on is for --epp-schedule elastic, not whole: leave one of them out"),
-        (f"{ON} --epp-planner stock", {}, "on is for --epp-planner greedy, not stock"),
+        (f"{ON} --epp-planner milp", {}, "on does not go with --epp-planner milp"),
         (ON, {"vocab_size": 3}, "on divides a vocabulary of 3 entries over 1 x 4 ranks, some of which would have none"),
         (ON, {"save": "x", "ckpt_format": "zarr"}, "on with --save needs --ckpt-format torch_dist, not zarr"),
         (ON, {"load": "x", "ckpt_format": "torch"}, "on with --load needs --ckpt-format torch_dist, not torch"),
+        (ON, {"fp16": True}, "on does not go with --fp16 True"),
         (ON, {"label_smoothing": 0.1}, "on does not go with --label-smoothing 0.1"),
         (ON, {"hybrid_layer_pattern": "*-|*-|*-|*-"}, "on does not go with --hybrid-layer-pattern"),
         (ON, {"init_model_with_meta_device": True}, "on does not go with --init-model-with-meta-device"),

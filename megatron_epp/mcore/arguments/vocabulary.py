@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--epp-vocab-parallel"
 _CONFLICTS = (
+    MegatronFlag("--fp16", advice="use --bf16: small probabilities would leave the range of fp16"),
     MegatronFlag("--init-model-with-meta-device", advice="leave it out: the first weights are divided over ranks"),
     MegatronFlag("--logits-save-dir", advice="leave it out: no rank has all logits of a token"),
     MegatronFlag("--logits-save-top-k", advice="leave it out: no rank has all logits of a token"),
@@ -72,12 +73,14 @@ def vocabulary_problems(args: argparse.Namespace) -> Iterator[str]:
         logger.info("%s auto: the output layer stays on the last stage; give on to divide it over the pipeline's ranks", FLAG)
     if not shards_vocabulary(args):
         return
+    if getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
+        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", FLAG)
     if ranks < 2:
         yield f"{FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
     if args.epp_schedule != "elastic":
         yield f"{FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    if args.epp_planner != "greedy":
-        yield f"{FLAG} on is for --epp-planner greedy, not {args.epp_planner}: leave one of them out"
+    if args.epp_planner == "milp":
+        yield f"{FLAG} on does not go with --epp-planner milp, which orders forwards and backwards only: use greedy"
     for one in _CONFLICTS:
         if one.is_given(args):
             yield f"{FLAG} on does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"

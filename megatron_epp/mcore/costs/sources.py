@@ -211,7 +211,9 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
         count += parameter.numel()
         optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
-    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer), buffers=buffers)
+    copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
+    weights, gradients = (count + copied) * weight, count * gradient + copied * torch.float32.itemsize
+    return Static(weights=weights, gradients=gradients, optimizer=int(optimizer), buffers=buffers)
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

@@ -35,10 +35,8 @@ class HeadlessStage(MegatronStage):
         self._outputs.clear()
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        output = super().forward(context, hidden)
         model: Any = unwrap_model(self.model)
-        if hasattr(model, "_scale_logits"):  # muP's factor, which gives the same logits if it multiplies their input
-            output = model._scale_logits(output)
+        output: Tensor = model._scale_logits(super().forward(context, hidden))  # muP's: logits are those of a scaled input
         self._outputs[context.chunk] = output
         return output
 

@@ -134,7 +134,7 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
     root = 0 if is_tied else placement.last_rank
     shard = VocabularyShard(_own_rows(whole if position == root else None, root, vocabulary, config), vocabulary)
     shard.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-    if getattr(config, "use_mup", False):
+    if config.use_mup:
         shard.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
     chunks[0].output_layer = shard
 

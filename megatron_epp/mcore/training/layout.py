@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,12 +21,15 @@ import torch.distributed as dist
 from megatron_epp.cost import CPU, H100, PipelineCosts, Profile, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.cost.profile import Part
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary, vocabulary_shares
+from megatron_epp.mcore.costs.shape import shape_with_head
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
+from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.training.caps import wanted_cap_bytes
@@ -72,6 +76,8 @@ def search_layout(args: argparse.Namespace) -> None:
         return
     costs = named(args)
     flags = {name: getattr(args, name, None) for name in _FLAGS}
+    if shards_vocabulary(args):
+        flags["epp_vocab_parallel"] = "on"
     layout, chosen_with = of_first(partial(_found, args, costs, flags))
     settle_layout(args, layout)
     if args.save and dist.get_rank() == 0:
@@ -93,10 +99,12 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
     assert even is not None
     if args.skip_train:
         return even
-    profile = costs or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    profile = costs or analytic_profile(shape_with_head(args), H100 if torch.cuda.is_initialized() else CPU)
     batches = tuple(_sampled(args))
     if args.epp_layout == "balanced":
         lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of
+        if shards_vocabulary(args):  # then the last stage has no more of it than others
+            profile = replace(profile, head=Part())
         layout = Layout.of_layers(balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of), even.placement)
         logger.info("%s balanced: stages of %s layers", FLAG, layers_text(layout.halves))
         return layout
@@ -127,7 +135,9 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
 
 def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     state_bytes = profile.adam_bytes(args.data_parallel_size if args.use_distributed_optimizer else 1)
-    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel_size)
+    shares, replicas = vocabulary_shares(args), args.data_parallel_size
+    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=replicas, vocabulary_shares=shares)
+    costs = with_shard_bytes(args, costs)
     if not torch.cuda.is_initialized():
         return costs
     share = FRAGMENTATION_SHARE if args.epp_fragmentation_share is None else args.epp_fragmentation_share

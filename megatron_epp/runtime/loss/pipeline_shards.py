@@ -65,7 +65,7 @@ class LastStage(Protocol):
 
 
 class Rank(Protocol):
-    """What the model of this rank gives to the shards."""
+    """Interface of the model of this rank to the shards."""
 
     def targets(self, chunk: int) -> Targets: ...
     def message(self) -> tuple[torch.dtype, torch.device]:
