@@ -52,6 +52,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
     add(pipeline, "layout", default="even")
+    add(pipeline, "vocab_parallel")
     add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
     add(pipeline, "budget_ms", "seed")
     memory = parser.add_argument_group("memory")
@@ -166,7 +167,12 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     """Costs of a pipeline of the model's parts."""
     state_bytes = profile.adam_bytes(args.data_parallel)
-    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
+    costs = profile.costs(
+        layout.layers,
+        state_bytes_per_parameter=state_bytes,
+        replicas=args.data_parallel,
+        vocabulary_shares=layout.vocabulary_shares,
+    )
     return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
 
 

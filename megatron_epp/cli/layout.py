@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, parse_json, read_text, shown
-from megatron_epp.planner.layouts.search import Choice, Sample, choose
+from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
 from megatron_epp.report.table import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
@@ -42,16 +42,18 @@ class Chosen:
         if is_even and self.choice is None:
             return []
         where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
+        where += ", the vocabulary over all ranks" * layout.shards_vocabulary
         lines = [f"layout: stages of {layers_text(layout.halves)} layers, {where}"]
         if self.choice is not None:
             found = self.choice
             lines[0] += f"; {format_us(found.makespan_us)} expected, at least {format_us(found.bound_us)} in any order"
             lines[0] += f", {format_us(found.even_us)} with even layers ({found.gain:.1%} saved)"
         if (megatron := layout.to_megatron()) is not None:
-            lines.append(f"in training: --pipeline-model-parallel-layout '{megatron}'")
+            flags = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
             words = layers_text(layout.halves).replace(" ", "")
-            lines.append(f"in training: --epp-layout {words}" + " --epp-placement v" * (not placement.is_looped))
+            flags = f"--epp-layout {words}" + " --epp-placement v" * (not placement.is_looped)
+        lines.append("in training: " + flags + " --epp-vocab-parallel on" * layout.shards_vocabulary)
         return lines
 
 
@@ -77,37 +79,68 @@ def chosen_layout(
     text, ranks = args.layout, args.stages or _STAGES
     if isinstance(source, PipelineCosts):
         return Chosen(_of_stages(args, source, ranks))
-    if text not in (AUTO, EVEN, BALANCED):
-        return Chosen(_given(args, num_layers))
     with nullcontext() if args.costs is None else naming(f"--costs {args.costs}"):
+        sample = _sample(args, source, num_layers, batches, planners or [args.planner])
         if text == AUTO:
-            return _searched(args, source, num_layers, batches, planners or [args.planner])
-        layers = even_layers(num_layers, ranks)
-        if text == BALANCED:
-            layers = balanced_layers(source, num_layers, ranks, tuple(chain.from_iterable(batches)))
-        return Chosen(Layout.of_layers(layers, Placement("looped", ranks, 1)))
+            with progress("choosing the layout"):
+                choice = choose(sample)
+            return Chosen(choice.layout, choice)
+    lengths = tuple(chain.from_iterable(batches))
+    layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
+    if len(layouts) == 1:
+        return Chosen(layouts[0])
+    with progress("comparing a vocabulary on the last stage with one over all ranks"):
+        choice = fastest(layouts, sample)
+    return Chosen(choice.layout, choice)
 
 
-def _searched(
+def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
+    """Return the layout of even or balanced layers, or the given one.
+
+    Args:
+        args: parsed flags.
+        profile: of the model's parts.
+        num_layers: of the model.
+        lengths: tokens of sequences like those to come.
+        shards: the vocabulary is over all ranks.
+    """
+    ranks = args.stages or _STAGES
+    if args.layout not in (EVEN, BALANCED):
+        given = _given(args, num_layers)
+        return replace(given, shards_vocabulary=given.shards_vocabulary or shards)
+    layers = even_layers(num_layers, ranks)
+    if args.layout == BALANCED:
+        layers = balanced_layers(profile, num_layers, ranks, lengths, shards_vocabulary=shards)
+    return Layout.of_layers(layers, Placement("looped", ranks, 1), shards_vocabulary=shards)
+
+
+def _sample(
     args: argparse.Namespace,
     profile: Profile,
     num_layers: int,
     batches: Sequence[tuple[int, ...]],
     planners: Sequence[str],
-) -> Chosen:
+) -> Sample:
+    """Return batches, costs, and what a layout may be."""
     own = even(num_layers, args.stages or _STAGES)
     planner = planners[0] if len(planners) == 1 else "greedy"
-    sample = Sample(
+    return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
         options=options_from(args, planner=planner),
         halves=profile.attention is not None,
         placements=() if _SEVERAL.issuperset(planners) else (own.placement,),
+        vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks),
     )
-    with progress("choosing the layout"):
-        choice = choose(sample)
-    return Chosen(choice.layout, choice)
+
+
+def _vocabulary(setting: str, num_ranks: int) -> tuple[bool, ...]:
+    """Return whether the vocabulary may be on the last stage, over all ranks, or either. Raises `EppError` for one rank."""
+    if setting == "on" and num_ranks == 1:
+        raise EppError("--vocab-parallel on divides the vocabulary over pipeline ranks, and --stages is 1: leave it out")
+    either = (False, True) if num_ranks > 1 else (False,)
+    return {"off": (False,), "on": (True,), "auto": either}[setting]
 
 
 def _given(args: argparse.Namespace, num_layers: int) -> Layout:

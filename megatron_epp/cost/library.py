@@ -256,7 +256,13 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def balanced_layers(
-    profile: Profile, num_layers: int, num_stages: int, lengths: Sequence[int] = (), rank_of: Sequence[int] = ()
+    profile: Profile,
+    num_layers: int,
+    num_stages: int,
+    lengths: Sequence[int] = (),
+    rank_of: Sequence[int] = (),
+    *,
+    shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
     """Layers of each stage that make the ranks' times nearly equal: a large vocabulary leaves the last stage fewer layers, or
     another stage of its rank.
@@ -269,6 +275,7 @@ def balanced_layers(
         num_stages: to spread them over.
         lengths: tokens of typical sequences; if empty, attention takes no time.
         rank_of: the rank of every stage; empty for one stage per rank.
+        shards_vocabulary: all ranks share the head equally.
 
     Raises:
         EppError: there are more stages than layers.
@@ -281,7 +288,7 @@ def balanced_layers(
     )
     extra = [0.0] * num_stages
     extra[0] += embedding
-    extra[-1] += head
+    extra[-1] += 0.0 if shards_vocabulary else head
     return spread_layers(layer, extra, num_layers, rank_of)
 
 

@@ -70,13 +70,13 @@ class VocabularyShards:
             EppError: the costs are of another number of ranks.
         """
         tokens = np.asarray(work.tokens if work.trained is None else work.trained, dtype=np.float64)
-        pairs, nothing = np.zeros_like(work.pairs), np.zeros(len(tokens), dtype=np.int64)
+        nothing = np.zeros(len(tokens), dtype=np.int64)
         if op is Op.N:
             return Rows([[PASS_US] * len(tokens)], [nothing.tolist()], [nothing.tolist()], {})
         if num_sites != len(self.shares):
             raise EppError(f"the costs have vocabulary shards of {len(self.shares)} ranks, the pipeline has {num_sites}")
         whole = self.logits if op is Op.S else self.gradient
-        times = [(PASS_US + share * whole.time_us(tokens, pairs)).tolist() for share in self.shares]
+        times = [(PASS_US + share * _time_us(whole, tokens)).tolist() for share in self.shares]
         takes, gives = [], []
         for rank in range(num_sites):
             peak, kept = (size(rank, tokens, fragmentation) for size in (self.peak_bytes, self.kept_bytes))
@@ -84,4 +84,9 @@ class VocabularyShards:
             takes.append((peak if op is Op.S else passing).tolist())
             gives.append((peak - kept if op is Op.S else passing + kept).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
-        return Rows(times, takes, gives, {name: line.time_us(tokens, pairs).tolist() for name, line in carried.items()})
+        return Rows(times, takes, gives, {name: _time_us(line, tokens).tolist() for name, line in carried.items()})
+
+
+def _time_us(line: Line, tokens: TimeColumn) -> TimeColumn:
+    """Time of tokens that pass an output layer, which may be a fraction (`work.trained_tokens`)."""
+    return line.fixed_us + line.per_token_us * tokens

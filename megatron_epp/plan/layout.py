@@ -13,6 +13,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import MOST_LAYERS, shown
 
 SCHEMA, VERSION = "megatron-epp/layout", 1
+_SHARDED = "sharded"
 
 
 class StageLayers(NamedTuple):
@@ -46,6 +47,7 @@ class Layout:
     Attributes:
         halves: half layers of every stage, first to last.
         placement: of the stages on ranks.
+        shards_vocabulary: the output layer is in shards over the ranks, equal ones, and not on the last stage.
 
     Raises:
         EppError: a stage has a negative number of layers, or the placement has another number of stages.
@@ -53,6 +55,7 @@ class Layout:
 
     halves: tuple[int, ...]
     placement: Placement
+    shards_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if min(self.halves, default=-1) < 0:
@@ -66,9 +69,9 @@ class Layout:
             )
 
     @staticmethod
-    def of_layers(layers: Sequence[int], placement: Placement) -> Layout:
+    def of_layers(layers: Sequence[int], placement: Placement, *, shards_vocabulary: bool = False) -> Layout:
         """Return the layout of stages with whole layers."""
-        return Layout(tuple(2 * count for count in layers), placement)
+        return Layout(tuple(2 * count for count in layers), placement, shards_vocabulary)
 
     @property
     def is_whole(self) -> bool:
@@ -83,6 +86,12 @@ class Layout:
     def layers(self) -> tuple[float, ...]:
         """Layers of every stage, in multiples of a half."""
         return tuple(count / 2 for count in self.halves)
+
+    @property
+    def vocabulary_shares(self) -> tuple[float, ...]:
+        """Share of the output layer on every rank; empty if it is on the last stage."""
+        ranks = self.placement.num_ranks
+        return (1 / ranks,) * ranks if self.shards_vocabulary else ()
 
     def stages(self) -> Iterator[StageLayers]:
         """Yield the layers of every stage."""
@@ -113,6 +122,8 @@ class Layout:
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
         body = {"schema": SCHEMA, "version": VERSION, "layers_per_stage": self.layers, "rank_of": self.placement.rank_of}
+        if self.shards_vocabulary:
+            body["vocabulary"] = _SHARDED
         return json.dumps(body, indent=1) + "\n"
 
     @staticmethod
@@ -127,7 +138,9 @@ class Layout:
         layers, rank_of = body.get("layers_per_stage"), body.get("rank_of")
         if not isinstance(layers, list) or not layers:
             raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
-        return Layout(tuple(map(halves_of, layers)), _placement(rank_of, len(layers)))
+        if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
+            raise EppError(f"vocabulary of a layout is {shown(vocabulary)}; it is {_SHARDED!r} or left out")
+        return Layout(tuple(map(halves_of, layers)), _placement(rank_of, len(layers)), vocabulary is not None)
 
 
 def layout_flag(layers: Sequence[int]) -> str:

@@ -203,7 +203,8 @@ class Operation:
         before: the actions of other operations that wait for it.
         in_layers: it runs layers, whose experts exchange tokens with other replicas.
         side: for a lowered operation that other ranks take part in, the event it is a side of.
-        rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this function, planners have columns of their own for it, or do not order it.
+        rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action.
+            Without this function, planners have columns of their own for it, or do not order it.
     """
 
     op: Op

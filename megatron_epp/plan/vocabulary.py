@@ -1,4 +1,5 @@
-"""Operations of an output layer whose vocabulary is sharded over the pipeline ranks (Vocabulary Parallelism, Yeung et al. 2024).
+"""Operations of an output layer whose vocabulary is sharded over the pipeline ranks ("Balancing Pipeline Parallelism with
+Vocabulary Parallelism", Yeung et al., 2024).
 
 `S` computes a shard's logits and its part of the gradient of their input, `N` the loss from the sums over all shards, `T` the
 weight gradient of a shard. There is one barrier per chunk, between `S` and what follows: the last stage's backward needs the

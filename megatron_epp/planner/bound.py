@@ -27,8 +27,9 @@ def lower_bound_us(
     *A rank's time.* A rank runs every forward, backward and weight gradient of its stages one after another. It cannot start
     before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back through
     them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the backward of
-    a sequence's last slice starts, all slices of the sequence have run forward and none backward, so what they all keep is live
-    in addition to the static bytes and the sequence's keys, values and their gradient. The bytes above the cap must have been
+    a sequence's last slice starts on the rank's last stage, all slices of the sequence have run forward on all of the rank's
+    stages and none backward, so what they all keep is live in addition to the static bytes and the sequence's keys, values and
+    their gradient. The bytes above the cap must have been
     given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack: layers in
     the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several sequences
     add. With a link to the host, keys and values may be there, and bytes may be copied away and back instead; copies of a rank
@@ -71,11 +72,7 @@ def lower_bound_us(
             weight_us += sum(tables.added[Op.T].time_us[rank]) if backward else 0.0
         pieces: list[tuple[float, float]] = []
         if problem is not None and backward:
-            pieces = [
-                piece
-                for stage in stages
-                for piece in _forced(tables, chunks, groups, starts, stage, problem.cap_bytes[rank], options.offload)
-            ]
+            pieces = _forced(tables, chunks, groups, starts, rank, problem.cap_bytes[rank], options.offload)
         bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
     return bound
 
@@ -85,7 +82,7 @@ def _forced(
     chunks: Sequence[Chunk],
     groups: list[range],
     starts: NDArray[np.int64],
-    stage: int,
+    rank: int,
     cap: int,
     copies: bool,
 ) -> list[tuple[float, float]]:
@@ -95,19 +92,26 @@ def _forced(
         chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
             be alive together.
         groups, starts: the chunks of every sequence, and the first of each.
+        rank: whose cap it is.
+        cap: bytes.
         copies: keys and values may be in host memory, so they force none.
     """
-    stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
-    kept = np.array(tables.activation[stage]) + (0 if copies else stays)
-    excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
-    frontier = [(frontier_step.saved[stage], frontier_step.layer_us[stage]) for frontier_step in tables.frontier]
-    most = tables.num_layers[stage]
+    kept = np.zeros(len(chunks), dtype=np.int64)
+    for stage in tables.stages_of[rank]:
+        stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
+        kept += np.array(tables.activation[stage]) + (0 if copies else stays)
+    excess = np.add.reduceat(kept, starts) + tables.static[rank] - cap
+    frontier = [
+        (tables.num_layers[stage], frontier_step.saved[stage], frontier_step.layer_us[stage])
+        for stage in tables.stages_of[rank]
+        for frontier_step in tables.frontier
+    ]
     pieces: list[tuple[float, float]] = []
     for number in np.flatnonzero(excess > 0).tolist():
         if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
             continue
         need = int(excess[number])
-        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for saved, us in frontier if saved[c] > 0]
+        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for most, saved, us in frontier if saved[c] > 0]
         for price, offered in sorted(offers):
             taken = min(need, offered)
             pieces.append((price, taken))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
-from megatron_epp.planner.kernels.columns import KINDS, Codes, Columns, code_of, decode, encode_known
+from megatron_epp.planner.kernels.columns import Codes, Columns, code_of, decode, encode_known
 from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
@@ -163,8 +163,8 @@ def _play(
     order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies
 ) -> tuple[float, Codes, timing.Room, timing.Copies]:
     chunks = len(tables.message_us)
-    codes, kinds = (order, KINDS) if isinstance(order, Codes) else encode_known(order, chunks)
-    columns = tables.columns_with(kinds)
+    codes = order if isinstance(order, Codes) else encode_known(order, chunks)
+    columns = tables.columns_with(codes.kinds)
     split, durations_us = integers([0] * columns.num_items), floats(columns.action_us)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
@@ -174,7 +174,7 @@ def _play(
     if took_us == timing.STUCK:
         ranks = range(codes.num_ranks)
         waiting = [r for r in ranks if room.at[r] < codes.starts[r + 1]]
-        heads = [str(decode(codes, chunks, kinds)[r][room.at[r] - codes.starts[r]]) for r in waiting]
+        heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
         raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads) or 'copies'}")
     return float(took_us), codes, room, moved
 

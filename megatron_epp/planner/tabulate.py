@@ -19,7 +19,7 @@ from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import FrontierRows, Sizes, Tables, Times
 
 MOST_OPEN = 3
-"""Chunks that a rank may have between the `S` and `T` of its vocabulary shard: one computed, one in the reduction, one waiting."""
+"""Chunks that a rank may have between the `S` and `T` of its vocabulary shard: one runs, one is being reduced, one waits."""
 
 
 def tabulate(
@@ -109,8 +109,9 @@ def shard_room(rows: Rows | None, num_chunks: int) -> tuple[int, ...]:
     """
     if rows is None:
         return ()
-    largest = [(max(row, default=0), max(map(sub, row, gone), default=0)) for row, gone in zip(rows.takes, rows.gives, strict=True)]
-    return tuple(peak + (min(MOST_OPEN, num_chunks) - 1) * kept for peak, kept in largest)
+    others = min(MOST_OPEN, num_chunks) - 1
+    each = zip(rows.takes, rows.gives, strict=True)
+    return tuple(max(takes, default=0) + others * max(map(sub, takes, gives), default=0) for takes, gives in each)
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:

@@ -164,6 +164,12 @@ _RUNNING = (
         "sequences as long as these; a file that `plan --layout-out` wrote; or a list, where 7.5 means that the stage ends "
         "with a layer's attention, or begins with its MLP (default: even)",
     ),
+    Flag(
+        "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
+    ).described(
+        "Divide the output layer over the pipeline ranks, so that the last stage does not wait for the vocabulary: on, off, or "
+        "auto, which does so where plans are faster with it (default: off).",
+    ),
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),

@@ -90,10 +90,12 @@ class Codes(NamedTuple):
     Attributes:
         actions: of rank 0, then of rank 1, and so on.
         starts: where each rank's actions start, and the end.
+        kinds: operations of the order, which the actions count.
     """
 
     actions: Integers
     starts: Integers
+    kinds: Kinds = KINDS
 
     @property
     def num_ranks(self) -> int:
@@ -180,25 +182,26 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
         raise PlanError(
             f"an order has {', '.join(kinds)} and no {error.args[0]}: a planner says what recomputes by its layers"
         ) from None
-    return Codes(actions, integers(accumulate(map(len, order), initial=0)))
+    return Codes(actions, integers(accumulate(map(len, order), initial=0)), kinds)
 
 
-def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> tuple[Codes, Kinds]:
-    """Return an order as numbers, and the kinds that these count. Raises `PlanError` as `encode` does."""
+def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
+    """Return an order as numbers, with added operations that planners have rows of. Raises `PlanError` as `encode` does."""
     try:
-        return encode(order, num_chunks), KINDS
+        return encode(order, num_chunks)
     except PlanError:
-        kinds = kinds_of(order)
-        return encode(order, num_chunks, kinds), kinds
+        return encode(order, num_chunks, kinds_of(order))
 
 
-def decode(codes: Codes, num_chunks: int, kinds: Kinds = KINDS) -> tuple[tuple[Action, ...], ...]:
+def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
     """Return the order that numbers stand for.
 
     Args:
         codes: the numbers.
         num_chunks: of the chunk table.
-        kinds: operations of the order.
     """
-    actions = [Action(kinds[code & KIND_MASK], *divmod(code >> KIND_BITS, num_chunks)) for code in map(int, codes.actions)]
+    every = np.asarray(codes.actions, dtype=np.int64)
+    sites, chunks = np.divmod(every >> KIND_BITS, num_chunks)
+    ops = map(codes.kinds.__getitem__, (every & KIND_MASK).tolist())
+    actions = list(map(Action, ops, sites.tolist(), chunks.tolist()))
     return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))

@@ -70,19 +70,6 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
 
 
 @compiled
-def split_peaks(columns: Columns, recompute_steps: Integers, peaks: Integers) -> None:
-    """Compute `backward_peak` with split weight gradients of every item.
-
-    Args:
-        columns: sizes by item.
-        recompute_steps: recompute steps by item.
-        peaks: the results, by item.
-    """
-    for item in range(len(recompute_steps)):
-        peaks[item] = backward_peak(columns, item, recompute_steps[item], True)
-
-
-@compiled
 def own(columns: Columns, item: int, num_steps: int) -> int:
     """Peak bytes of a backward and its chunk's activations together, where it computes the weight gradients itself.
 

@@ -24,7 +24,7 @@ class Shards(NamedTuple):
         room_bytes: of each rank, for all of its chunks between `S` and `T`.
         last_rank: the rank of the last stage.
         backward: 0 in a forward-only order, which has no `T`.
-        came_us, gathered_us, count: by position in `line`: end of the forward, of the last `S` so far, and how many have run.
+        came_us, gathered_us, finished: by position in `line`: end of the forward and of the last `S` so far, and how many ran.
         at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry.
         clock_us, held_bytes: time and bytes of each rank.
         choice, when_us, stale: what each rank runs next and when; nonzero if that must be decided again.
@@ -43,7 +43,7 @@ class Shards(NamedTuple):
     backward: int
     came_us: Floats
     gathered_us: Floats
-    count: Integers
+    finished: Integers
     at: Integers
     shards: Integers
     gradients: Integers
@@ -106,12 +106,12 @@ def decide(rank: int, actions: Integers, starts: Integers, columns: Columns, too
         is_full = run.held_bytes[rank] + run.peak_bytes[rank * chunks + c] > run.room_bytes[rank]
         if not is_full:
             shard_us = max(now, run.came_us[at] + run.spread_us[c])
-    if rank == run.last_rank and run.losses[0] < chunks and run.count[run.losses[0]] == ranks:
+    if rank == run.last_rank and run.losses[0] < chunks and run.finished[run.losses[0]] == ranks:
         loss_us = max(now, run.gathered_us[run.losses[0]] + run.gather_us[run.line[run.losses[0]]])
     at = run.gradients[rank]
     other_us = min(base_us, shard_us, loss_us)
     run.choice[rank], run.when_us[rank] = FORWARD, other_us
-    if run.backward != 0 and at < run.shards[rank] and run.count[at] == ranks:
+    if run.backward != 0 and at < run.shards[rank] and run.finished[at] == ranks:
         c = run.line[at]
         gradient_us = max(now, run.gathered_us[at] + run.gather_us[c])
         ends = gradient_us + took_us[GRADIENT * items + rank * chunks + c]
@@ -175,9 +175,9 @@ def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run:
         at = run.shards[rank]
         run.shards[rank] += 1
         run.held_bytes[rank] += run.kept_bytes[item]
-        run.count[at] += 1
+        run.finished[at] += 1
         run.gathered_us[at] = max(run.gathered_us[at], ended)
-        everyone = run.count[at] == ranks
+        everyone = run.finished[at] == ranks
     elif kind == GRADIENT:
         run.gradients[rank] += 1
         run.held_bytes[rank] -= run.kept_bytes[item]

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Sample:
         options: of the planner.
         halves: stages may begin inside a layer.
         placements: those that are tried, the one of even layers first; empty for all of `placements_of`.
+        vocabulary: whether the output layer may be in shards over the ranks: both are tried, the first with even layers.
     """
 
     problems: tuple[Problem, ...]
@@ -55,6 +57,7 @@ class Sample:
     options: Options = field(default_factory=Options)
     halves: bool = True
     placements: tuple[Placement, ...] = ()
+    vocabulary: tuple[bool, ...] = (False,)
 
     @property
     def num_ranks(self) -> int:
@@ -69,7 +72,8 @@ class Sample:
     def even(self) -> Layout:
         """Even layers, on one stage per rank unless another placement is asked for."""
         first = self.tried[0]
-        return Layout.of_layers(even_layers(self.num_layers, first.num_stages), first)
+        layers = even_layers(self.num_layers, first.num_stages)
+        return Layout.of_layers(layers, first, shards_vocabulary=self.vocabulary[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,9 @@ class _Search:
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in made[best]]))
         found = Choice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
         logger.info(
-            "layout: stages of %s layers, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
+            "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
             layers_text(best.halves),
+            ", the vocabulary over all ranks" * best.shards_vocabulary,
             found.makespan_us / 1e3,
             found.even_us / 1e3,
             found.bound_us / 1e3,
@@ -158,11 +163,10 @@ class _Search:
 
     def _seeds(self) -> tuple[list[Layout], list[Layout]]:
         """Layouts of levelled work in whole and half layers: with the placement of even layers, and with others."""
-        found = []
-        for placement in self.sample.tried:
-            for step in (WHOLE, HALF) if self.sample.halves else (WHOLE,):
-                if self.sample.num_layers * WHOLE // step >= placement.num_stages:
-                    found.append(self.work.spread(self.sample.num_layers, placement, step))
+        found, steps = [], (WHOLE, HALF) if self.sample.halves else (WHOLE,)
+        for placement, shards, step in product(self.sample.tried, self.sample.vocabulary, steps):
+            if self.sample.num_layers * WHOLE // step >= placement.num_stages:
+                found.append(self.work.spread(self.sample.num_layers, placement, step, shards_vocabulary=shards))
         found = [one for one in dict.fromkeys(found) if one != self.even]
         first = self.even.placement
         return [one for one in found if one.placement == first], [one for one in found if one.placement != first]
@@ -179,7 +183,7 @@ class _Search:
             least_us, halves = min(found, default=(math.inf, best.halves))
             if least_us > (1 - _GAIN) * best_us:
                 break
-            best, best_us = Layout(halves, best.placement), least_us
+            best, best_us = replace(best, halves=halves), least_us
         return best
 
     def _may_pay(self, layout: Layout) -> bool:
@@ -227,6 +231,23 @@ class _Search:
                 self.refusal = self.refusal or error
 
 
+def fastest(layouts: Sequence[Layout], sample: Sample) -> Choice:
+    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `WORTH`.
+
+    Args:
+        layouts: of the sample's model; at least one. Gains are over the first.
+        sample: batches and costs; what it says of layouts does not matter.
+
+    Raises:
+        InfeasibleError: none fits the caps; the message is that of the first.
+    """
+    search = _Search(sample)
+    search.even = layouts[0]
+    for layout in layouts:
+        search._plan(layout)
+    return search._best()
+
+
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
     if num_ranks == 1:
@@ -239,9 +260,10 @@ def _placed(problem: Problem, layout: Layout) -> Problem:
     return replace(problem, placement=layout.placement.rank_of)
 
 
-def _plainness(layout: Layout) -> tuple[int, bool, bool]:
-    """Sort key: few stages per rank, looped, whole layers first."""
-    return layout.placement.num_chunks, not layout.placement.is_looped, not layout.is_whole
+def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:
+    """Sort key: few stages per rank, looped, the vocabulary on the last stage, whole layers first."""
+    placement = layout.placement
+    return placement.num_chunks, not placement.is_looped, layout.shards_vocabulary, not layout.is_whole
 
 
 def _typical(problems: Sequence[Problem], times_us: Sequence[float]) -> tuple[Problem, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -28,7 +28,8 @@ class Work:
 
     Attributes:
         attention_us, mlp_us: of the halves of one layer; all layers are alike.
-        first_us, last_us: what the first and the last stage do besides their layers.
+        first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
+            which shards divide.
     """
 
     attention_us: NDArray[np.float64]
@@ -58,6 +59,8 @@ class Work:
         for rank, (start, end) in zip(layout.placement.rank_of, cuts, strict=True):
             times[rank] += ((end + 1) // 2 - (start + 1) // 2) * self.attention_us + (end // 2 - start // 2) * self.mlp_us
         times[0] += self.first_us
+        if layout.shards_vocabulary:
+            return times + self.last_us / layout.placement.num_ranks
         times[layout.placement.last_rank] += self.last_us
         return times
 
@@ -65,20 +68,21 @@ class Work:
         """Mean over the batches of the busiest rank's time, which no plan beats."""
         return float(self.ranks_us(layout).max(axis=0).mean())
 
-    def spread(self, num_layers: int, placement: Placement, step: int) -> Layout:
+    def spread(self, num_layers: int, placement: Placement, step: int, *, shards_vocabulary: bool = False) -> Layout:
         """Return a layout that levels the ranks' times.
 
         Args:
             num_layers: of the model; in units of `step`, no fewer than stages.
             placement: of the stages.
+            shards_vocabulary: the output layer is in shards over the ranks.
             step: `WHOLE` or `HALF`, what every stage has a multiple of.
         """
         extra_us = [0.0] * placement.num_stages
         extra_us[0] += float(self.first_us.mean())
-        extra_us[-1] += float(self.last_us.mean())
+        extra_us[-1] += 0.0 if shards_vocabulary else float(self.last_us.mean())
         unit_us = float((self.attention_us + self.mlp_us).mean()) * step / WHOLE
         counts = spread_layers(unit_us, extra_us, num_layers * WHOLE // step, placement.rank_of)
-        return self._levelled(Layout(tuple(step * count for count in counts), placement), step)
+        return self._levelled(Layout(tuple(step * count for count in counts), placement, shards_vocabulary), step)
 
     def _levelled(self, layout: Layout, step: int) -> Layout:
         """Move `step` half layers away from the busiest rank as long as that helps."""
@@ -89,7 +93,7 @@ class Work:
             score, halves = min(found, default=(best, layout.halves))
             if score >= best:
                 return layout
-            best, layout = score, Layout(halves, layout.placement)
+            best, layout = score, replace(layout, halves=halves)
 
     def _unevenness(self, layout: Layout) -> tuple[float, float]:
         times = self.ranks_us(layout)
@@ -118,7 +122,7 @@ def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None 
             halves = list(layout.halves)
             halves[giver] -= step
             halves[taker] += step
-            yield Layout(tuple(halves), layout.placement)
+            yield replace(layout, halves=tuple(halves))
 
 
 def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:

@@ -215,10 +215,8 @@ def by_stage(column: Integers, num_chunks: int) -> RecomputeSteps:
 
 
 def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
-    if isinstance(order, Codes):
-        return order, tables.columns
-    codes, kinds = encode_known(order, len(tables.message_us))
-    return codes, tables.columns_with(kinds)
+    codes = order if isinstance(order, Codes) else encode_known(order, len(tables.message_us))
+    return codes, tables.columns_with(codes.kinds)
 
 
 def _peaks(order: Order | Codes, tables: Tables, recompute_steps: Integers) -> list[int]:

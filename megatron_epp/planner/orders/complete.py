@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_epp.planner.memory.offload import Offload
+from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order
@@ -11,14 +12,19 @@ from megatron_epp.planner.tables import Tables
 
 def completed(
     order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
-) -> Order:
+) -> tuple[Order, float]:
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
         order: forwards and whole backwards that fit the caps.
         tables, made, caps, enough_us: as for `with_split_weights`.
         split: weight gradients may be split off.
+
+    Returns:
+        The order and its makespan in microseconds.
     """
     if has_shards(tables):
         order = with_shards(order, tables, made.recompute_steps)
-    return with_split_weights(order, tables, made, caps, enough_us) if split else order
+    if split:
+        return with_split_weights(order, tables, made, caps, enough_us)
+    return order, play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us

@@ -47,9 +47,10 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     more = [(2 if tables.backward_us else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
     first = [0, *accumulate(len(row) + extra for row, extra in zip(order, more, strict=True))]
     run = _run(tables, line, bool(tables.backward_us), first, len(columns.need_starts) - 1)
-    if shards.insert(codes.actions, codes.starts, columns, took_us, run._replace(at=integers(codes.starts[:-1]))) == timing.STUCK:
+    run = run._replace(at=integers(codes.starts[:-1]))
+    if shards.insert(codes.actions, codes.starts, columns, took_us, run) == timing.STUCK:
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
-    return decode(Codes(run.out, integers(first)), chunks, SHARD_KINDS)
+    return decode(Codes(run.out, integers(first), SHARD_KINDS), chunks)
 
 
 def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[int], num_nodes: int) -> shards.Shards:
@@ -87,7 +88,7 @@ def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[in
         backward=int(backward),
         came_us=floats([-1.0] * chunks),
         gathered_us=floats([0.0] * chunks),
-        count=integers(zeros(chunks)),
+        finished=integers(zeros(chunks)),
         at=integers(zeros(ranks)),
         shards=integers(zeros(ranks)),
         gradients=integers(zeros(ranks)),

@@ -66,10 +66,10 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
     """
     groups = slice_groups(chunks)
     alive = [done + len(group) for done, group in enumerate(group for group in groups for _ in group)]
-    return _run_ahead(groups, num_stages, forward_only, lambda stage: [count + num_stages - stage - 1 for count in alive])
+    return run_ahead(groups, num_stages, forward_only, lambda stage: [count + num_stages - stage - 1 for count in alive])
 
 
-def _run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
+def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
     """Order each rank's forwards and backwards by how many forwards have run before each backward.
 
     Args:
@@ -162,4 +162,4 @@ class WarmUp:
             ahead_by = self.slack + math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             return [*last[ahead_by:], *[total] * min(ahead_by, total)]
 
-        return _run_ahead(groups, num_stages, problem.forward_only, ahead)
+        return run_ahead(groups, num_stages, problem.forward_only, ahead)

@@ -11,8 +11,9 @@ from itertools import permutations
 
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
+from megatron_epp.planner.chunks.starts import started
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
-from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
+from megatron_epp.planner.search.order_rules import CAPPED, ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers
 from megatron_epp.planner.search.trials import WORTH, Candidate, Trials
@@ -27,6 +28,8 @@ FEW = 64
 """Largest number of sequences for which a table of whole sequences is tried in all warm-up windows."""
 HANDFUL = 5
 """Largest number of sequences whose every order is tried with whole sequences, so that the order of the batch never matters."""
+DISTANT = 1.02
+"""Makespan, as a multiple of its bound, above which sequences are tried in other orders."""
 FAR = 0.87
 """Makespan with unlimited memory, as a share of the best, below which frugal orders are tried with offload."""
 PATIENCE = 2
@@ -50,9 +53,12 @@ def search(trials: Trials, warm: Warm | None = None) -> list[Candidate]:
 def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Candidate]:
     options = trials.replicas.options
     search_tables(trials, chunkers, warm)
+    before = trials.best
+    _search_starts(trials)
     if trials.best is None and options.slices is None and not trials.replicas.is_lockstep:
         _search_unsliced(trials)
     found = [] if trials.best is None else [trials.best]
+    found += [] if before is None or before in found else [before]
     if trials.replicas.can_offload:
         if not trials.problem.forward_only:
             _search_copies(trials, chunkers)
@@ -191,6 +197,21 @@ def _refine(trials: Trials, chunkers: Chunkers) -> None:
         trials.better(trials.best.table, trials.rules.second)
     if chunkers.is_even:
         trials.better(chunkers.table(slices=1), (*trials.rules.first, *trials.rules.second), close=0.0)
+
+
+def _search_starts(trials: Trials) -> None:
+    """Try the best table with other sequences first, and windows that the caps limit, if it is far from its bound.
+
+    Before the first backward of a long sequence, its last slice has to pass all ranks and come back. With nothing else to run
+    they wait. Chunks that have run forward before give them backwards to run, and a larger window gives them forwards.
+    """
+    best, problem = trials.best, trials.problem
+    if best is None or not problem.has_one_stage_per_rank or problem.forward_only or trials.replicas.is_lockstep:
+        return
+    (chunks,) = best.table.chunks
+    if trials.best_us > DISTANT * trials.replicas.bound_us(best.tables, best.table):
+        for table in dict.fromkeys((chunks, *started(chunks, problem.num_ranks))):
+            trials.better(Aligned((table,)), CAPPED)
 
 
 def _search_unsliced(trials: Trials) -> None:

@@ -140,10 +140,9 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
         enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
         if best_us <= enough_us:
             continue
-        order = completed(one.order, tables, one.as_offload, problem.cap_bytes, replicas.splits_weight, enough_us)
-        made = replace(one, order=order)
-        if (took_us := predicted_us(made, problem, costs)) < best_us:
-            best, best_us = made, took_us
+        order, took_us = completed(one.order, tables, one.as_offload, problem.cap_bytes, replicas.splits_weight, enough_us)
+        if took_us < best_us:
+            best, best_us = replace(one, order=order), took_us
     return best
 
 

@@ -97,6 +97,6 @@ def _split(best: Candidate, replicas: Replicas) -> Order:
     whole, recompute_steps = best.made[0].order, best.made[0].recompute_steps
     every = [(tables, made.as_offload) for tables, made in zip(best.tables, best.made, strict=True)]
     caps = replicas.problems[0].cap_bytes
-    orders = dict.fromkeys(with_split_weights(whole, *one, caps) for one in every)
+    orders = dict.fromkeys(with_split_weights(whole, *one, caps)[0] for one in every)
     fitting = [order for order in orders if all(is_within(peaks(order, *one), caps) for one in every)]
     return min([whole, *fitting], key=lambda order: play(order, best.tables[0], recompute_steps).makespan_us)

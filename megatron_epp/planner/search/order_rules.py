@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, OrderRule, WarmUp, elastic_1f1b
@@ -21,6 +22,8 @@ SECOND: tuple[OrderRule, ...] = (
     ELASTIC_1F1B,
 )
 """Further rules for the best grain: less alive, less slack."""
+CAPPED: tuple[OrderRule, ...] = (CappedWarmUp(3), CappedWarmUp(3, 1.5), CappedWarmUp(4, 1.5), CappedWarmUp(6, 1.5))
+"""Rules for the best table with its sequences in other orders, where its plan is far from its bound."""
 HALF = WarmUp(lead=0.5, minimal=True)
 LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, minimal=True),)
 """Rule of last resort, when no other fits: one sequence is alive at a time, and no order of a table keeps less."""

@@ -12,11 +12,12 @@ from megatron_epp.plan import InfeasibleError, Remedy
 from megatron_epp.plan.errors import format_gib
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
-from megatron_epp.planner.memory.offload import Offload, fit_offload, timed
+from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.split_weight import peaks
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search.order_rules import rules_for
@@ -33,6 +34,8 @@ PROVEN = 1e-9
 """Relative excess of a bound over the best makespan that proves, rounding included, that a candidate is no better."""
 NEARLY = 1.05
 """Makespan, as a share of the best, up to which a rule for several stages per rank goes on while it gets better itself."""
+ROUNDS = 4
+"""Times that copies are chosen again for lower caps."""
 NEAR = 4
 """Number of candidates without copies that are kept, the fastest."""
 
@@ -221,14 +224,32 @@ class Trials:
         return None
 
     def _copied(self, tried: Candidate) -> bool:
-        """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest."""
+        """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest.
+
+        With shards of the vocabulary actions move after copies were chosen, so bytes are away at other times. If a rank comes
+        out above its cap, copies are chosen again for a lower one.
+        """
         room = self.replicas.host_room(tried.order, tried.table, tuple(one.kv_offload for one in tried.made))
-        found = fit_offload(tried.order, tried.tables, self.problem.cap_bytes, room)
-        if found is not None and found.short_bytes:
-            self._needs_host(found.short_bytes)
-        if found is None or found.short_bytes:
-            return False
-        return self._keep(self._completed(tried.decided(found.makespan_us, found.made)))
+        aims = self.problem.cap_bytes
+        for _ in range(ROUNDS):
+            found = fit_offload(tried.order, tried.tables, aims, room)
+            if found is not None and found.short_bytes:
+                self._needs_host(found.short_bytes)
+            if found is None or found.short_bytes:
+                return False
+            candidate = self._completed(tried.decided(found.makespan_us, found.made))
+            above = self._above(candidate)
+            if max(above) <= 0:
+                return self._keep(candidate)
+            aims = tuple(aim - max(0, over) for aim, over in zip(aims, above, strict=True))
+        return False
+
+    def _above(self, found: Candidate) -> list[int]:
+        """Bytes by which a candidate with copies is above each cap when its order is complete; 0 or less if it fits."""
+        if not self.has_shards:
+            return [0] * self.problem.num_ranks
+        every = [peaks(found.complete, own, made.as_offload) for own, made in zip(found.tables, found.made, strict=True)]
+        return [max(sizes) - cap for *sizes, cap in zip(*every, self.problem.cap_bytes, strict=True)]
 
     def _completed(self, found: Candidate) -> Candidate:
         """Insert the vocabulary's shards, if any, and split weight gradients off where that is asked for and faster."""
@@ -236,8 +257,7 @@ class Trials:
             return found
         tables, made = found.tables[0], found.made[0].as_offload
         enough_us = self.replicas.bound_us(found.tables, found.table) * (1 + CLOSE) if self.is_split else math.inf
-        order = completed(found.order, tables, made, self.problem.cap_bytes, self.is_split, enough_us)
-        took_us = play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us
+        order, took_us = completed(found.order, tables, made, self.problem.cap_bytes, self.is_split, enough_us)
         return replace(found, complete=order, makespan_us=took_us)
 
     def _keep(self, found: Candidate) -> bool:

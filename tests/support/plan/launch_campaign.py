@@ -41,6 +41,7 @@ def judge(seed: int) -> Judgement:
         found.kinds["plans"] += 1
         found.kinds["several stages a rank"] += plan.num_stages > plan.num_ranks
         found.kinds["weight gradients split"] += any(step.action.op is Op.W for row in plan.ranks for step in row)
+        found.kinds["vocabulary in shards"] += any(step.action.op is Op.S for row in plan.ranks for step in row)
         found.kinds["copies"] += any(plan.copies)
         found.kinds["KV offload"] += bool(plan.kv_offload)
         found.kinds["forward only"] += plan.forward_only

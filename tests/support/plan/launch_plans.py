@@ -17,8 +17,10 @@ LAYERS = 32
 
 
 @cache
-def costs_of(num_stages: int) -> PipelineCosts:
-    return on_device(load_costs("llama3-8b-h100").costs([LAYERS // num_stages] * num_stages))
+def costs_of(num_stages: int, shards: int = 0) -> PipelineCosts:
+    """Costs of even stages, with the vocabulary on the last one or in shards over so many ranks."""
+    layers = [LAYERS // num_stages + (stage < LAYERS % num_stages) for stage in range(num_stages)]
+    return on_device(load_costs("llama3-8b-h100").costs(layers, vocabulary_shares=[1 / shards] * shards if shards else ()))
 
 
 def random_plans(seed: int) -> tuple[Plan, ...]:
@@ -27,7 +29,6 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
     ranks, stages = rng.choice([2, 3, 4, 8]), rng.choice([1, 1, 2, 4])
     stages = 1 if LAYERS % (ranks * stages) else stages
     placement = Placement(rng.choice(["v", "looped"]) if stages > 1 else "looped", ranks, stages)
-    costs = costs_of(placement.num_stages) if LAYERS % ranks == 0 else costs_of_uneven(ranks)
     is_long = rng.random() < 0.12  # then keys and values go to the host
     replicas = rng.choice([2, 3]) if rng.random() < 0.15 and not is_long else 1
     lengths = [_lengths(rng, is_long) for _ in range(replicas)]
@@ -39,6 +40,7 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
         slices=16 if is_long else rng.choice([None, 1, 3, 8]),
         planner=rng.choice(["1f1b", "seq1f1b", "1f1b-packed"]) if stages == replicas == 1 and rng.random() < 0.1 else "greedy",
     )
+    costs = costs_of(placement.num_stages, ranks if rng.random() < 0.3 else 0)
     try:
         made = _planned(problems, costs, options)
         if is_long or rng.random() < 0.6:  # a cap between what is held throughout and the peak: recompute, copies
@@ -57,12 +59,6 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
 def _lengths(rng: random.Random, is_long: bool) -> tuple[int, ...]:
     short = tuple(min(65536, int(rng.lognormvariate(7.2, 1.3)) + 8) for _ in range(rng.choice([4, 8, 12])))
     return (1_000_000, *short[:3]) if is_long else short
-
-
-@cache
-def costs_of_uneven(ranks: int) -> PipelineCosts:
-    layers = [LAYERS // ranks + (rank < LAYERS % ranks) for rank in range(ranks)]
-    return on_device(load_costs("llama3-8b-h100").costs(layers))
 
 
 def _planned(problems: list[Problem], costs: PipelineCosts, options: Options) -> tuple[Plan, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _ACTION = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)*)(\d+)")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_COLLECTIVES = ("SPREAD", "GATHER")
 
 Row = list[tuple[int, str, int]]
 """Stage, operation and chunk of each launch."""
@@ -72,7 +73,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
             if side == "SEND" and link in last:  # the payload before this one goes when it has left
                 compute = launch(f"end of a send before {text}", "compute", [last[link]])
             numbers[stage, op, chunk] = launch(text, link, [compute], ("message", kind, to_stage, chunk, replica))
-        elif "_" in op:  # a collective of all ranks, for which the chunk's next compute waits
+        elif "_" in op or op in _COLLECTIVES:  # of all ranks; the chunk's next compute waits for it
             collected[chunk] = launch(text, op, [compute, collected.get(chunk)], ("collective", op, chunk, replica, ranks))
         elif len(op) == 1 and op not in "OL":
             waits = [numbers.get((stage, f"RECV_{op}", chunk)), numbers.get((stage, "L", chunk)) if op == "B" else None]

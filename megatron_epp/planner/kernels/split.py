@@ -1,0 +1,182 @@
+"""Weight gradients put into an order of whole backwards, where a rank would wait (`orders.split_weight`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, floats, integers
+from megatron_epp.planner.kernels.memory import backward_peak
+
+
+class Whole(NamedTuple):
+    """An order of forwards and whole backwards, and what its actions take.
+
+    Attributes:
+        actions, starts: the order (`Codes`).
+        whole_us: time of every action by node, backwards with their weight gradients (`timing.durations`).
+        split_us: the same, backwards without them.
+        free: bytes below the cap while each action runs, by position.
+        extra: bytes that each backward needs more if its weight gradient is split off, by position.
+    """
+
+    actions: Integers
+    starts: Integers
+    whole_us: Floats
+    split_us: Floats
+    free: Integers
+    extra: Integers
+
+
+class Filled(NamedTuple):
+    """What `fill` writes.
+
+    Attributes:
+        actions: of every rank, with weight gradients, from twice its start in `Whole.starts` on.
+        ends: where each rank's actions end.
+        waiting: items whose weight gradients wait or have waited, from each rank's start in `Whole.starts` on.
+        first, last: of each rank, where the waiting ones begin and end.
+        waiting_bytes: what they hold, by rank.
+        at, clock_us: progress by rank.
+        ended_us: ends by node.
+    """
+
+    actions: Integers
+    ends: Integers
+    waiting: Integers
+    first: Integers
+    last: Integers
+    waiting_bytes: Integers
+    at: Integers
+    clock_us: Floats
+    ended_us: Floats
+
+
+def storage(count: int, ranks: int, nodes: int) -> Filled:
+    """Return storage for an order.
+
+    Args:
+        count: actions of the order.
+        ranks: of the pipeline.
+        nodes: as in `Columns.needs`.
+    """
+    actions, waiting = integers([0] * (2 * count)), integers([0] * count)
+    ends, first, last, waiting_bytes, at = (integers([0] * ranks) for _ in range(5))
+    return Filled(actions, ends, waiting, first, last, waiting_bytes, at, floats([0.0] * ranks), floats([0.0] * nodes))
+
+
+@compiled
+def spare_bytes(
+    columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, takes: Integers, gives: Integers, whole: Whole
+) -> None:
+    """Compute `Whole.free` and `Whole.extra`.
+
+    Args:
+        columns: sizes by item.
+        recompute_steps: recompute steps by item.
+        caps: bytes of every rank.
+        away: bytes that copies have taken away while each action runs, by position; empty where there are none.
+        takes, gives: bytes that each action allocates and frees (`memory.step_bytes`).
+        whole: the order, updated.
+    """
+    for rank in range(len(whole.starts) - 1):
+        live = columns.static[rank]
+        for at in range(whole.starts[rank], whole.starts[rank + 1]):
+            live += takes[at]
+            whole.free[at] = caps[rank] - live + (away[at] if len(away) > 0 else 0)
+            live -= gives[at]
+            item, whole.extra[at] = whole.actions[at] >> KIND_BITS, 0
+            if whole.actions[at] & KIND_MASK == BACKWARD:
+                rise = backward_peak(columns, item, recompute_steps[item], True)
+                whole.extra[at] = max(0, rise - takes[at], columns.weight_bytes[item] - gives[at])
+
+
+@compiled
+def puts_off(columns: Columns, item: int) -> bool:
+    """Return True if a backward has a weight gradient to delay: it takes time, and leaves it bytes if its chunk keeps any.
+
+    The backward of a stage without layers has none, and would leave nothing for a W to read.
+
+    Args:
+        columns: times and sizes by item.
+        item: a stage and a chunk (`Columns`).
+    """
+    keeps = columns.activation[item] + columns.forward_alloc[item] > 0
+    return columns.action_us[WEIGHT * columns.num_items + item] > 0 and (columns.weight_bytes[item] > 0 or not keeps)
+
+
+@compiled
+def fill(whole: Whole, columns: Columns, filled: Filled) -> bool:
+    """Play an order and put weight gradients in as it goes; False if it deadlocks.
+
+    Args:
+        whole: the order.
+        columns: times and sizes by item.
+        filled: the result, and storage.
+    """
+    ranks = len(whole.starts) - 1
+    for node in range(len(filled.ended_us)):
+        filled.ended_us[node] = -1.0
+    for rank in range(ranks):
+        filled.at[rank] = filled.first[rank] = filled.last[rank] = whole.starts[rank]
+        filled.ends[rank] = 2 * whole.starts[rank]
+        filled.waiting_bytes[rank], filled.clock_us[rank] = 0, 0.0
+    left, down = len(whole.actions), True
+    while left > 0:
+        moved = 0
+        for turn in range(ranks):
+            moved += advance(turn if down else ranks - 1 - turn, whole, columns, filled)
+        if moved == 0:
+            return False
+        left -= moved
+        down = not down
+    for rank in range(ranks):
+        while filled.first[rank] < filled.last[rank]:
+            run_weight(rank, columns, filled)
+    return True
+
+
+@compiled
+def advance(rank: int, whole: Whole, columns: Columns, filled: Filled) -> int:
+    """Run a rank as far as it goes, and return how many of the order's actions it ran. Arguments as of `fill`."""
+    items, ended_us = columns.num_items, filled.ended_us
+    begin = at = filled.at[rank]
+    while at < whole.starts[rank + 1]:
+        kind, item = whole.actions[at] & KIND_MASK, whole.actions[at] >> KIND_BITS
+        node = kind * items + item
+        arrived_us = 0.0
+        for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
+            end_us = ended_us[columns.needs[edge]]
+            arrived_us = -1.0 if end_us < 0.0 or arrived_us < 0.0 else max(arrived_us, end_us + columns.need_us[edge])
+        if arrived_us < 0.0:
+            break
+        free, extra = whole.free[at], whole.extra[at]
+        while filled.first[rank] < filled.last[rank]:
+            weight_us = columns.action_us[WEIGHT * items + filled.waiting[filled.first[rank]]]
+            if filled.waiting_bytes[rank] + extra <= free and filled.clock_us[rank] + weight_us > arrived_us:
+                break
+            run_weight(rank, columns, filled)
+        is_split = kind == BACKWARD and extra <= free and puts_off(columns, item)
+        filled.actions[filled.ends[rank]] = whole.actions[at]
+        filled.ends[rank] += 1
+        took_us = whole.split_us[node] if is_split else whole.whole_us[node]
+        filled.clock_us[rank] = max(arrived_us, filled.clock_us[rank]) + took_us
+        ended_us[node] = filled.clock_us[rank]
+        if is_split:
+            filled.waiting[filled.last[rank]] = item
+            filled.last[rank] += 1
+            filled.waiting_bytes[rank] += columns.weight_bytes[item]
+        at += 1
+    filled.at[rank] = at
+    return at - begin
+
+
+@compiled
+def run_weight(rank: int, columns: Columns, filled: Filled) -> None:
+    """Run the weight gradient that has waited longest on a rank. Arguments as of `fill`."""
+    item = filled.waiting[filled.first[rank]]
+    filled.first[rank] += 1
+    filled.actions[filled.ends[rank]] = item << KIND_BITS | WEIGHT
+    filled.ends[rank] += 1
+    filled.clock_us[rank] += columns.action_us[WEIGHT * columns.num_items + item]
+    filled.waiting_bytes[rank] -= columns.weight_bytes[item]

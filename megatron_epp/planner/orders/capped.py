@@ -1,0 +1,70 @@
+"""1F1B with a warm-up window that is as large as the memory caps allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.memory.recompute import step_bytes
+from megatron_epp.planner.orders.warm_up import Order, WarmUp, run_ahead, slice_groups, window_ahead
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class CappedWarmUp:
+    """`WarmUp` with the window between the smallest and the largest, backward by backward as the caps allow.
+
+    While a long sequence is alive its slices leave room for few other chunks, and later for more. So the smallest window waits
+    where there is room, and the largest does not fit. The window counts bytes without recompute; with `room` above 1 it is
+    larger, and some of them are given up by recompute.
+
+    Attributes:
+        lead: as in `WarmUp`.
+        room: bytes of activations that the window may hold, as a multiple of what the caps leave.
+    """
+
+    lead: float
+    room: float = 1.0
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        if problem.forward_only:
+            return WarmUp(self.lead).order(chunks, tables, problem)
+        groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
+        leads = [math.floor(self.lead * (stages - 1 - stage) + 0.5) for stage in range(stages)]
+        last = np.array(window_ahead(groups, minimal=False))
+        for ahead_by, fitting in zip(leads, _fitting(groups, tables, problem, self.room), strict=True):
+            last[ahead_by:] = np.minimum(last[ahead_by:], fitting[: max(0, total - ahead_by)])
+        window = np.maximum.accumulate(np.maximum(last, window_ahead(groups, minimal=True))).tolist()
+        return run_ahead(groups, stages, False, lambda stage: [*window[leads[stage] :], *[total] * min(leads[stage], total)])
+
+
+def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: float) -> list[NDArray[np.int64]]:
+    """Compute how many forwards each stage may have run before each of its backwards, without recompute.
+
+    Args:
+        groups: of the chunk table (`slice_groups`).
+        tables: sizes of the chunks.
+        problem: one stage per rank, and the caps.
+        room: as in `CappedWarmUp`.
+    """
+    total = groups[-1].stop if groups else 0
+    descending = [c for group in groups for c in reversed(group)]
+    every = [
+        (*(Action(Op.F, stage, c) for c in range(total)), *(Action(Op.B, stage, c) for c in descending))
+        for stage in range(problem.num_stages)
+    ]
+    found = []
+    for cap, static, *sizes in zip(
+        problem.cap_bytes, tables.static, *step_bytes(tuple(every), tables, [[0] * total] * len(every)), strict=True
+    ):
+        takes, stays = np.array(sizes[0]), np.array(sizes[0]) - np.array(sizes[1])
+        alive = np.cumsum(stays[:total])
+        freed = np.cumsum(stays[total:]) - stays[total:]
+        found.append(np.searchsorted(alive, room * (cap - static) - freed - takes[total:], side="right"))
+    return found
