@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary, vocabulary_rows
+from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows, vocabulary_shares
+from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
+from megatron_epp.runtime.loss.shards import Shard, logits_pass
 from scripts.parity.cells import LENGTHS
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
@@ -24,7 +28,7 @@ OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-
 UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 CASES: dict[str, dict[str, Any]] = {
     "two ranks": {"cell": {"pp": 2}, "model": "llama"},
-    "four ranks, tied, uneven": {"cell": {"pp": 4}, "model": "gpt2", "both": UNEVEN},
+    "four ranks, tied, uneven": {"cell": {"pp": 4}, "model": "gpt2", "both": f"{UNEVEN} --clip-grad 0.05"},
     "tied, by blocks": {"cell": {"pp": 2}, "model": "grouped", "plan": f"{PLAN} --epp-loss-block-tokens 5"},
     "there and back, tied": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "gpt2"},
     "sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
@@ -56,7 +60,26 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
     "weights apart, looped, tied": {"cell": {"pp": 2, "virtual": 2, "split": True}, "model": "gpt2"},
     "offload": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006 --epp-offload"},
     "capped": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006"},
-    "1f1b": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner seq1f1b"},
+    "another planner": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner chunkflow"},
+    "chosen by the run": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-vocab-parallel auto",
+        "both": "--vocab-size 4000",
+    },
+    "chosen with the layout": {
+        "cell": {"pp": 2},
+        "model": "gpt2",
+        "plan": "--epp-slices 3 --epp-vocab-parallel auto --epp-layout auto",
+        "both": "--vocab-size 4000",
+    },
+    "muP": {"cell": {"pp": 2}, "model": "llama", "both": "--use-mup --mup-base-hidden-size 16"},
+    "muP, tied": {"cell": {"pp": 2}, "model": "grouped", "both": "--use-mup --mup-base-hidden-size 16"},
+    "decoupled rate, clipped": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "both": "--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad",
+    },
     "measured costs": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{PLAN} --epp-costs measure"},
     "learnt costs": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-costs learn"},
     "fused loss of the stock schedule": {
@@ -102,7 +125,7 @@ def test_it_trains_as_the_stock_schedule_does(
     check_closeness(figures)
     assert figures["num_losses"] == [iterations, 1]
     plans = [plan for replica in figures["plans"] for plan in replica]
-    assert all(plan["shards"] > 0 for plan in plans)
+    assert all(plan["shards"] > 0 for plan in plans) or "--epp-layout auto" in case.get("plan", "")
     assert any("hybrid" in plan["kinds"] or "split" in plan["kinds"] for plan in plans)
     assert any(plan["weights"] > 0 for plan in plans) == bool(case["cell"].get("split"))
 
@@ -180,11 +203,41 @@ def test_what_cannot_be_honoured_is_refused_in_a_line(flags: str, megatron: dict
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("flags", "wanted"), [("", False), ("--epp-vocab-parallel auto", False), (ON, True)])
-def test_one_function_decides(flags: str, wanted: bool) -> None:
-    args = arguments(*flags.split(), **RANKS)
+@pytest.mark.parametrize(
+    ("flags", "megatron", "settled"),
+    [
+        ("", {}, "off"),
+        (ON, {}, "on"),
+        ("--epp-vocab-parallel auto", {}, "auto"),
+        ("--epp-vocab-parallel auto", {"fp16": True}, "off"),
+        ("--epp-vocab-parallel auto", {"pipeline_model_parallel_size": 1}, "off"),
+    ],
+)
+def test_auto_is_off_where_on_would_be_refused(flags: str, megatron: dict[str, Any], settled: str) -> None:
+    args = arguments(*flags.split(), **RANKS | megatron)
     prepare_epp_args(args)
-    assert shards_vocabulary(args) is wanted
+    assert args.epp_vocab_parallel == settled
+    assert shards_vocabulary(args) is (settled == "on")
+    settle_vocabulary(args, shards=True)
+    assert shards_vocabulary(args) is (settled != "off")
+
+
+@pytest.mark.parametrize("block_tokens", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_tokens: int) -> None:
+    tokens, width, entries = 24, 8, 96
+    sizes = {"hidden_size": width, "padded_vocab_size": entries, "bf16": dtype == torch.bfloat16, "fp16": False}
+    args = arguments(*ON.split(), "--epp-loss-block-tokens", str(block_tokens), **RANKS | sizes)
+    shape = ModelShape(num_layers=4, hidden_size=width, ffn_hidden_size=16, num_attention_heads=2, vocab_size=entries)
+    costs = with_shard_bytes(args, analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=vocabulary_shares(args)))
+    assert costs.vocabulary is not None
+    planned = costs.vocabulary.kept_bytes(1, np.array([tokens], dtype=np.float64))
+    weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)
+    rows = vocabulary_rows(entries, 4)[1]
+    shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
+    found = logits_pass(x, torch.randint(entries, (tokens,)), shard, needs_gradient=True)
+    held = [x, *(one for one in (found.part, found.kept) if one is not None)]
+    assert sum(one.nbytes for one in held) == int(planned[0])
 
 
 @pytest.mark.parametrize(

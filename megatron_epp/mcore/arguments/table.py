@@ -194,10 +194,6 @@ _RUNNING = (
         "tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
         "auto, blocks where the longest sequence has more than 2 GiB of fp32 logits on a rank)",
     ),
-    Flag("vocab_parallel", "--epp-vocab-parallel", choices=(AUTO, "on", "off"), default="off").described(
-        "Divide the output layer's vocabulary over the pipeline ranks, so that the last stage does not take longer than others "
-        "and its logits are not all on one device: on, off, or auto, which is off for now (default: off)."
-    ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(
         "End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "

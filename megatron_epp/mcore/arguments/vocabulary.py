@@ -34,7 +34,7 @@ _EVENNESS = 64
 
 
 def shards_vocabulary(args: argparse.Namespace) -> bool:
-    """Return True if the output layer is divided over the pipeline ranks of a run."""
+    """Return True if the output layer is divided over the pipeline ranks of a run, which is settled before there is a model."""
     return getattr(args, "epp_vocab_parallel", "off") == "on"
 
 
@@ -67,12 +67,26 @@ def vocabulary_shares(args: argparse.Namespace) -> tuple[float, ...]:
 
 
 def vocabulary_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what cannot be honoured with vocabulary parallelism, one line each, with the flag to change."""
-    setting, ranks = args.epp_vocab_parallel, args.pipeline_model_parallel_size
-    if setting == "auto" and args.rank == 0:
-        logger.info("%s auto: the output layer stays on the last stage; give on to divide it over the pipeline's ranks", FLAG)
-    if not shards_vocabulary(args):
-        return
+    """Yield what cannot be honoured with vocabulary parallelism, one line each, with the flag to change.
+
+    Where a run leaves the choice to us, it has none then, which a log line says.
+    """
+    if args.epp_vocab_parallel == "auto" and (problems := [*_problems(args)]):
+        if args.rank == 0:
+            logger.info("%s auto: the output layer stays on the last stage, since %s", FLAG, problems[0])
+        args.epp_vocab_parallel = "off"
+    if args.epp_vocab_parallel == "on":
+        yield from _problems(args)
+
+
+def settle_vocabulary(args: argparse.Namespace, *, shards: bool) -> None:
+    """Decide for ``auto``: divide the output layer if `shards`. Any other setting stays as it is."""
+    if args.epp_vocab_parallel == "auto":
+        args.epp_vocab_parallel = "on" if shards else "off"
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    ranks = args.pipeline_model_parallel_size
     if getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
         logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", FLAG)
     if ranks < 2:
