@@ -11,14 +11,9 @@ from megatron_epp.mcore.model.block_loss import block_tokens_of
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the model's shape from Megatron's arguments, without loss blocks, which are up to the last stage."""
-    return _shape(args, 0)
+    """Return the model's shape from Megatron's arguments.
 
-
-def shape_with_head(args: argparse.Namespace) -> ModelShape:
-    """Return `model_shape`, with loss blocks if the output layer is divided over the ranks, which all have the same then."""
-    return _shape(args, block_tokens_of(args) if shards_vocabulary(args) else 0)
-
-
-def _shape(args: argparse.Namespace, block_tokens: int) -> ModelShape:
+    Loss blocks are up to the last stage, so it has none, unless the output layer is divided over ranks, which all have the same.
+    """
+    block_tokens = block_tokens_of(args) if shards_vocabulary(args) else 0
     return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": block_tokens})

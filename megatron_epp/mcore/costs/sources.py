@@ -22,7 +22,7 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
-from megatron_epp.mcore.costs.shape import model_shape, shape_with_head
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
@@ -60,7 +60,7 @@ def pipeline_costs(
         check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
-    profile = given or analytic_profile(shape_with_head(args), H100 if torch.cuda.is_initialized() else CPU)
+    profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))

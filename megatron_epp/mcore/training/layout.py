@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import shape_with_head
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
@@ -126,7 +126,7 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
-    return analytic_profile(shape_with_head(args), H100 if torch.cuda.is_initialized() else CPU)
+    return analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
