@@ -205,6 +205,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         kv_channels=whole("kv_channels", hidden // heads),
         vocab_size=vocabulary,
         gated_mlp=gated,
+        rotates=flags.get("position_embedding_type") == "rope" and bool(flags.get("no_rope_fusion")),
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,

@@ -21,6 +21,7 @@ class ModelShape:
         kv_channels: width of a head; None means hidden_size / num_attention_heads.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
+        rotates: attention rotates queries and keys by their positions, without a fused kernel. Only measurements count that.
         num_experts: MLPs a router chooses from; None means one, without a router.
         experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
@@ -42,6 +43,7 @@ class ModelShape:
     kv_channels: int | None = None
     vocab_size: int
     gated_mlp: bool = True
+    rotates: bool = False
     num_experts: int | None = None
     experts_per_token: int = 1
     bytes_per_value: int = 2

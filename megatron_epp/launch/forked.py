@@ -30,7 +30,7 @@ from megatron_epp.launch.machine import usable_port
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner.service.worker import started
 
-_PRELOAD = ("megatron_epp.mcore.pretrain_gpt", "preload")
+PRELOAD = ("megatron_epp.mcore.pretrain_gpt", "preload")
 """Module and name of the function that imports and prepares Megatron."""
 _PATIENCE_S = 30.0
 """Time limit in seconds for processes that are told to end."""
@@ -43,11 +43,12 @@ class Forks:
 
     Args:
         environment: variables set in it before it imports anything.
+        preload: module and name of the function that it calls first; all that this leaves is in the ranks, too.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], preload: tuple[str, str] = PRELOAD) -> None:
         self._lock = threading.Lock()
-        self._process, self._connection = started(serve, options=("-W", "ignore"), environment=environment)
+        self._process, self._connection = started(serve, *preload, options=("-W", "ignore"), environment=environment)
         atexit.register(self.close)
 
     def run(
@@ -83,14 +84,15 @@ class Forks:
             self._process.wait()
 
 
-def serve(handle: int) -> None:
-    """Run jobs that `Forks` sends over a connection, one after the other, until the process that sends them has ended."""
+def serve(handle: int, module: str, name: str) -> None:
+    """Call a function of a module, then run jobs that `Forks` sends over a connection, one after the other, until the process
+    that sends them has ended.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for the sender of jobs; this process ends with it
     jobs = Connection(handle)
     ours = logging.getLogger("megatron_epp")
     ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
     with lifetime.launcher_folder():
-        module, name = _PRELOAD
         getattr(importlib.import_module(module), name)()
         ours.setLevel(logging.NOTSET)
         with contextlib.suppress(EOFError, OSError):

@@ -73,13 +73,15 @@ def pipeline_size(wanted: int) -> int:
     return min(wanted, count_gpus() or wanted)
 
 
-def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S) -> Run:
+def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S, program: str = OURS) -> Run:
     """Train on this machine and read the figures: with torchrun on GPUs, otherwise in forked processes, which start faster.
 
     Args:
         folder: folder of the log and the figures; figures of an earlier run are removed.
         num_ranks: number of processes.
         settings: flags, `--epp` ones included.
+        timeout_s: limit in seconds for the whole run.
+        program: module that trains with the flags.
 
     Raises:
         RunError: the run failed, or takes longer than `timeout_s`.
@@ -87,17 +89,17 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     folder.mkdir(parents=True, exist_ok=True)
     figures = folder / "iterations.jsonl"
     figures.unlink(missing_ok=True)
-    program = ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
+    words = ["-m", program, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
     log = folder / "train.log"
     if count_gpus():
         torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
-        command = [*torchrun, "--master-port", str(usable_port(0)), *program]
+        command = [*torchrun, "--master-port", str(usable_port(0)), *words]
         log.write_text(" ".join(command) + "\n", encoding="utf-8")
         code = _exit_code(command, log, timeout_s)
     else:
-        command = [sys.executable, *program]
+        command = [sys.executable, *words]
         log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
-        code = _forked(num_ranks, program, log, timeout_s)
+        code = _forked(num_ranks, words, log, timeout_s)
     if code is None:
         raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")

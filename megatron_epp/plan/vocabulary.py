@@ -19,6 +19,8 @@ SPREAD = Collective(Op.SPREAD)
 GATHER = Collective(Op.GATHER)
 """All-reduce of maximum, sum of exponentials and target logit, and reduction of the input's gradient to the last stage."""
 
+_ALL = (Op.S, Op.N, Op.T)
+
 
 def of_last_stage(placement: Sequence[int]) -> Sequence[int]:
     """Sites of an operation with one site, on the rank of the last stage."""
@@ -36,7 +38,7 @@ register(
         text="vocabulary shard",
         colour="#8C564B",
         presence=Presence.COMPLETE_ALWAYS,
-        together=(Op.N, Op.T),
+        together=_ALL,
         sites=of_ranks,
         needs=(Need(Op.F, At.LAST, carries=SPREAD),),
         rows=_rows(Op.S),
@@ -48,6 +50,7 @@ register(
         text="loss",
         colour="#444444",
         presence=Presence.COMPLETE_ALWAYS,
+        together=_ALL,
         sites=of_last_stage,
         needs=(Need(Op.S, At.EVERY, carries=GATHER),),
         before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
@@ -60,6 +63,7 @@ register(
         text="weight gradient of a shard",
         colour="#C49C94",
         presence=Presence.COMPLETE,
+        together=_ALL,
         sites=of_ranks,
         needs=(Need(Op.S, At.EVERY, carries=GATHER),),
         rows=_rows(Op.T),

@@ -29,13 +29,12 @@ def lower_bound_us(
     them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the backward of
     a sequence's last slice starts on the rank's last stage, all slices of the sequence have run forward on all of the rank's
     stages and none backward, so what they all keep is live in addition to the static bytes and the sequence's keys, values and
-    their gradient. The bytes above the cap must have been
-    given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack: layers in
-    the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several sequences
-    add. With a link to the host, keys and values may be there, and bytes may be copied away and back instead; copies of a rank
-    run one at a time, so the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied.
-    Weight gradients that are split off can run while the last chunk goes back, so then the rank's time is the larger of all its
-    work, and of its work without them followed by that way back.
+    their gradient. The bytes above the cap must have been given up by recomputing layers of these slices. The least time that
+    can take is that of the fractional knapsack: layers in the order of time per byte. A chunk belongs to one sequence (or is
+    one batched chunk), so the times of several sequences add. With a link to the host, keys and values may be there, and bytes
+    may be copied away and back instead; copies of a rank run one at a time, so the copied bytes cannot take longer than the
+    makespan, and what is dearest to recompute is copied. Weight gradients that are split off can run while the last chunk goes
+    back, so then the rank's time is the larger of all its work, and of its work without them followed by that way back.
 
     A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it.
 
@@ -143,7 +142,13 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
 
 
 def _ways(times: Times, hops: Times, first: list[float]) -> Times:
-    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between."""
+    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between.
+
+    Args:
+        times: of forwards or backwards in microseconds, ``[stage][chunk]``.
+        hops: of the messages behind each stage but the last, in microseconds, ``[stage][chunk]``.
+        first: what is added at the first stage, in microseconds, by chunk.
+    """
     ways = [first]
     for row, hop_us in zip(times[:-1], hops, strict=True):
         ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, hop_us, strict=True)])

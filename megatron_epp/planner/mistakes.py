@@ -172,7 +172,13 @@ def _types(made: Decisions) -> Iterator[str]:
 
 
 def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
-    """Yield the tables that do not fit the problem, recompute excluded."""
+    """Yield the tables that do not fit the problem, recompute excluded.
+
+    Args:
+        made: the decisions.
+        problem: the batch and the placement.
+        costs: of the pipeline.
+    """
     stages, chunks, ranks = problem.num_stages, len(made.chunks), problem.num_ranks
     for name, table in (("order", made.order), ("copies", made.copies or ((),) * ranks)):
         if len(table) != ranks:

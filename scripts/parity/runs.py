@@ -250,7 +250,7 @@ def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
 
 def contents(plan: Plan) -> dict[str, Any]:
     """Summary of a plan: slices of the longest, kinds of chunks, shares of layers that recompute, padding, and
-    where its stages were.
+    where its stages were, with which layers.
     """
     longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)
     pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
@@ -266,6 +266,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,
         "placement": list(plan.placement),
+        "layers": list(plan.num_layers),
     }
 
 

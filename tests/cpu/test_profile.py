@@ -1,14 +1,17 @@
 """Profiling this machine: what is measured and that it makes a profile to plan with. No time is judged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.nn import functional
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, ModelShape, Profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.plan.serialize import load
 from megatron_epp.runtime.links.processes import measure_link
-from megatron_epp.runtime.tools.profiling import Grid, measure
+from megatron_epp.runtime.tools.profiling import CrossEntropy, Grid, measure
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -30,13 +33,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_every_part_is_measured_at_every_point(gated):
-    shape = ModelShape(**{name: getattr(SHAPE, name) for name in ModelShape.__dataclass_fields__} | {"gated_mlp": gated})
+@pytest.mark.parametrize(("gated", "rotates"), [(True, False), (False, True)])
+def test_every_part_is_measured_at_every_point(gated, rotates):
+    shape = replace(SHAPE, gated_mlp=gated, rotates=rotates)
     seen = []
     points = measure(shape, torch.device("cpu"), GRID, seen.append)
     assert set(points) == KINDS
-    assert seen == ["linear", "projections", "attention", "loss", "embedding", "host copy"]
+    assert seen == [*("linear", "projections", "attention", "loss", "embedding") * 3, "host copy"]
     assert all(point.time_us > 0 for some in points.values() for point in some)
     assert [p.tokens for p in points["linear forward"]] == [16, 64]
     assert [(p.tokens, p.pairs) for p in points["attention backward"]] == [
@@ -50,6 +53,19 @@ def test_every_part_is_measured_at_every_point(gated):
     assert profile.layer.backward.time_us(64, 2080) > profile.layer.weight.time_us(64, 0) > 0
     assert profile.attention is not None
     assert 0 < profile.attention.forward.time_us(64, 2080) < profile.layer.forward.time_us(64, 2080)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_profiled_loss_is_the_cross_entropy(dtype, tolerance):
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels, grads = torch.tensor([0, 49, 7, 7, 3, 20]), torch.linspace(0.5, 2, 6)
+    found, wanted = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    losses = CrossEntropy.apply(found * 1, labels)
+    expected = functional.cross_entropy(wanted.float(), labels, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    (given,) = torch.autograd.grad(losses, found, grads)
+    (correct,) = torch.autograd.grad(expected, wanted, grads)
+    torch.testing.assert_close(given, correct, rtol=tolerance, atol=tolerance)
 
 
 def test_the_link_between_two_ranks_is_measured_by_size():

@@ -8,14 +8,10 @@ import pytest
 
 from megatron_epp.launch.forked import Forks
 from megatron_epp.plan import EppError
-from tests.support.mcore import light_forks
 from tests.support.mcore.forked import launch
 
-
-@pytest.fixture
-def light(monkeypatch):
-    """Forks of a process that has not imported Megatron."""
-    monkeypatch.setattr("megatron_epp.launch.forked.serve", light_forks.serve)
+LIGHT = ("gc", "collect")
+"""For a process that has not imported Megatron: jobs here do not train."""
 
 
 def script(folder, text):
@@ -30,8 +26,8 @@ def test_every_rank_runs_the_program_and_what_all_say_is_in_one_log(tmp_path):
     assert sorted(finished.output.splitlines()) == ["0 of 2, ['--flag', '7']", "1 of 2, ['--flag', '7']"]
 
 
-def test_without_buffers_too_ranks_do_not_cut_each_others_lines(light, tmp_path):
-    forks, log = Forks({"PYTHONUNBUFFERED": "1"}), tmp_path / "log"
+def test_without_buffers_too_ranks_do_not_cut_each_others_lines(tmp_path):
+    forks, log = Forks({"PYTHONUNBUFFERED": "1"}, LIGHT), tmp_path / "log"
     log.touch()
     forks.run(2, [str(script(tmp_path, "for _ in range(3000): print('of rank', rank)"))], {}, log, 60)
     forks.close()
@@ -48,16 +44,16 @@ def test_a_job_that_takes_longer_than_it_may_is_ended(tmp_path):
         launch(1, script(tmp_path, "print(rank, 'is up')\ntime.sleep(600)"), timeout_s=0.5)
 
 
-def test_without_the_process_that_forks_there_is_a_reason(light, tmp_path):
-    forks = Forks({})
+def test_without_the_process_that_forks_there_is_a_reason(tmp_path):
+    forks = Forks({}, LIGHT)
     forks._process.kill()
     with pytest.raises(EppError, match="exit code -9"):
         forks.run(1, [str(script(tmp_path, ""))], {}, tmp_path / "log", 60)
     forks.close()
 
 
-def test_without_the_process_that_forks_no_rank_lives_on(light, tmp_path):
-    forks, log = Forks({}), tmp_path / "log"
+def test_without_the_process_that_forks_no_rank_lives_on(tmp_path):
+    forks, log = Forks({}, LIGHT), tmp_path / "log"
     log.touch()
 
     def run():

@@ -10,9 +10,12 @@ import pytest
 
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.serialize import load
 from tests.mcore.test_resume import losses
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.parity_figures import check_closeness, parity_of
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 FLAGS = shlex.split(
@@ -36,7 +39,7 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     folder = tmp_path / "checkpoints"
     given = ["--data-path", data, "--epp-layout", "auto", "--train-iters", 4]
 
-    said = trained(*given, "--epp-report-dir", tmp_path / "whole")
+    said = trained(*given, "--epp-report-dir", tmp_path / "whole", "--epp-trace", 1)
     assert "--epp-layout auto: stages of " in said
     saving = ["--save", folder, "--save-interval", 2]
     trained(*given, *saving, "--exit-interval", 2, "--epp-report-dir", tmp_path / "before")
@@ -45,6 +48,7 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     assert sum(layout.halves) == 16
     assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
     assert body["chosen_with"]["epp_layout"] == "auto"
+    assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
 
     resumed = ["--load", folder, "--epp-memory-cap-gb", 100]
     said = trained(*given, *saving, *resumed, "--epp-report-dir", tmp_path / "after")
@@ -67,3 +71,27 @@ def test_until_data_decide_megatron_has_even_layers(flags: str, megatron: dict[s
     args = arguments("--epp-layout", *flags.split(), pipeline_model_parallel_size=2, **megatron)
     prepare_epp_args(args)
     assert (args.epp_layout, args.pipeline_model_parallel_layout) == given
+
+
+def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tmp_path: Path) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+    kept = tmp_path / "epp_layout.json"
+    kept.write_text(Layout((6, 5, 4, 1), Placement("looped", 4, 1)).to_json())
+    given = ["--data-path", data, "--epp-layout", "balanced", "--train-iters", 1, "--lr-warmup-iters", 0, "--load", tmp_path]
+    said = trained(*given, "--epp-report-dir", tmp_path, "--epp-trace", 1)
+    (line,) = [line for line in said.splitlines() if str(kept) in line]
+    assert line.endswith("a layout for 4 pipeline ranks, where there are 2. The layout is searched again")
+    assert load(tmp_path / "plan.json").num_layers == (5, 3)
+
+
+def test_balanced_layers_of_two_replicas_train_as_the_stock_schedule_does(tmp_path: Path) -> None:
+    case = {
+        "cell": {"pp": 2, "dp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-layout balanced",
+        "both": "--vocab-size 1023",
+        "optimizer": "--use-distributed-optimizer",
+    }
+    figures = parity_of(tmp_path, {"balanced": case}, iterations=2)["balanced"]
+    check_closeness(figures)
+    assert [{tuple(plan["layers"]) for plan in plans} for plans in figures["plans"]] == [{(3, 1)}] * 2

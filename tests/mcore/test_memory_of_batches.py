@@ -15,7 +15,7 @@ SCALARS_BYTES = 64
 WORKER = "tests.support.mcore.batches_worker"
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(9, marks=pytest.mark.slow)])
 def batches(request):
     return request.param
 

@@ -170,15 +170,15 @@ def test_a_users_mistake_ends_in_one_line_without_a_traceback():
         assert done.stdout == ""
 
 
-def test_a_dry_run_shows_no_secret(monkeypatch):
+def test_a_dry_run_shows_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("EPP_TEST_SOURCE", "hunter2")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     secrets = "launch.environment={HF_TOKEN: hunter3, EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}', EPP_TEST_PLAIN: a}"
-    command = [sys.executable, "-m", "megatron_epp.cli.main", "train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "hunter" not in done.stdout + done.stderr
-    assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(done.stdout.splitlines())
-    assert 'export EPP_TEST_API_KEY="${EPP_TEST_SOURCE?' in done.stdout
+    assert main(["train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]) == 0
+    out, error = capsys.readouterr()
+    assert "hunter" not in out + error
+    assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(out.splitlines())
+    assert 'export EPP_TEST_API_KEY="${EPP_TEST_SOURCE?' in out
 
 
 def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypatch, capsys):

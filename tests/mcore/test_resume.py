@@ -41,14 +41,11 @@ def start(data: str, report: Path, *flags: object) -> subprocess.Popen[str]:
         return subprocess.Popen([*launcher, *map(str, training)], env=environment, text=True, stdout=log, stderr=log)
 
 
-def finish(process: subprocess.Popen[str], report: Path) -> dict[int, float]:
-    """Wait for a run and return the exact loss of every iteration it did."""
-    try:
-        code = process.wait(timeout=240)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        code = None
-    assert code == 0, report.with_suffix(".log").read_text()[-5000:]
+def finish(data: str, report: Path, *flags: object) -> dict[int, float]:
+    """Train to the end in forked ranks and return the exact loss of every iteration."""
+    training = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
+    finished = launch(2, *training, timeout_s=240)
+    assert finished.returncode == 0, finished.output[-5000:]
     return losses(report)
 
 
@@ -96,12 +93,8 @@ def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(INTERVAL, ITERATIONS, INTERVAL)
 
-    report = ["--data-path", data, "--epp-report-dir", tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json"]
-    whole = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, *report)
-    assert whole.returncode == 0, whole.output[-5000:]
-    uninterrupted = losses(tmp_path / "whole")
-    resumed = start(data, tmp_path / "resumed", *saving, "--load", checkpoints)
-    after = finish(resumed, tmp_path / "resumed")
+    uninterrupted = finish(data, tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json")
+    after = finish(data, tmp_path / "resumed", *saving, "--load", checkpoints)
 
     print(f"\nkilled after iteration {max(before)}, resumed from {saved}: {after}")
     assert sorted(uninterrupted) == list(range(1, ITERATIONS + 1))

@@ -19,8 +19,9 @@ from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
 from megatron_epp.mcore.training.forward_backward import schedule_for
 from megatron_epp.plan import EppError
-from tests.support.mcore.known_scripts import USER_SCRIPT, fingerprints_of, known_as_megatrons
-from tests.support.mcore.launch import TINY, launch
+from tests.support.mcore.forked import launch
+from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, fingerprints_of
+from tests.support.mcore.launch import TINY
 
 COUNT = itertools.count()
 TEXT = USER_SCRIPT.read_text()
@@ -306,7 +307,7 @@ def test_a_run_with_a_loss_of_its_own_ends_before_it_trains(tmp_path: Path, sche
         "--train-iters",
         1,
     ]
-    finished = launch(1, "-m", "megatron_epp.run", edited, *flags, env=known_as_megatrons(USER_SCRIPT, tmp_path))
+    finished = launch(1, RUN_KNOWN, edited, *flags)
     assert finished.returncode == 1
     assert f"megatron_epp, rank 0: loss_func ({edited}:" in finished.output
     assert "which forward_step uses, is not Megatron's own (fingerprint" in finished.output

@@ -84,11 +84,11 @@ COVERING = {
 
 
 def cells() -> list[object]:
-    """Return model, layout and number of iterations: those of COVERING for 8 iterations, every one for 20, which is slow."""
+    """Return model, layout and number of iterations: those of COVERING for 6 iterations, every one for 20, which is slow."""
     found = [
         (model, layout) for model in MODELS for layout in LAYOUTS if "expert" in MODELS[model].flags or "expert" not in layout
     ]
-    short = [pytest.param(*cell, 8, id=", ".join(cell)) for cell in found if cell in COVERING]
+    short = [pytest.param(*cell, 6, id=", ".join(cell)) for cell in found if cell in COVERING]
     slow = pytest.mark.slow  # all of them take ten minutes
     return [*short, *(pytest.param(*cell, 20, id=f"20 iterations, {', '.join(cell)}", marks=slow) for cell in found)]
 

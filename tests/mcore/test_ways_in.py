@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.mcore import forked
-from tests.support.mcore.known_scripts import USER_SCRIPT, known_as_megatrons
-from tests.support.mcore.launch import REPOSITORY, TINY, launch
+from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, known_as_megatrons
+from tests.support.mcore.launch import REPOSITORY, TINY, Finished, alone, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 TRAIN = [*TINY, "--train-iters", 2, "--epp-lookahead", 3]
 RANKS = {"stock": 1, "epp": 2}
-"""Pipeline stages, each on a rank of its own."""
+"""Pipeline stages, each on a rank of its own. A single rank needs no launcher."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ def epp_flags(folder: Path) -> list[object]:
     return [*flags, "--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
 
 
+def started(ranks: int, *command: object, env: dict[str, str] | None = None) -> Finished:
+    return alone(*command, env=env) if ranks == 1 else launch(ranks, *command, env=env)
+
+
 def printed_losses(output: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", output)
 
@@ -52,7 +56,7 @@ def printed_losses(output: str) -> list[str]:
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     flags = epp_flags(tmp_path_factory.mktemp("documents")) if request.param == "epp" else TRAIN
     ranks = RANKS[request.param]
-    finished = launch(ranks, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+    finished = started(ranks, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
     return Reference(ranks, flags, finished.output, known_as_megatrons(USER_SCRIPT, tmp_path_factory.mktemp("known")))
 
@@ -65,7 +69,7 @@ def test_our_own_script_trains_and_says_once_that_there_is_no_gpu(reference: Ref
 
 def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_beside_its_own(reference: Reference) -> None:
     command = ["-m", "megatron_epp.run", USER_SCRIPT, *reference.flags, "--users-own-flag", 7]
-    finished = launch(reference.ranks, *command, env=reference.env)
+    finished = started(reference.ranks, *command, env=reference.env)
     assert finished.returncode == 0, finished.output[-5000:]
     assert printed_losses(finished.output) == reference.losses
     assert re.search(r"users_own_flag \.+ 7", finished.output)
@@ -75,7 +79,7 @@ def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_
 def test_ranks_that_a_script_chooses_for_embeddings_give_way_to_a_placement(tmp_path: Path) -> None:
     flags = [*epp_flags(tmp_path), "--num-virtual-stages-per-pipeline-rank", 2, "--epp-placement", "v"]
     ours = forked.launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
-    theirs = launch(2, "-m", "megatron_epp.run", USER_SCRIPT, *flags, env=known_as_megatrons(USER_SCRIPT, tmp_path))
+    theirs = forked.launch(2, RUN_KNOWN, USER_SCRIPT, *flags)
     assert theirs.returncode == 0, theirs.output[-5000:]
     assert len(printed_losses(ours.output)) == 2
     assert printed_losses(theirs.output) == printed_losses(ours.output)
@@ -89,7 +93,7 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, t
     shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
     subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
     env = {"PYTHONPATH": f"{tmp_path}:{reference.env['PYTHONPATH']}"}
-    finished = launch(reference.ranks, USER_SCRIPT, *reference.flags, env=env)
+    finished = started(reference.ranks, USER_SCRIPT, *reference.flags, env=env)
     assert finished.returncode == 0, finished.output[-5000:]
     assert printed_losses(finished.output) == reference.losses
     assert re.search(r"epp_lookahead \.+ 3", finished.output)

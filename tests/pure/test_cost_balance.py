@@ -75,6 +75,23 @@ def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it(
     assert advice(costs(best.layers), range(8), SHORT) is None
 
 
+def test_stages_with_half_layers_are_spoken_of_like_others():
+    own, best = spreads(PROFILE.costs([8.5, 8.5, 9, 6]), LONG)
+    assert own.layers == (8.5, 8.5, 9, 6)
+    assert own.excess == pytest.approx(9 / 8 - 1, abs=0.03)
+    assert best.layers == (8, 8, 8, 8)
+    said = advice(PROFILE.costs([8.5, 8.5, 9, 6]), range(4), LONG)
+    assert said is not None
+    assert said.startswith("stages of 8.5, 8.5, 9, 6 layers: the busiest takes")
+    assert advice(PROFILE.costs([8.5, 8.5, 8.5, 6.5]), range(4), SHORT) is None
+
+
+def test_the_parts_of_a_layer_add_up_in_the_spread():
+    """A stage of attention halves and one of MLP halves beside them take as long as the layers they are cut from."""
+    cut, whole = (spreads(PROFILE.costs(layers), SHORT)[0].excess for layers in ([8.5, 7.5, 8, 8], [8, 8, 8, 8]))
+    assert cut == pytest.approx(whole, abs=0.05)
+
+
 def test_nothing_is_said_of_layers_that_suit_the_sequences():
     assert advice(costs((4,) * 8), range(8), LONG) is None
     for_short_ones = costs(balanced_layers(PROFILE, 32, 8))

@@ -61,6 +61,13 @@ def test_megatrons_defaults_fill_in_what_a_model_leaves_out():
     assert (experts.num_experts, experts.experts_per_token, experts.ffn_hidden_size) == (4, 2, 32)
 
 
+def test_rotations_without_a_fused_kernel_count_in_measurements():
+    flags = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    rope = {"position_embedding_type": "rope"}
+    assert [shape_of(flags | more).rotates for more in ({}, rope, rope | {"no_rope_fusion": True})] == [False, False, True]
+    assert shape_of(load_flags("tiny-gpt")).rotates
+
+
 def test_a_cluster_starts_from_known_rates_and_changes_some(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text("rates: cpu\nlinear_flops: 5e9\ndevice_memory_gb: 3\n")

@@ -19,11 +19,12 @@ from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, with_features
 from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.seeds import some_by_default
 
 pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@some_by_default("seed", range(8), 4)
 def test_no_order_and_no_recompute_is_faster(seed: int):
     chunks, asked, costs = tiny_case(seed)
     tables = tabulate(chunks, asked, costs)
@@ -49,7 +50,7 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
 WEIGHTS = Options(split_weight=True)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 7])
+@some_by_default("seed", [1, 2, 7], 2)
 @pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
 def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     chunks, asked, costs = tiny_case(seed)

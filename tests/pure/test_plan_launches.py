@@ -15,6 +15,7 @@ from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import stuck, stuck_together
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
+from tests.support.seeds import some_by_default
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
 COPIES = (Op.O, Op.L, Op.FREE)
@@ -157,7 +158,7 @@ def test_lockstep_plans_that_receive_at_different_exchanges_may_wait_for_each_ot
     assert blocked([late, early], lockstep=True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@some_by_default("seed", range(20), 10)
 def test_planned_batches_end_on_every_machine(seed):
     """More of them: ``python -m tests.support.plan.launch_campaign 2500``."""
     assert judge(seed).faults == []

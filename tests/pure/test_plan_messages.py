@@ -90,8 +90,7 @@ def test_looped_placements_have_more_in_flight_than_two_messages_a_neighbour():
     assert "are set aside for them" in str(check(short)[0])
 
 
-@pytest.mark.parametrize("kind", ["looped", "v"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("kind", "stages"), [("looped", 1), ("looped", 2), ("v", 2)])
 def test_the_least_cap_that_an_error_names_has_room_for_messages(kind, stages):
     placement = Placement(kind, 4, stages)
     lengths = (30_000, 9000, 700, 3000)

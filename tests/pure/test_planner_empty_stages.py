@@ -76,7 +76,7 @@ def planned(asked: list[Problem], costs: PipelineCosts, options: Options) -> tup
     return plan_lockstep(asked, costs, options) if len(asked) > 1 else (plan(asked[0], costs, options),)
 
 
-@some_by_default("seed", range(80), 24)
+@some_by_default("seed", range(80), 12)
 def test_any_batch_is_planned_or_refused_with_a_cap_that_would_do(seed: int):
     asked, costs, options = asked_of(seed)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, pe
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.seeds import some_by_default
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
 
@@ -136,12 +138,14 @@ def least_cap(lengths: tuple[int, ...], stages: int, options: Options, costs: Pi
     return named_cap_bytes(caught.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [Options(), Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b")],
-    ids=repr,
+FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b"))
+
+
+@some_by_default(
+    ("options", "wide_sums"),
+    [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))],
+    2 + len(FIXED),
 )
-@pytest.mark.parametrize("wide_sums", [False, True])
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)
     if not wide_sums:

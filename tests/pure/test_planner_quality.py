@@ -26,6 +26,7 @@ from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+from tests.support.seeds import some_by_default
 
 WEB = web_lengths(200, seed=3)
 WHALE = (131072, *web_lengths(120, seed=4, longest=2000))
@@ -92,7 +93,7 @@ def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
     assert sum(map(sum, made.recompute_us)) < sum(map(sum, without.recompute_us))
 
 
-@pytest.mark.parametrize(("lengths", "stages", "cap"), [(WHALE, 8, 30), (EQUAL, 8, 20), (EQUAL, 4, 20)])
+@some_by_default(("lengths", "stages", "cap"), [(WHALE, 8, 30), (EQUAL, 4, 20), (EQUAL, 8, 20)], 2)
 def test_weight_gradients_of_their_own_and_copies_go_together(lengths: tuple[int, ...], stages: int, cap: int):
     given, costs = problem(lengths, stages, cap * GIB), pipeline(stages)
     choices = Options(offload=True), SPLIT, Options(offload=True, split_weight=True)
@@ -180,7 +181,7 @@ def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int
         assert more <= 1.01 * less
 
 
-@pytest.mark.parametrize("seed", range(12))
+@some_by_default("seed", range(12), 6)
 def test_the_order_in_which_sequences_come_does_not_matter(seed: int):
     draw = random.Random(seed)
     lengths = list(web_lengths(draw.choice([2, 4, 5, 7, 9, 12, 20, 30, 100]), seed))
@@ -213,7 +214,7 @@ def test_offload_spares_recompute_of_a_given_chunk_table():
     assert predicted_us(copied, given, costs) < predicted_us(bare, given, costs)
 
 
-@pytest.mark.parametrize("seed", [16, 18, 29, 30, 42, 56])
+@some_by_default("seed", [16, 18, 29, 30, 42, 56], 2)
 def test_weight_gradients_of_their_own_are_no_slower_with_more_memory(seed: int):
     """What is fastest with whole backwards may not be so with split ones: these cases lost 1% to 6% to less memory."""
     draw = random.Random(seed)

@@ -53,7 +53,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     costs = replace(costs, half=replace(costs.half, bytes_per_token=base.half))
     if layers == 0:
         costs = replace(costs, extra_bytes_per_token=max(0.0, base.kept - base.half), head_bytes_per_token=0.0)
-        return _with_kv_bytes(costs, stage) if costs.half.num_cached_layers else costs
+        return _with_kv_bytes(costs, stage, _of_slices(stage)) if costs.half.num_cached_layers else costs
     # Not so a hybrid model's attention and MLP layers, and two halves that count as a layer.
     is_uniform = len({type(layer) for layer in layers_of(stage)}) == 1 and not costs.first_mlp_bytes_per_token
 
@@ -75,17 +75,21 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     if splits and is_uniform:
         peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
-    costs = _with_kv_bytes(costs, stage)
+    slices = _of_slices(stage)
+    costs = _with_kv_bytes(costs, stage, slices)
     if is_uniform and costs.kv_gradient_bytes_per_token:
         held = least + costs.kv_bytes_per_token
-        costs = replace(costs, attended_bytes_per_token=held + _of_slices(stage).left)
+        costs = replace(costs, attended_bytes_per_token=held + slices.left)
         if splits:
             costs = replace(costs, apart_attended_bytes_per_token=held + _of_slices(stage, keep_weights=True).left)
     return costs
 
 
-def _with_kv_bytes(costs: StageCosts, stage: MegatronStage) -> StageCosts:
-    few, many = _of_slices(stage), _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
+def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> StageCosts:
+    """Return `costs` with the bytes of keys and values, of a sequence of `few` slices and of many."""
+    # Only gradients of less than 32 bits are added up in a wider type where slices are many.
+    is_wide = all(parameter.dtype == torch.float32 for parameter in stage.parameters)
+    many = few if is_wide else _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
     return replace(
         costs,
         kv_bytes_per_token=few.cache,

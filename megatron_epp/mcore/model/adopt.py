@@ -48,6 +48,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
         check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
+    model_chunks.check_stage(call.arguments["config"], args, vp_stage)
     layers = model_chunks.cut_layers(args, vp_stage)
     if layers is not None:
         spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]

@@ -18,9 +18,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_epp.mcore.arguments.consequences import placement_of
-from megatron_epp.mcore.arguments.layout import asked_layout
+from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
+
+_unsettled: list[weakref.ref[Any]] = []
+"""Configs that were made before the run has found its layout."""
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
@@ -65,14 +69,51 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that this replaces. Megatron's stay if they say it all."""
     if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override")):
         return  # which the segments of the pattern say
-    is_asked = getattr(args, "epp_layout", None) is not None
-    if placement_of(args).is_looped and not is_asked:
+    asked = getattr(args, "epp_layout", None)
+    if placement_of(args).is_looped and asked is None:
         return
+    if asked in SEARCHED:
+        _unsettled.append(weakref.ref(transformer))
     if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
         return
     layout = layout_of(args, transformer)
     if layout.to_megatron() is not None:
         return
+    _place(transformer, layout)
+
+
+def settle_stages(args: argparse.Namespace) -> None:
+    """Divide layers by the layout that the run has found, in configs that were made before, with even layers."""
+    layout = asked_layout(args)
+    assert layout is not None
+    while _unsettled:
+        transformer = _unsettled.pop()()
+        if transformer is None or layout.placement.num_stages == 1:
+            continue
+        text = layout.to_megatron()
+        if text is None:
+            _place(transformer, layout)
+        else:
+            made = PipelineParallelLayerLayout.from_str(text, layout.placement.num_ranks)
+            transformer.pipeline_model_parallel_layout = made
+
+
+def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
+    """Raise `EppError` if a config, such as a copy made too early, gives a chunk of this rank other layers than the layout."""
+    layout = asked_layout(args)
+    if layout is None or layout.placement.num_stages == 1:
+        return
+    stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
+    wanted = [*layout.stages()][stage].num_modules
+    found = get_num_layers_to_build(transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
+    if found != wanted:
+        raise EppError(
+            f"stage {stage} was configured with {found} layers before the layout was found, which gives it {wanted}: "
+            f"start with {FLAG} {args.epp_layout}"
+        )
+
+
+def _place(transformer: Any, layout: Layout) -> None:
     layers = [*layout.stages()]
     stages = [["decoder"] * one.num_modules for one in layers]
     stages[0].insert(0, "embedding")

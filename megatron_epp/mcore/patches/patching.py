@@ -117,8 +117,12 @@ def applied() -> tuple[Patch, ...]:
 def fingerprint(target: str) -> str:
     """Return twelve hex digits of the sha256 of the source of `target`, without our patches and functools.wraps."""
     originals = (applied.original for applied in _applied if applied.patch.target == target)
-    source = inspect.getsource(next(originals, None) or resolve(target))
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
+    return _fingerprint_of(next(originals, None) or resolve(target))
+
+
+@functools.cache
+def _fingerprint_of(original: Any) -> str:
+    return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:12]
 
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:

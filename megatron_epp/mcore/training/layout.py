@@ -30,6 +30,7 @@ from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import wanted_cap_bytes
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
@@ -80,6 +81,7 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
+    settle_stages(args)
     if args.save and dist.get_rank() == 0:
         body = json.loads(layout.to_json()) | {"chosen_with": chosen_with}
         write_whole(Path(args.save, FILE_NAME), json.dumps(body, indent=1) + "\n")

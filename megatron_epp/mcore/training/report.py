@@ -183,14 +183,12 @@ class IterationReport:
     def _log_spread(self) -> None:
         """Log a hint if another division of layers among stages would reduce waiting, once, after `_BATCHES` iterations.
 
-        Models whose layers differ from each other get no such hint, nor do stages with half layers.
+        Models whose layers differ from each other get no such hint.
         """
         session, plan = self.session, self.batch.plan
         if plan is None or session.costs is None or len(session.batches_seen) == _BATCHES:
             return
         if getattr(session.args, "hybrid_layer_pattern", None) or getattr(session.args, "moe_layer_freq", 1) != 1:
-            return
-        if session.costs.half_layers:
             return
         session.batches_seen.append(plan.lengths)
         if len(session.batches_seen) == _BATCHES:

@@ -177,7 +177,13 @@ class Chunker:
         return joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
 
     def _token_limit(self, first_slice: int, shorts: Sequence[Item], time_us: float) -> int:
-        """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice."""
+        """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.
+
+        Args:
+            first_slice: tokens of the first slice of the longest sequence.
+            shorts: sequences that are not cut.
+            time_us: time aimed at for a chunk.
+        """
         short_us = sum(item.time_us for item in shorts)
         typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0
         return min(self.token_cap, max(first_slice, typical))

@@ -98,12 +98,24 @@ class Memory:
             self.model.at_most(live + need, self.room)
 
     def _ran(self, s: int, op: Op, item: Item) -> list[Linear]:
-        """Return a literal per chunk that its forward has started, or its backward has ended, when an item starts."""
+        """Return a literal per chunk that its forward has started, or its backward has ended, when an item starts.
+
+        Args:
+            s: the stage.
+            op: F for started forwards, B for ended backwards.
+            item: the operation and chunk that starts.
+        """
         before, own = self.orders.before[s], ALWAYS if op is Op.F else NEVER
         return [own if (op, c) == item else before[(op, c), item] for c in self.size]
 
     def _plain(self, s: int, item: Item, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
-        """Yield the live bytes when an item starts, without any recompute, as shares of the cap."""
+        """Yield the live bytes when an item starts, without any recompute, as shares of the cap.
+
+        Args:
+            s: the stage.
+            item: the operation and chunk that starts.
+            begun, ended: of each chunk, a literal that its forward has started, and that its backward has ended (`_ran`).
+        """
         kept, opened, residual, stays = (
             self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_residual", "weight_bytes")
         )
@@ -115,7 +127,12 @@ class Memory:
                 yield stays[c] * (ended[c] - self.orders.before[s][(Op.W, c), item])
 
     def _relief(self, s: int, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
-        """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap."""
+        """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap.
+
+        Args:
+            s: the stage.
+            begun, ended: as for `_plain`.
+        """
         most = float(self.tables.num_layers[s])
         for c in self.size:
             recompute_steps, saved = self.recompute_steps[s][c], self.sizes["saved"][s][c]

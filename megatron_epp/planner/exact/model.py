@@ -140,7 +140,13 @@ class OracleModel:
                     self._loads_with_weights(s, item, earlier, later, head)
 
     def _loads_around(self, s: int, item: Item, core: Sequence[Item]) -> tuple[Linear, Linear]:
-        """Least time of the forwards and backwards before an item and after it."""
+        """Least time of the forwards and backwards before an item and after it.
+
+        Args:
+            s: the stage.
+            item: the operation and chunk.
+            core: all forwards and backwards of the stage.
+        """
         w, before = self.windows, self.orders.before[s]
         earlier: list[Linear] = []
         later: list[Linear] = []
@@ -156,7 +162,14 @@ class OracleModel:
         return total(earlier), total(later)
 
     def _loads_with_weights(self, s: int, item: Item, earlier: Linear, later: Linear, head: Linear) -> None:
-        """Constrain the loads with weight gradients, whether these are actions of their own or part of their backwards."""
+        """Constrain the loads with weight gradients, whether these are actions of their own or part of their backwards.
+
+        Args:
+            s: the stage.
+            item: the operation and chunk.
+            earlier, later: time of the forwards and backwards before the item and after it, as a share of the horizon.
+            head: time before the stage can start, likewise.
+        """
         before, weight = self.orders.before[s], self.windows.weight[s]
         own = [c for op, c in self.orders.items[s] if op is Op.W and c != item[1]]
         ahead = total(weight[c] * before[(Op.W, c), item] for c in own)

@@ -142,7 +142,12 @@ def _solved(
 
 
 def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
-    """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions."""
+    """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
+
+    Args:
+        problem, costs, options: as for `plan`.
+        made: the decisions, or None.
+    """
     if made is None:
         return math.inf
     try:

@@ -179,7 +179,12 @@ class Orders:
                     self.model.at_most(total(circle), 2.0)
 
     def _possible(self, a: Item, b: Item, stages: Iterable[int]) -> Linear:
-        """A literal for a before b, settled where one of the two ways takes longer than the horizon."""
+        """A literal for a before b, settled where one of the two ways takes longer than the horizon.
+
+        Args:
+            a, b: operations and chunks.
+            stages: on which the order of both is the same.
+        """
         if any(self._least(s, a, b) > 1.0 + ROUNDING for s in stages):
             return NEVER
         if any(self._least(s, b, a) > 1.0 + ROUNDING for s in stages):
@@ -187,7 +192,12 @@ class Orders:
         return self.model.literal()
 
     def _least(self, s: int, a: Item, b: Item) -> float:
-        """Least time in which a runs before b."""
+        """Least time in which a runs before b.
+
+        Args:
+            s: the stage.
+            a, b: operations and chunks.
+        """
         w = self.windows
         return w.head[s][a] + w.least[s][a] + w.least[s][b] + w.tail[s][b]
 

@@ -29,7 +29,7 @@ class Whole(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """What `fill` writes.
+    """Results of `fill`, and its storage.
 
     Attributes:
         actions: of every rank, with weight gradients, from twice its start in `Whole.starts` on.

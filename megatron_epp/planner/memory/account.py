@@ -119,6 +119,11 @@ class _Stage:
     def _backward_peak(self, c: int, backward_peak: int, split: bool) -> dict[str, int]:
         """Compute by item the peak of a backward above the bytes live when it starts (see
         `planner.kernels.memory.backward_peak`).
+
+        Args:
+            c: the chunk.
+            backward_peak: bytes that the items add up to.
+            split: the weight gradient is split off.
         """
         of_layer = self.of_layer[c] if split else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0), item.LAYERS: -self.freed[c]})
@@ -165,14 +170,28 @@ class _Layer(NamedTuple):
 
 
 def _layers(costs: Costs, stage: int, work: ChunkWork, mode: str) -> list[_Layer]:
-    """List, for every chunk, the bytes of a layer that recomputes at a mode."""
+    """List, for every chunk, the bytes of a layer that recomputes at a mode.
+
+    Args:
+        costs: of the pipeline.
+        stage: the stage.
+        work: of its chunks.
+        mode: the recompute mode; empty for none.
+    """
     split = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes
     columns = costs.layer_bytes(stage, work, mode), *costs.layer_peak_bytes(stage, work, mode), split
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
-    """List the device bytes of each chunk's forward and backward for keys and values that are in host memory (KV offload)."""
+    """List the device bytes of each chunk's forward and backward for keys and values that are in host memory (KV offload).
+
+    Args:
+        costs: of the pipeline.
+        stage: the stage.
+        work: of its chunks.
+        kv_offload: of each chunk, True if its keys and values are in host memory.
+    """
     if not kv_offload.any():
         return [(0, 0)] * len(kv_offload)
     sizes = costs.kv_offload_costs(stage, work)
@@ -186,7 +205,13 @@ def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
 
 
 def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
-    """Return the items with one of them adjusted so that they add up to `num_bytes`."""
+    """Return the items with one of them adjusted so that they add up to `num_bytes`.
+
+    Args:
+        items: bytes by item.
+        num_bytes: what they are to add up to.
+        name: of the item that is adjusted.
+    """
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 
 

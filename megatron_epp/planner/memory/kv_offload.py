@@ -116,7 +116,14 @@ def _merged(own: Any, other: Any, names: Iterable[str], items: Sequence[tuple[in
 
 
 def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, KVOffloadCosts]:
-    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once."""
+    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once.
+
+    Args:
+        costs: of the pipeline.
+        work: of the chunks.
+        pairs: stages and sequences whose keys and values are in host memory.
+        sharing: factor by which the link is slower for each of its uses.
+    """
     equal_stages, stages = costs.equal_stages, sorted({stage for stage, _ in pairs})
     distinct = {first: costs.kv_offload_costs(first, work, sharing) for first in {equal_stages[stage] for stage in stages}}
     return {stage: distinct[equal_stages[stage]] for stage in stages}
@@ -191,7 +198,13 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
+    """List, for every rank, the stages and sequences open to KV offload, largest cache first.
+
+    Args:
+        tables: sizes in bytes.
+        chunks: the chunk table.
+        problem: the batch and the placement.
+    """
     slices = slices_in(chunks, problem.lengths)
 
     def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:

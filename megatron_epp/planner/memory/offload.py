@@ -172,6 +172,14 @@ def _fit_copies(
 
     Each round aims below the cap by as much as the last came out above it. None where no copies are chosen, the caps are not
     met after `ROUNDS`, or the start is slower than `limit_us` by `SLOWER`.
+
+    Args:
+        order, codes: the compute actions, and the same as numbers.
+        tables: times and sizes of every replica.
+        caps: bytes of the ranks.
+        recompute_steps: recompute ``[stage][chunk]`` to start from.
+        limit_us: makespan of the best so far; None where there is none.
+        host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
     """
     played = play(codes, tables[0], recompute_steps)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
@@ -212,7 +220,16 @@ def _chosen(
     recompute_steps: RecomputeSteps,
     played: Played,
 ) -> Offload | None:
-    """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both."""
+    """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both.
+
+    Args:
+        order, codes: the compute actions, and the same as numbers.
+        tables: times and sizes of the replica.
+        held: bytes live while each action runs, ``[rank][position]``.
+        aims: bytes of the ranks to come below.
+        recompute_steps: recompute ``[stage][chunk]`` to start from.
+        played: times of the order without copies.
+    """
     shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     most = by_stage(tables.columns.most, len(tables.message_us))
     fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
@@ -278,7 +295,12 @@ def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]
 
 
 def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
-    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes."""
+    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
+
+    Args:
+        tables, made, played: as for `peaks_with_copies`.
+        rank: the rank.
+    """
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions = [action for action, _ in made.copies[rank]]
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, Codes
+from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.orders.warm_up import Order, WarmUp, run_ahead, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem
@@ -33,6 +35,7 @@ class CappedWarmUp:
     room: float = 1.0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Return the order of a chunk table. Arguments as of `OrderRule.order`."""
         if problem.forward_only:
             return WarmUp(self.lead).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
@@ -53,15 +56,17 @@ def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: fl
         problem: one stage per rank, and the caps.
         room: as in `CappedWarmUp`.
     """
-    total = groups[-1].stop if groups else 0
-    descending = [c for group in groups for c in reversed(group)]
-    every = [
-        (*(Action(Op.F, stage, c) for c in range(total)), *(Action(Op.B, stage, c) for c in descending))
-        for stage in range(problem.num_stages)
-    ]
+    total, stages = groups[-1].stop if groups else 0, problem.num_stages
+    forwards = np.arange(total) << KIND_BITS | FORWARD
+    backwards = np.array([c for group in groups for c in reversed(group)], dtype=np.int64) << KIND_BITS | BACKWARD
+    firsts = np.arange(stages)[:, None] * (total << KIND_BITS)
+    every = Codes(
+        integers((firsts + np.concatenate((forwards, backwards))).ravel()),
+        integers(range(0, 2 * total * stages + 1, 2 * total)),
+    )
     found = []
     for cap, static, *sizes in zip(
-        problem.cap_bytes, tables.static, *step_bytes(tuple(every), tables, [[0] * total] * len(every)), strict=True
+        problem.cap_bytes, tables.static, *step_bytes(every, tables, [[0] * total] * stages), strict=True
     ):
         takes, stays = np.array(sizes[0]), np.array(sizes[0]) - np.array(sizes[1])
         alive = np.cumsum(stays[:total])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.orders.split_weight import with_split_weights
@@ -23,8 +25,18 @@ def completed(
     Returns:
         The order and its makespan in microseconds.
     """
-    if has_shards(tables):
-        order = with_shards(order, tables, made.recompute_steps)
+    found = order
     if split:
-        return with_split_weights(order, tables, made, caps, enough_us)
-    return order, play(order, tables, made.recompute_steps, timed(made, tables)).makespan_us
+        found, split_us = with_split_weights(order, tables, made, caps, enough_us)
+        if not has_shards(tables):
+            return found, split_us
+    copies = timed(made, tables)
+
+    def time_us(tried: Order) -> float:
+        return play(tried, tables, made.recompute_steps, copies).makespan_us
+
+    if not has_shards(tables):
+        return order, time_us(order)
+    tried = [with_shards(one, tables, made.recompute_steps) for one in dict.fromkeys((found, order))]
+    took_us = list(map(time_us, tried))
+    return min(zip(tried, took_us, strict=True), key=itemgetter(1))

@@ -161,7 +161,12 @@ def descending(groups: Sequence[range]) -> list[int]:
 
 
 def _running(made: Order, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-    """Return an order if there is one and it runs, otherwise that of list scheduling."""
+    """Return an order if there is one and it runs, otherwise that of list scheduling.
+
+    Args:
+        made: the order; empty where there is none.
+        chunks, tables, problem: as for `OrderRule.order`.
+    """
     with suppress(PlanError):
         if made:
             makespan_us(made, tables, [[0] * len(chunks)] * problem.num_stages)

@@ -110,7 +110,11 @@ def search_table(trials: Trials, table: Aligned) -> list[Candidate]:
 
 
 def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Aligned]:
-    """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best."""
+    """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best.
+
+    Args:
+        trials, chunkers, warm: as for `search_tables`.
+    """
     problem, rules = trials.problem, trials.rules
     counts = grain_counts(problem.num_ranks, chunkers.coarsest)
     hint = warm.recall(problem) if warm is not None else None
@@ -203,10 +207,11 @@ def _search_starts(trials: Trials) -> None:
     """Try the best table with other sequences first, and windows that the caps limit, if it is far from its bound.
 
     Before the first backward of a long sequence, its last slice has to pass all ranks and come back. With nothing else to run
-    they wait. Chunks that have run forward before give them backwards to run, and a larger window gives them forwards.
+    they wait. Chunks that have run forward before give them backwards to run, and a larger window gives them forwards. What a
+    larger window holds too much is given up by recompute, so with a fixed recompute nothing is tried.
     """
-    best, problem = trials.best, trials.problem
-    if best is None or not problem.has_one_stage_per_rank or problem.forward_only or trials.replicas.is_lockstep:
+    best, problem, is_fixed = trials.best, trials.problem, trials.replicas.options.recompute != "auto"
+    if best is None or is_fixed or not problem.has_one_stage_per_rank or problem.forward_only or trials.replicas.is_lockstep:
         return
     (chunks,) = best.table.chunks
     if trials.best_us > DISTANT * trials.replicas.bound_us(best.tables, best.table):

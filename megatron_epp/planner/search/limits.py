@@ -156,7 +156,13 @@ class Limits:
         return round(longest * (min(self.problem.cap_bytes) - static) / max(1, named - static))
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
-        """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
+        """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know.
+
+        Args:
+            lengths: tokens of every sequence.
+            question: the limit that the plan serves.
+            cap_bytes: of every rank; None for those of the problem.
+        """
         for offload in (False, True) if self.options.offload else (False,):
             with suppress(InfeasibleError):
                 self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
@@ -177,6 +183,12 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) 
     """Find the largest multiple up to `most` that fits, to within a relatively small step.
 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
+
+    Args:
+        fits: tells whether a number fits.
+        multiple: of which the number is one.
+        most: the largest number that is tried.
+        guess: the number to begin at.
     """
     most = most // multiple * multiple
     unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)

@@ -85,7 +85,13 @@ class BackgroundPlanner:
 def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
 ) -> Callable[[Problem], PackedPlans]:
-    """Make the function that the process calls for every batch."""
+    """Make the function that the process calls for every batch.
+
+    Args:
+        costs, options: as for `plan`.
+        lockstep_group: number of the replica's group.
+        lockstep_groups: the replicas of each group.
+    """
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
     plan_one: Callable[[Problem], Plan] | None = None
     if options.planner == "milp":

@@ -198,7 +198,13 @@ class _Exchange:
         return self.time_us(tuple(shares[replica] for replica in lockstep_group))
 
     def _candidates(self, shares: list[Share], times_us: Sequence[float], slow: int) -> Iterator[tuple[int, list[Share]]]:
-        """Exchanges worth a try, with the fastest group first: that group, and the shares after it."""
+        """Exchanges worth a try, with the fastest group first: that group, and the shares after it.
+
+        Args:
+            shares: positions of each replica's sequences.
+            times_us: makespan of each lockstep group.
+            slow: the group that gives a sequence.
+        """
         giver, giver_us = max(
             ((r, self._work(shares[r])) for r in self.lockstep_groups[slow]), key=lambda each: (each[1], -each[0])
         )

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_epp.plan import EppError
 
@@ -26,11 +26,23 @@ class WorkerError(EppError):
     """The process ended, or what it ran raised something else than an `EppError`."""
 
 
+class Process(Protocol):
+    """The methods of `subprocess.Popen` that a worker needs."""
+
+    pid: int
+    returncode: int | None
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class Worker:
     """A process that makes a callable and calls it. Results come in the order of the calls.
 
     It starts a fresh interpreter that imports nothing but what it is sent: multiprocessing would import the training script
-    again, and with it torch. It ends with the process that made it, however that ends.
+    again, and with it torch. It ends with the process that made it, however that ends. `forks.fork_workers` changes how it
+    starts.
 
     Args:
         make: a function at the top level of a module; its result is called.
@@ -39,8 +51,13 @@ class Worker:
     """
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
-        self._process, self._connection = started(serve, niceness)
+        self._process, self._connection = self.start(serve, niceness)
         self.send(make, *args)
+
+    @staticmethod
+    def start(serve: Callable[..., None], *args: object) -> tuple[Process, Connection]:
+        """Start the process, which calls a function with the handle of a connection and `args`."""
+        return started(serve, *args)
 
     def call(self, *args: Any) -> Any:
         """Send and receive. Only where nothing sent before is yet to be received."""

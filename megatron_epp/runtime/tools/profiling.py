@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from megatron_epp.runtime.loss.blocks import Head, block_losses
 
 Points = dict[str, list[Point]]
 
-_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.1
+_ROUNDS = 3
+"""Times that everything is measured, one kind after the other, so that a machine that slows down does so for all kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +53,24 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
     ``linear`` before the MLP), ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and ``linear``,
     ``projections`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
     """
-    bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
-    points: Points = {}
-    for kind, measurer, argument_rows in (
-        ("linear", bench.linear, [(n,) for n in grid.tokens]),
-        ("projections", bench.projections, [(n,) for n in grid.tokens]),
-        ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
-        ("loss", bench.loss, [(n,) for n in grid.tokens]),
-        ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
-    ):
-        note(kind)
-        for arguments in argument_rows:
-            for name, point in measurer(*arguments):
-                points.setdefault(f"{kind} {name}", []).append(point)
+    bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
+    times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
+    for _ in range(_ROUNDS):
+        for kind, measurer, argument_rows in (
+            ("linear", bench.linear, [(n,) for n in grid.tokens]),
+            ("projections", bench.projections, [(n,) for n in grid.tokens]),
+            ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
+            ("loss", bench.loss, [(n,) for n in grid.tokens]),
+            ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
+        ):
+            note(kind)
+            for arguments in argument_rows:
+                for name, point in measurer(*arguments):
+                    rounds = times_us.setdefault(f"{kind} {name}", {}).setdefault((point.tokens, point.pairs), [])
+                    rounds.append(point.time_us)
+    points = {
+        kind: [Point(*where, statistics.median(rounds)) for where, rounds in some.items()] for kind, some in times_us.items()
+    }
     note("host copy")
     return points | {"host copy": time_host_copies(device, grid.copy_bytes)}
 
@@ -70,7 +78,7 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
 class _Bench:
     """One rank's share of one layer, of the embedding and of the head, in memory."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype, most_tokens: int) -> None:
         self.device, self.dtype, self.timer = device, dtype, Timer(device)
         ranks = shape.tensor_parallel
         self.hidden, self.vocab = shape.hidden_size, shape.vocab_size // ranks
@@ -78,7 +86,7 @@ class _Bench:
         self.channels = shape.query_width // shape.num_attention_heads
         self.heads = max(1, shape.num_attention_heads // ranks)
         self.kv_heads = max(1, shape.kv_width // self.channels // ranks)
-        self.gated = shape.gated_mlp
+        self.gated, self.rotates = shape.gated_mlp, shape.rotates
         self.query = self.heads * self.channels
         ffn = shape.ffn_hidden_size * shape.experts_per_token // ranks
         self.qkv = self._weight(self.query + 2 * self.kv_heads * self.channels, self.hidden)
@@ -87,6 +95,7 @@ class _Bench:
         self.down = self._weight(self.hidden, ffn)
         self.norm = torch.ones(self.hidden, device=device, dtype=dtype, requires_grad=True)
         self.words = self._weight(self.vocab, self.hidden)
+        self.angles = torch.arange(most_tokens, device=device)[:, None, None] * torch.rand(self.channels, device=device)
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
         weight = self._random(outputs, inputs).mul_(inputs**-0.5).requires_grad_()
@@ -124,7 +133,19 @@ class _Bench:
 
     def _projected(self, x: Tensor) -> Tensor:
         qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
-        return x + functional.linear(qkv[:, : self.query], self.out)
+        cached = self.kv_heads * self.channels
+        query, key, value = qkv.split((self.query, cached, cached), dim=1)
+        if self.rotates:
+            query, key = self._rotated(query), self._rotated(key)
+        return x + functional.linear(_Attended.apply(query, key, value), self.out)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Rotate the channels of every head by angles that grow with the position, one torch function after the other."""
+        heads = x.view(x.shape[0], -1, self.channels)
+        angles = self.angles[: len(heads)]
+        first, second = heads.chunk(2, dim=2)
+        turned = torch.cat((-second, first), dim=2)
+        return (heads * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)).flatten(1)
 
     def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
         """Time final norm, logits and cross entropy."""
@@ -135,8 +156,7 @@ class _Bench:
             normed = functional.rms_norm(x, (self.hidden,), self.norm)
             if self.loss_block_tokens:
                 return block_losses(normed, normed, self.words, labels, Head(self.loss_block_tokens)).sum()
-            logits = functional.linear(normed, self.words)
-            return functional.cross_entropy(logits.float(), labels, reduction="sum")
+            return CrossEntropy.apply(functional.linear(normed, self.words), labels).sum()
 
         yield from self._passes(tokens, run, None)
         yield "weight", self._weight_gradients(tokens, (self.words,))
@@ -173,6 +193,45 @@ class _Bench:
                 total.addmm_(grad.t(), given)
 
         return Point(tokens, 0, self.timer.median_us(run))
+
+
+class _Attended(torch.autograd.Function):
+    """Stand-in for core attention, which takes no time: it hands queries on, and their gradient to all three inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.cached = key.shape[1]
+        return query.view_as(query)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (grad,) = grads
+        return grad, grad[:, : ctx.cached], grad[:, : ctx.cached]
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Cross entropy as one torch function after the other, as a vocabulary that ranks share needs it; its forward keeps the
+    softmax, so that most of the work is there and not in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        logits_fp32 = logits.float()
+        shifted = logits_fp32.sub_(logits_fp32.max(dim=1, keepdim=True).values)
+        chosen = shifted.gather(1, labels[:, None])[:, 0]
+        softmax = shifted.exp_()
+        total = softmax.sum(dim=1)
+        softmax.div_(total[:, None])
+        ctx.save_for_backward(softmax, labels)
+        ctx.dtype = logits.dtype
+        return total.log() - chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        softmax, labels = ctx.saved_tensors
+        softmax[torch.arange(len(labels), device=labels.device), labels] -= 1
+        return softmax.mul_(grad[:, None]).to(ctx.dtype), None
 
 
 class Timer:

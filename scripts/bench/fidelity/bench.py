@@ -27,21 +27,15 @@ from megatron_epp.cli.quickstart import corpus
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
-from megatron_epp.plan import Messages, Op, Plan, Step, load, simulate
+from megatron_epp.plan import Messages, Op, Plan, Step, simulate
 from megatron_epp.report.measured import Measured
-from scripts.bench.fidelity.error import Comparison, compare
+from scripts.bench.fidelity.error import Comparison, compare, traces
 from scripts.bench.fidelity.report import markdown
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_fidelity"
 COSTS = "epp_costs.json"
 WARM_UP = 1
 """Iterations at the start of a run that are left out."""
-
-
-def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
-    """Plan and times of every iteration of a run."""
-    numbers = range(1, iterations + 1)
-    return [(load(folder / f"plan-{i}.json"), Measured.load(folder / f"measured-{i}.json")) for i in numbers]
 
 
 def makespan_with(plan: Plan, costs: PipelineCosts) -> float:

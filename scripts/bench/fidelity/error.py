@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
 
@@ -60,6 +62,12 @@ class Comparison:
     def undisturbed_error(self) -> float | None:
         """The same with `taken_us` taken off the measured time."""
         return None if self.undisturbed_us is None else self.planned_us / (self.measured_us - self.taken_us) - 1
+
+
+def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
+    """Plan and times of every iteration of a run."""
+    numbers = range(1, iterations + 1)
+    return [(load(folder / f"plan-{i}.json"), Measured.load(folder / f"measured-{i}.json")) for i in numbers]
 
 
 def compare(plan: Plan, measured: Measured) -> Comparison:

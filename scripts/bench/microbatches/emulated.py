@@ -12,14 +12,13 @@ from megatron_epp.mcore.microbatches.planning import Planned, plan_as_given, pla
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES
 from megatron_epp.planner import Options, Problem
-from megatron_epp.runtime.tools.emulate import rehearse
+from scripts.bench.emulation import emulated_us
 from scripts.bench.microbatches.batches import batch
 
 CONTEXT = 32_768
 """Most tokens of a sample, and of a microbatch into which samples are packed."""
 SECONDS = 6.0
 """Length of an emulation of 1F1B without recompute."""
-TIMEOUT_S = 300.0
 
 
 class Compared(NamedTuple):
@@ -79,8 +78,7 @@ def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared
 
 
 def _seconds(planned: Planned, scale: float) -> float:
-    emulated = rehearse(planned.plan, scale, TIMEOUT_S)
-    return max(end_us for events in emulated.events for _, _, end_us in events) / 1e6
+    return emulated_us(planned.plan, scale) / 1e6
 
 
 def lines_of(found: Sequence[Compared]) -> list[list[str]]:

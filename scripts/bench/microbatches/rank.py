@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from scripts.bench.pinned import pin
 
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 8, 512
 STOCK, FULL, PLANNED, CAPPED = "1F1B", "1F1B, full recompute", "plans", "plans under the cap"
@@ -32,8 +32,7 @@ def run(rank: int, batches: Sequence[Sequence[int]], rounds: int, cap_share: flo
         rounds: times that every contender trains every batch.
         cap_share: cap of the last contender, as a share of what 1F1B without recompute holds.
     """
-    os.sched_setaffinity(0, {rank % os.cpu_count()})  # type: ignore[operator]
-    torch.set_num_threads(1)
+    pin(rank)
     import megatron_epp
 
     model = _pipeline_stage()

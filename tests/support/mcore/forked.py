@@ -50,4 +50,14 @@ def train(
 @functools.cache
 def _forks() -> Forks:
     """For all tests, made when the first needs them."""
-    return Forks(ENVIRONMENT)
+    return Forks(ENVIRONMENT, (__name__, "preload"))
+
+
+def preload() -> None:
+    """Prepare Megatron, whose mock data are fewer here: to shuffle ten million samples takes as long as to train on a few."""
+    from megatron_epp.mcore import pretrain_gpt
+
+    pretrain_gpt.preload()
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000

@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.support.mcore.launch import REPOSITORY
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
+RUN_KNOWN = Path(__file__).with_name("run_known_script.py")
+"""Program for forked ranks, whose first argument is the script."""
 fingerprints_of = runpy.run_path(str(REPOSITORY / "scripts" / "fingerprint_script.py"))["fingerprints_of"]
 
 _ADD = """

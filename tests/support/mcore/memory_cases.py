@@ -39,11 +39,7 @@ PIPELINES = {
         "as the planner likes": GROUPED,
         FREE: f"{LLAMA} --epp-slices 3",
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
-        "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
         "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
-        "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
-        "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
-        "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
@@ -51,7 +47,6 @@ PIPELINES = {
     },
     4: {
         FREE: f"{LLAMA} --epp-slices 3",
-        "all recompute": f"{LLAMA} --epp-slices 7 --epp-recompute 2",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
         OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
@@ -63,6 +58,10 @@ MORE = {
     "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
     "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
     "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
+    "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
+    "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
+    "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
+    "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
     "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
 }
 """On two ranks, in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""

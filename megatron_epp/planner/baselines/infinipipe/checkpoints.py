@@ -121,6 +121,11 @@ def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, lis
     """Yield, for every backward of a stage, the live bytes without recompute, its chunk excluded; the chunks alive; its chunk.
 
     Between backwards bytes only rise, and a backward starts with what is live, so no forward is above the backward after it.
+
+    Args:
+        order: forwards and backwards of every rank.
+        tables: sizes of the chunks in bytes.
+        p: the stage, which is a rank's only one.
     """
     activation = tables.activation[p]
     live = tables.static[p]

@@ -1,0 +1,87 @@
+"""Workers that are forked from the process that makes them, for short runs: they begin with all that it has imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from megatron_epp import planner
+from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.service.worker import Process, Worker
+
+
+def fork_workers() -> None:
+    """Have `Worker` fork its process, in this process and in those that it forks, where the planner is loaded now.
+
+    A process that forks must not depend on locks that other threads of its hold: the worker would wait for them forever.
+    """
+    if Worker.start is forked:
+        return
+    load_planner()
+    Worker.start = staticmethod(forked)  # type: ignore[method-assign]
+
+
+def load_planner() -> None:
+    """Plan a small batch in several ways: the compiled loops are read from disk, which takes longer than most plans."""
+    shape = ModelShape(
+        num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4, vocab_size=128
+    )
+    costs = analytic_costs(shape, H100, [2, 2], state_bytes_per_parameter=8.0)
+    problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
+    free = planner.plan(problem, costs, Options(split_weight=True, steps=1))
+    cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
+    planner.plan(replace(problem, cap_bytes=cap_bytes), costs, Options(offload=True))
+
+
+def forked(serve: Callable[..., None], *args: object) -> tuple[Process, Connection]:
+    """Fork a process that calls a function with the handle of a connection, as `worker.started` starts one."""
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            ours.close()
+            os.dup2(2, 1)  # what it prints is no part of the forking process's output
+            serve(theirs.fileno(), *args)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    theirs.close()
+    return Forked(pid), ours
+
+
+class Forked:
+    """A forked process, with the methods of `subprocess.Popen` that a worker needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        """End the process, unless it has been waited for."""
+        with self._lock:
+            if self.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, the negative number of the signal that ended it. Raises `subprocess.TimeoutExpired`."""
+        if not wait([self._ended], timeout):
+            raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._ended)

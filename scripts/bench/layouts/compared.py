@@ -1,0 +1,148 @@
+"""Layouts of one model, planned and measured: times of each, and ratios, with a verdict on how well the two agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from megatron_epp.report.table import table
+
+EVEN, AUTO = "even", "auto"
+CLOSE = 0.05
+"""Largest error of a measured ratio, as a share of the planned one, that counts as agreement."""
+_LOAD_MARGIN = 0.5
+"""Load average, besides that of the benchmark's own ranks, from which on the machine counts as busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One training with a layout: means over the iterations that count, in microseconds.
+
+    Attributes:
+        planned_us: makespan as planned.
+        measured_us: makespan as measured.
+        own_us: makespan of the plan if every action takes its processor time: without what other programs took.
+        iteration_us: Megatron's time of an iteration, optimizer included.
+    """
+
+    planned_us: float
+    measured_us: float
+    own_us: float
+    iteration_us: float
+
+    @staticmethod
+    def mean(each: Sequence[Trained]) -> Trained:
+        """Return the means of several iterations."""
+        return Trained(*(fmean(getattr(one, name) for one in each) for name in Trained.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All trainings with one layout.
+
+    Attributes:
+        name: value of `--epp-layout`.
+        layers: of every stage, as the log names them.
+        rounds: one training each.
+    """
+
+    name: str
+    layers: str
+    rounds: tuple[Trained, ...]
+
+    def median_us(self, figure: str) -> float:
+        """Median of a field of `Trained` over the rounds."""
+        return median(getattr(one, figure) for one in self.rounds)
+
+    @property
+    def range_us(self) -> tuple[float, float]:
+        """Shortest and longest measured makespan."""
+        times = [one.measured_us for one in self.rounds]
+        return min(times), max(times)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the longest and the shortest measured makespan, as a share of the median."""
+        least_us, most_us = self.range_us
+        return (most_us - least_us) / self.median_us("measured_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Time of a layout over that of another, by plan and by measurement."""
+
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """``measured / planned - 1``."""
+        return self.measured / self.planned - 1
+
+
+def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio:
+    """Return the ratio of two layouts, measured by a field of `Trained`."""
+    planned, measured = (found.median_us(name) / base.median_us(name) for name in ("planned_us", figure))
+    return Ratio(planned, measured)
+
+
+def is_busy(load: float, own: int) -> bool:
+    """Return whether a load average during a run is more than its own ranks', or than there are cores for them."""
+    return load > own + _LOAD_MARGIN
+
+
+def verdict(found: Measured, base: Measured, load: float, num_ranks: int) -> str:
+    """Say whether the measured ratio is the planned one, or why that is not known.
+
+    Args:
+        found, base: two layouts.
+        load: average during the trainings, their own ranks included.
+        num_ranks: of a training.
+    """
+    if found.layers == base.layers:
+        return f"the same layers as {base.name}"
+    if is_busy(load, num_ranks):
+        return f"inconclusive: the machine was busy (load {load:.1f} with {num_ranks} ranks)"
+    (a, b), (c, d) = found.range_us, base.range_us
+    if a <= d and c <= b:
+        return "inconclusive: the machine was busy (the layouts' measured times overlap)"
+    error = ratio(found, base).error
+    return f"{'as planned, within' if abs(error) <= CLOSE else 'not as planned: more than'} {CLOSE:.0%}"
+
+
+def lines_of(found: Sequence[Measured], load: float, num_ranks: int) -> list[str]:
+    """Format the layouts as a table, and below it their ratios to even layers with the verdict."""
+    header = ["layout", "layers", "planned (ms)", "measured (ms)", "spread", "iteration (ms)", "by processor time (ms)"]
+    figures = ("planned_us", "measured_us", "iteration_us", "own_us")
+    rows = []
+    for one in found:
+        planned, measured, iteration, own = (f"{one.median_us(name) / 1e3:.0f}" for name in figures)
+        rows.append([one.name, one.layers, planned, measured, f"{one.spread:.0%}", iteration, own])
+    base = next(one for one in found if one.name == EVEN)
+    lines = table(header, rows, left=(0, 1))
+    for one in found:
+        if one is not base:
+            lines.append(f"{one.name} / even: {_words(one, base)}; {verdict(one, base, load, num_ranks)}")
+    return lines
+
+
+def _words(found: Measured, base: Measured) -> str:
+    makespan, iteration, own = (ratio(found, base, name) for name in ("measured_us", "iteration_us", "own_us"))
+    return (
+        f"{makespan.planned:.3f} planned, {makespan.measured:.3f} measured ({makespan.error:+.1%}), "
+        f"{own.measured:.3f} by processor time ({own.error:+.1%}), {iteration.measured:.3f} with the optimizer"
+    )
+
+
+def report_of(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Return the figures of the layouts for JSON."""
+    return [
+        {
+            "layout": one.name,
+            "layers": one.layers,
+            "rounds": [{name: getattr(r, name) for name in r.__slots__} for r in one.rounds],
+        }
+        for one in found
+    ]

@@ -1,0 +1,78 @@
+"""Layouts planned and measured: ratios, the verdict on them, and the tables of the two parts of the benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.layouts.compared import Measured, Ratio, Trained, is_busy, lines_of, ratio, verdict
+from scripts.bench.layouts.emulated import Emulated
+from scripts.bench.layouts.emulated import lines_of as emulated_lines
+from scripts.bench.layouts.trained import Case, chosen_layers
+
+RANKS = 2
+
+
+def measured(name: str, layers: str, planned_us: float, *rounds_us: float) -> Measured:
+    """Trainings whose iterations take 10 ms more than the makespan, and their actions all of it."""
+    return Measured(name, layers, tuple(Trained(planned_us, us, us, us + 10_000) for us in rounds_us))
+
+
+EVEN = measured("even", "3, 2", 400_000, 410_000, 404_000, 500_000)
+AUTO = measured("auto", "3.5, 1.5", 350_000, 360_000, 355_000, 357_000)
+
+
+def test_ratios_are_those_of_the_medians() -> None:
+    found = ratio(AUTO, EVEN)
+    assert found == Ratio(350 / 400, 357 / 410)
+    assert found.error == pytest.approx((357 / 410) / (350 / 400) - 1)
+    assert ratio(AUTO, EVEN, "iteration_us").measured == pytest.approx(367 / 420)
+    assert EVEN.spread == pytest.approx(96 / 410)
+
+
+@pytest.mark.parametrize(
+    ("auto", "load", "says"),
+    [
+        (AUTO, 2.0, "as planned, within 5%"),
+        (AUTO, 2.4, "as planned, within 5%"),
+        (AUTO, 2.6, "inconclusive: the machine was busy (load 2.6 with 2 ranks)"),
+        (measured("auto", "3.5, 1.5", 350_000, 360_000, 406_000), 2.0, "inconclusive: the machine was busy (the layouts'"),
+        (measured("auto", "3.5, 1.5", 300_000, 360_000, 361_000), 2.0, "not as planned: more than 5%"),
+        (measured("auto", "3.5, 1.5", 390_000, 360_000, 361_000), 2.0, "not as planned: more than 5%"),
+        (measured("auto", "3, 2", 400_000, 600_000), 9.0, "the same layers as even"),
+    ],
+)
+def test_a_verdict_is_given_only_where_the_machine_was_quiet(auto: Measured, load: float, says: str) -> None:
+    assert verdict(auto, EVEN, load, RANKS).startswith(says)
+
+
+def test_a_load_above_that_of_the_ranks_is_busy() -> None:
+    assert [is_busy(load, 2) for load in (0.0, 2.5, 2.51)] == [False, False, True]
+
+
+def test_the_table_has_a_line_per_layout_and_one_per_ratio() -> None:
+    lines = lines_of([EVEN, AUTO], 2.0, RANKS)
+    assert [line.split()[0] for line in lines] == ["layout", "even", "auto", "auto"]
+    assert lines[1].split()[-5:] == ["400", "410", "23%", "420", "410"]
+    assert lines[-1] == (
+        "auto / even: 0.875 planned, 0.871 measured (-0.5%), 0.871 by processor time (-0.5%), 0.874 with the optimizer; "
+        "as planned, within 5%"
+    )
+
+
+def test_emulated_pipelines_have_planned_and_measured_ratios() -> None:
+    one = Emulated(
+        4, {"even": "8, 8, 8, 8", "auto": "9, 9, 8, 6"}, {"even": 2e6, "auto": 1.5e6}, {"even": 2.2e6, "auto": 1.6e6}
+    )
+    assert one.ratio.error == pytest.approx((1.6 / 2.2) / 0.75 - 1)
+    header, row, last = emulated_lines([one])
+    assert row.split() == ["4", "2000.0", "2200.0", "1500.0", "1600.0", "0.750", "0.727", "-3.0%"]
+    assert last == "auto on 4 ranks: 9, 9, 8, 6"
+    assert len(header.split("  ")) > 4
+
+
+def test_layers_are_those_that_the_log_names() -> None:
+    log = "INFO: --epp-layout auto: stages of 3.5, 1.5 layers, 12.0% less time than even layers for batches like the first 8"
+    assert chosen_layers(Case(), "auto", log) == "3.5, 1.5"
+    assert chosen_layers(Case(num_layers=5), "even", "") == "3, 2"
+    with pytest.raises(AssertionError, match="does not say which layers"):
+        chosen_layers(Case(), "balanced", "nothing of it")

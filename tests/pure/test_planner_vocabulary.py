@@ -1,0 +1,222 @@
+"""An output layer in shards over the ranks: planned, checked, simulated, lowered, proven and drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.layouts.search import Sample, choose, fastest
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.report.gantt import save_gantt
+from megatron_epp.report.trace import trace
+from tests.support.plan.planner_cases import GIB
+from tests.support.plan.queue_machine import makespan_us, stuck
+
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+LENGTHS = (30000, 9000, 5000, 3000, 2000, 700, 300)
+PLACEMENTS = {"one stage per rank": (0, 1, 2, 3), "looped": (0, 1, 2, 3, 0, 1, 2, 3), "v": (0, 1, 2, 3, 3, 2, 1, 0)}
+
+
+def costs(placement=(0, 1, 2, 3), shards: bool = True, profile=PROFILE, layers: int = 16) -> PipelineCosts:
+    ranks = max(placement) + 1
+    each = [layers // len(placement)] * len(placement)
+    shares = [1 / ranks] * ranks if shards else []
+    return profile.costs(each, state_bytes_per_parameter=7.5, vocabulary_shares=shares)
+
+
+def made(placement=(0, 1, 2, 3), cap: int = UNLIMITED_BYTES, lengths=LENGTHS, options=Options(), **more) -> Plan:  # noqa: B008
+    ranks = max(placement) + 1
+    return plan(Problem(lengths, tuple(placement), (cap,) * ranks, **more), costs(placement), options)
+
+
+def actions(plan: Plan, op: Op) -> list[Action]:
+    return [step.action for row in plan.ranks for step in row if step.action.op is op]
+
+
+def without(plan: Plan, action: Action) -> Plan:
+    return replace(plan, ranks=tuple(tuple(step for step in row if step.action != action) for row in plan.ranks))
+
+
+@pytest.fixture(scope="module")
+def usual() -> Plan:
+    return made()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("options", [Options(), Options(split_weight=True), Options(slices=6)], ids=["whole", "W", "sliced"])
+def test_every_chunk_has_a_shard_on_every_rank_and_one_loss(placement, options):
+    plan = made(placement, options=options)
+    chunks = range(len(plan.chunks))
+    for op in (Op.S, Op.T):
+        assert sorted(actions(plan, op)) == [Action(op, rank, c) for rank in range(4) for c in chunks]
+    assert sorted(actions(plan, Op.N)) == [Action(Op.N, 0, c) for c in chunks]
+    assert bool(actions(plan, Op.W)) <= options.split_weight
+    rows = lower(plan)
+    assert blocked([rows]) == []
+    for queues in (1, 8):
+        assert stuck(to_json(plan), to_grid(rows), queues, waits=0.1) == []
+    assert makespan_us(to_json(plan), to_grid(rows), queues=32) >= plan.predicted.makespan_us * (1 - 1e-9)
+
+
+def test_collectives_stand_in_one_order_on_all_ranks(usual):
+    rows = lower(usual)
+    for op in (Op.SPREAD, Op.GATHER):
+        orders = {tuple(action.chunk for action in row if action.op is op) for row in rows}
+        assert len(orders) == 1
+        assert sorted(orders.pop()) == list(range(len(usual.chunks)))
+
+
+def test_shards_run_between_the_last_forward_and_the_last_backward(usual):
+    line = simulate(usual)
+    steps = [step.action for row in usual.ranks for step in row]
+    starts = dict(zip(steps, (time_us for row in line.start_us for time_us in row), strict=True))
+    ends = dict(zip(steps, (time_us for row in line.end_us for time_us in row), strict=True))
+    spread, gather = (usual.messages.collective_times(op) for op in (Op.SPREAD, Op.GATHER))
+    for c in range(len(usual.chunks)):
+        shards = [Action(Op.S, rank, c) for rank in range(4)]
+        assert min(starts[one] for one in shards) >= ends[Action(Op.F, 3, c)] + spread[c] - 1e-6
+        assert starts[Action(Op.N, 0, c)] >= max(ends[one] for one in shards) + gather[c] - 1e-6
+        assert starts[Action(Op.B, 3, c)] >= ends[Action(Op.N, 0, c)] - 1e-6
+
+
+@pytest.mark.parametrize("op", [Op.S, Op.N, Op.T])
+def test_check_wants_all_of_them_or_none(usual, op):
+    action = actions(usual, op)[0]
+    assert "missing" in str(check(without(usual, action))[0])
+    bare = replace(usual, ranks=tuple(tuple(s for s in row if s.action.op is not op) for row in usual.ranks))
+    assert check(bare) != []
+
+
+def test_check_finds_a_shard_ahead_of_its_input(usual):
+    row = list(usual.ranks[3])
+    shard = next(step for step in row if step.action.op is Op.S)
+    row.remove(shard)
+    bad = replace(usual, ranks=(*usual.ranks[:3], (shard, *row)))
+    assert any("runs before" in str(fault) for fault in check(bad))
+
+
+def test_crossed_shards_are_found_by_the_proof_and_by_the_independent_machine(usual):
+    rows = [list(row) for row in lower(usual)]
+    one, two, *_ = [i for i, action in enumerate(rows[1]) if action.op is Op.GATHER]
+    rows[1][one], rows[1][two] = rows[1][two], rows[1][one]
+    assert blocked([rows]) != []
+    assert stuck(to_json(usual), to_grid(rows)) != []
+
+
+def test_an_evaluation_has_losses_and_no_weight_gradients():
+    plan = made(forward_only=True)
+    assert {step.action.op for row in plan.ranks for step in row} == {Op.F, Op.S, Op.N}
+    assert blocked([lower(plan)]) == []
+    weight = Step(Action(Op.T, 0, 0), 1.0, 0, 0)
+    assert any(
+        "forward-only" in str(fault) for fault in check(replace(plan, ranks=((*plan.ranks[0], weight), *plan.ranks[1:])))
+    )
+
+
+def test_the_work_and_the_weights_of_the_output_layer_are_divided():
+    whole, parts = costs(shards=False), costs()
+    shards = parts.vocabulary
+    assert shards is not None
+    head = PROFILE.head.forward + PROFILE.head.backward
+    divided = shards.logits + shards.gradient
+    assert divided.per_token_us == pytest.approx(head.per_token_us)
+    assert parts.stages[-1].stage_forward.per_token_us == pytest.approx(parts.stages[1].stage_forward.per_token_us)
+    moved = whole.stages[-1].static_bytes - parts.stages[-1].static_bytes
+    gained = sum(stage.static_bytes for stage in parts.stages[:-1]) - sum(stage.static_bytes for stage in whole.stages[:-1])
+    assert moved == pytest.approx(gained, abs=len(parts.stages) * 4)
+
+
+@pytest.mark.parametrize("cap_gib", [16, 20])
+@pytest.mark.parametrize("offload", [False, True])
+def test_plans_stay_under_their_caps(cap_gib, offload):
+    shared = Options(split_weight=True, offload=offload)
+    link = replace(PROFILE, host_us_per_byte=1 / 25_000, host_latency_us=10.0)
+    problem = Problem(LENGTHS, (0, 1, 2, 3), (cap_gib * GIB,) * 4)
+    plan_ = plan(problem, costs(profile=link), shared)
+    assert check(plan_) == []
+    assert max(simulate(plan_).peak_bytes) <= cap_gib * GIB
+
+
+def test_bytes_between_shard_and_weight_gradient_are_in_the_account(usual):
+    composed = account_of(usual, costs()).moments(1)
+    assert max(moment.items.get("vocabulary shard", 0) for moment in composed) > 0
+    held = [step.alloc_bytes - step.free_bytes for row in usual.ranks for step in row if step.action.op in (Op.S, Op.T)]
+    assert sum(held) == 0
+
+
+def test_the_bound_holds_and_the_barrier_costs_little(usual):
+    longer = made(lengths=(8192,) * 48)
+    assert longer.predicted.lower_bound_us <= longer.predicted.makespan_us <= 1.08 * longer.predicted.lower_bound_us
+
+
+def test_it_pays_for_a_large_vocabulary():
+    problem = Problem((8192,) * 48, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
+    one, all_ranks = (plan(problem, costs(shards=shards)).predicted.makespan_us for shards in (False, True))
+    assert all_ranks < 0.9 * one
+
+
+def test_other_planners_get_shards_too():
+    plan = made(options=Options(planner="seq1f1b"))
+    assert len(actions(plan, Op.S)) == 4 * len(plan.chunks)
+    assert check(plan) == []
+
+
+def test_costs_of_other_ranks_are_refused():
+    problem = Problem(LENGTHS, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
+    wrong = PROFILE.costs([4, 4, 4, 4], vocabulary_shares=[0.5, 0.5])
+    with pytest.raises(EppError, match="shards of 2 ranks, the pipeline has 4"):
+        plan(problem, wrong)
+
+
+def test_costs_and_plans_survive_json(usual):
+    assert PipelineCosts.from_json(costs().to_json()) == costs()
+    assert from_json(to_json(usual)) == usual
+
+
+def test_a_plan_with_a_shard_of_an_unknown_rank_is_refused(usual):
+    extra = Step(Action(Op.S, 4, 0), 1.0, 0, 0)
+    assert any(
+        "unknown site 4" in str(fault) for fault in check(replace(usual, ranks=((*usual.ranks[0], extra), *usual.ranks[1:])))
+    )
+
+
+def test_pictures_and_traces_name_them(usual, tmp_path):
+    save_gantt(usual, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    categories = {event.get("cat") for event in trace(usual)["traceEvents"]}
+    assert {"planned,vocabulary shard", "planned,loss", "planned,weight gradient of a shard"} <= categories
+
+
+def sample(vocab_size: int, vocabulary=(False, True)) -> Sample:
+    profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=vocab_size), H100)
+
+    def costs_of(layout: Layout) -> PipelineCosts:
+        return profile.costs(layout.layers, state_bytes_per_parameter=7.5, vocabulary_shares=layout.vocabulary_shares)
+
+    batches = (LENGTHS * 4, (8192,) * 16)
+    problems = tuple(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4) for lengths in batches)
+    placements = (Placement("looped", 4, 1),)
+    return Sample(problems, costs_of, 16, halves=False, placements=placements, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(("vocab_size", "shards"), [(128256, True), (512, False)])
+def test_the_layout_search_takes_shards_where_they_pay(vocab_size, shards):
+    found = choose(sample(vocab_size))
+    assert found.layout.shards_vocabulary is shards
+    assert Layout.from_json(json.loads(found.layout.to_json())) == found.layout
+    two = [replace(found.layout, shards_vocabulary=each) for each in (False, True)]
+    assert fastest(two, sample(vocab_size)).layout.shards_vocabulary is shards
+
+
+def test_an_action_without_costs_is_refused():
+    with pytest.raises(PlanError):
+        Action.parse("0SS0")
