@@ -168,8 +168,9 @@ def test_a_resumed_run_goes_on_bitwise(model: str, tmp_path: Path) -> None:
     assert found["apart"] == []
 
 
-def test_the_reduction_is_in_fp32_for_weights_in_bf16(tmp_path: Path) -> None:
-    finished = launch(1, "-m", "tests.support.mcore.vocabulary_worker", tmp_path, "bf16", timeout_s=300)
+@pytest.mark.parametrize("part", ["bf16", pytest.param("bf16, tied", marks=pytest.mark.slow)])  # the same model otherwise
+def test_the_reduction_is_in_fp32_for_weights_in_bf16(part: str, tmp_path: Path) -> None:
+    finished = launch(1, "-m", "tests.support.mcore.vocabulary_worker", tmp_path, part, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
     (found,) = finished.figures
     assert found["broadcast"] == ["torch.bfloat16"]

@@ -33,10 +33,12 @@ class HeadlessStage(MegatronStage):
     def begin(self, *args: Any, **named: Any) -> None:
         super().begin(*args, **named)
         self._outputs.clear()
+        self._finished.clear()
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         model: Any = unwrap_model(self.model)
         output: Tensor = model._scale_logits(super().forward(context, hidden))  # muP's: logits are those of a scaled input
+        output = output.to(self.message(1)[1])  # from which Megatron converts what a last stage returns to fp32
         self._outputs[context.chunk] = output
         return output
 

@@ -61,7 +61,7 @@ class RankVocabulary:
         self._block_tokens = block_tokens_of(args)
         self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         self._arrays: Arrays | None = None
-        self._rows: dict[int, Tensor | None] = {}
+        self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
         self.tied: TiedTable | None = None
         if self._shard.vocabulary.is_tied:
             table = first.embedding.word_embeddings if first.pre_process else None
@@ -71,7 +71,7 @@ class RankVocabulary:
     def begin(self, arrays: Arrays) -> Mapping[Op, Handler]:
         """Start an iteration, whose chunks have the `arrays`; return the handlers of the operations on shards."""
         self._arrays = arrays
-        self._rows.clear()
+        self._spread.clear()
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
@@ -81,7 +81,8 @@ class RankVocabulary:
 
     def targets(self, chunk: int) -> Targets:
         """Read a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
-        stage, arrays = self._any_stage, self._part(chunk)
+        assert self._arrays is not None
+        stage, arrays = self._any_stage, self._any_stage.part(self._arrays(chunk))
         rows = rows_to_compute(arrays.loss_mask, self._entries, self._config.hidden_size)
         labels, weights, num_tokens = arrays.labels, arrays.loss_mask, len(arrays.labels)
         if rows is not None:
@@ -90,7 +91,8 @@ class RankVocabulary:
         weights = stage.on_device(weights)
         if self._config.grad_scale_func is not None:
             weights = weights * self._config.grad_scale_func(torch.ones((), device=weights.device))
-        self._rows[chunk] = rows
+        if self._last is not None:
+            self._spread[chunk] = rows, arrays
         parts = self._num_parts
         count = num_tokens // parts if parts > 1 or rows is None else len(rows)
         whole = partial(_gathered, rows) if parts > 1 else _same
@@ -111,16 +113,13 @@ class RankVocabulary:
 
     def spread(self, chunk: int) -> Tensor:
         assert self._last is not None
-        rows, output = self._rows[chunk], self._last.output(chunk)
+        (rows, _), output = self._spread[chunk], self._last.output(chunk)
         return output.contiguous() if rows is None or self._num_parts > 1 else output.index_select(0, rows)
 
     def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
         assert self._last is not None
-        self._last.finish(chunk, self._part(chunk), self._rows.pop(chunk), losses, gradient)
-
-    def _part(self, chunk: int) -> ChunkArrays:
-        assert self._arrays is not None
-        return self._any_stage.part(self._arrays(chunk))
+        rows, arrays = self._spread.pop(chunk)
+        self._last.finish(chunk, arrays, rows, losses, gradient)
 
     @property
     def _num_parts(self) -> int:

@@ -2,7 +2,7 @@
 
 Also a resumed run, and the types of what shards exchange.
 
-python -m tests.support.mcore.vocabulary_worker FOLDER CHAIN|"resumed tied"|"resumed untied"|bf16
+python -m tests.support.mcore.vocabulary_worker FOLDER CHAIN|"resumed tied"|"resumed untied"|bf16|"bf16, tied"
 
 Prints what `test_vocabulary_parallel.py` looks at.
 """
@@ -36,7 +36,7 @@ CHAINS = {
     ),
 }
 FORMATS = {"gpt2": RESHARDABLE, "llama": f"{PLAIN} --use-distributed-optimizer"}
-MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama"}
+MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama", "bf16, tied": "gpt2"}
 
 
 def main(folder: Path, part: str) -> None:
@@ -45,7 +45,7 @@ def main(folder: Path, part: str) -> None:
     if part in CHAINS:
         record_figures(handed_on(folder, *CHAINS[part]))
     else:
-        record_figures(types(folder) if part == "bf16" else resumed(folder, MODEL_OF[part]))
+        record_figures(types(folder, MODEL_OF[part]) if part.startswith("bf16") else resumed(folder, MODEL_OF[part]))
 
 
 def resumed(folder: Path, model: str) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def resumed(folder: Path, model: str) -> dict[str, Any]:
     return {"losses": losses[0][2:], "resumed": losses[1], "apart": [key for key in differing(*ends) if "gbuf_idx" not in key]}
 
 
-def types(folder: Path) -> dict[str, Any]:
+def types(folder: Path, model: str) -> dict[str, Any]:
     """Train in bf16 by the stock schedule and with shards; the types that these broadcast and reduce."""
     from megatron_epp.runtime.loss import pipeline_shards
 
-    common = [*common_flags(2, CONTEXT, 8, validates=False), *shlex.split(f"{MODELS['llama']} --bf16")]
+    common = [*common_flags(2, CONTEXT, 8, validates=False), *shlex.split(f"{MODELS[model]} --bf16")]
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
     pipeline_shards.dist = Noting(pipeline_shards.dist, folder)  # which processes forked from this one have
     own = _losses(folder, Training(2, (*common, "--epp-vocab-parallel", "on")))
