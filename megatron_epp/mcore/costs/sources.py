@@ -121,7 +121,10 @@ def _host_link(
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
-    return replace(measure_bytes(stage, base), static=_static(args, stage), **_heads(args))
+    found = measure_bytes(stage, base)
+    if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
+        found = replace(found, extra_bytes_per_token=found.extra_bytes_per_token + message_bytes(stage))
+    return replace(found, static=_static(args, stage), **_heads(args))
 
 
 def _heads(args: argparse.Namespace) -> dict[str, Any]:

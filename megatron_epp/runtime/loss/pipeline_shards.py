@@ -78,12 +78,20 @@ class Rank(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    """A chunk between its broadcast and its last operation on this rank."""
+    """A chunk between its broadcast and its last operation on this rank.
+
+    Attributes:
+        targets: its tokens.
+        x: what is broadcast; from `S` on the input of the output layer.
+        work: the broadcast, until `S`.
+        logits, losses, log_sum: results of `S` and of the reductions.
+        ready: end of the reductions on the side stream, if nothing has waited for it yet.
+        num_uses: operations of this rank that still need it, after the reductions.
+    """
 
     targets: Targets
-    buffer: Tensor
+    x: Tensor
     work: dist.Work | None
-    x: Tensor | None = None
     logits: Logits | None = None
     log_sum: Tensor | None = None
     losses: Tensor | None = None
@@ -120,12 +128,12 @@ class VocabularyShards:
         targets = self._rank.targets(action.chunk)
         dtype, device = self._rank.message()
         if self._last is None:
-            buffer = torch.empty(targets.shape, dtype=dtype, device=device)
+            x = torch.empty(targets.shape, dtype=dtype, device=device)
         else:
-            buffer = self._last.spread(action.chunk)
-        work = dist.broadcast(buffer, self._groups.root, group=self._groups.spread, async_op=True)
+            x = self._last.spread(action.chunk)
+        work = dist.broadcast(x, self._groups.root, group=self._groups.spread, async_op=True)
         uses = (self._last is not None) + (not executor.plan.forward_only)
-        self._states[action.chunk] = _State(targets, buffer, work, num_uses=uses)
+        self._states[action.chunk] = _State(targets, x, work, num_uses=uses)
 
     @torch.no_grad()
     def _logits(self, executor: Executor, action: Action) -> None:
@@ -134,7 +142,7 @@ class VocabularyShards:
         with executor.recorder.waiting(action._replace(op=Op.SPREAD)):
             state.work.wait()
         with executor.recorder.action(action):
-            state.x = state.targets.whole(state.buffer)
+            state.x = state.targets.whole(state.x)
             state.work = None
             state.logits = logits_pass(state.x, state.targets.labels, self._rank.shard(), not executor.plan.forward_only)
 
@@ -179,13 +187,12 @@ class VocabularyShards:
     def _weight(self, executor: Executor, action: Action) -> None:
         state = self._wait(executor, action)
         x, logits, log_sum, targets = state.x, state.logits, state.log_sum, state.targets
-        assert x is not None
         assert logits is not None
         assert log_sum is not None
         with executor.recorder.action(action):
             shard = self._rank.shard()
             self._rank.take_gradient(lambda: weight_gradient(x, targets.labels, logits, log_sum, targets.weights, shard))
-        state.x = logits.kept = None
+        logits.kept = None
         self._used(action.chunk)
 
     def _used(self, chunk: int) -> None:
