@@ -126,7 +126,7 @@ def test_it_trains_as_the_stock_schedule_does(
     assert figures["num_losses"] == [iterations, 1]
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert all(plan["shards"] > 0 for plan in plans) or "--epp-layout auto" in case.get("plan", "")
-    assert any("hybrid" in plan["kinds"] or "split" in plan["kinds"] for plan in plans)
+    assert any("hybrid" in plan["kinds"] or "split" in plan["kinds"] for plan in plans) or "planner" in case.get("plan", "")
     assert any(plan["weights"] > 0 for plan in plans) == bool(case["cell"].get("split"))
 
 
