@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_epp.cli import main as cli
-from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED, MegatronFlag
+from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED
+from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
 

@@ -122,7 +122,7 @@ def _sample(
     planners: Sequence[str],
 ) -> Sample:
     """Return batches, costs, and what a layout may be."""
-    own = even(num_layers, args.stages or _STAGES)
+    own = even(num_layers, args.stages or _STAGES) if args.layout in (AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),

@@ -113,10 +113,10 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise EppError(f"{where} is {shown(value)}, which is not a list")
-        (inner, *_), places = get_args(hint), [f"{where}[{position}]" for position in range(len(value))]
+        (inner, *_), addresses = get_args(hint), [f"{where}[{position}]" for position in range(len(value))]
         if inner is float:
-            return tuple(_value(inner, entry, name, at) for entry, at in zip(value, places, strict=True))
-        return tuple(build(inner, entry, at) for entry, at in zip(value, places, strict=True))
+            return tuple(_value(inner, entry, name, at) for entry, at in zip(value, addresses, strict=True))
+        return tuple(build(inner, entry, at) for entry, at in zip(value, addresses, strict=True))
     readers: dict[Any, Callable[[], Any]] = {
         float: lambda: number(value, 0.0, _MOST.get(name, MOST_NUMBER)),
         int: lambda: whole(value, _LEAST.get(name, 0), int(_MOST.get(name, MOST_WHOLE))),

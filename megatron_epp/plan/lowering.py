@@ -107,14 +107,20 @@ def _transfers(graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
 
 
 def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
-    """Yield the reduction of every stage, last stage first, each with its rank."""
+    """Yield the reduction of every stage, last stage first, each with its rank.
+
+    A rank's vocabulary shard is reduced with the first stage of the rank.
+    """
     last: dict[int, tuple[int, Action]] = {}
-    for numbers in graph.tracks[: plan.num_ranks]:
+    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
+        first = plan.placement.index(rank) if rank in plan.placement else 0
         for number in numbers:
             for action in graph.steps[number].actions:
                 kind = operation(action.op)
                 if kind.role in (Role.CLOSES, Role.DEFERRED) and kind.sites is of_stages:
                     last[action.stage] = number, action
+                elif action.op is Op.T:
+                    last[first] = number, action._replace(stage=first)
     time_us, index = 0.0, 0
     for behind, stage in enumerate(sorted(last, reverse=True)):
         number, action = last[stage]

@@ -187,6 +187,9 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     if len(shares) != stages or any(len(row) != chunks for row in shares):
         sizes = sorted({len(row) for row in shares})
         yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
+    shards = sorted({str(action.op) for row in made.order for action in row if action.op in (Op.S, Op.N, Op.T)})
+    if shards and getattr(costs, "vocabulary", None) is None:
+        yield f"order has {', '.join(shards)} actions; the costs have no vocabulary shards"
     known = costs.recompute_modes
     if not made.modes or not set(made.modes) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
         yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"

@@ -144,14 +144,21 @@ def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """All parameters of a rank, with layers numbered through the whole model. A copy has the name of what it copies: the output
-    layer's weight, where it is tied to the embedding's and on another rank.
+    layer's weight, where it is tied to the embedding's and on another rank. A part of a weight has its rows behind the name.
     """
-    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+    from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
 
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
-            if getattr(parameter, "shared", False):
+            if (
+                isinstance(shard := getattr(unwrap_model(chunk), "output_layer", None), VocabularyShard)
+                and parameter is shard.weight
+            ):
+                name = f"{name}[{shard.vocabulary.own.start}:{shard.vocabulary.own.stop}]"
+            if getattr(parameter, "shared", False) or ("[" in name and shard.vocabulary.is_tied):
                 name = name.replace("output_layer", "embedding.word_embeddings")
             yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
 
@@ -217,9 +224,15 @@ def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:
     """Name, what is expected and what was found, for every tensor of every rank of the run with plans."""
     expected = {(run.shard, name): tensor.double() for run in stock for name, tensor in pick(run).items()}
-    found = [((run.shard, name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
-    assert expected.keys() == {key for key, _ in found}, "the runs have other parameters"
-    return [(key[1], expected[key], tensor) for key, tensor in found]
+    found = [(run.shard, *_part(name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
+    assert expected.keys() == {(shard, name) for shard, name, _, _ in found}, "the runs have other parameters"
+    return [(name, expected[shard, name][rows], tensor) for shard, name, rows, tensor in found]
+
+
+def _part(name: str) -> tuple[str, slice]:
+    """Name of a tensor, and which of its rows are there."""
+    name, _, rows = name.partition("[")
+    return name, slice(*map(int, rows[:-1].split(":"))) if rows else slice(None)
 
 
 def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
@@ -249,6 +262,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
+        "shards": sum(action.op is Op.S for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,
         "placement": list(plan.placement),

@@ -18,7 +18,7 @@ from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
 from tests.support.plan.queue_machine import makespan_us, stuck
 from tests.support.runtime import added_operation as added
-from tests.support.runtime.added_operation import SPREAD_US, SUM_US, TIME_US, N
+from tests.support.runtime.added_operation import SPREAD_US, SUM_US, TIME_US, K
 from tests.support.runtime.rank_processes import Ranks
 
 LENGTHS = (900, 500, 200, 120, 60)
@@ -41,7 +41,7 @@ def with_shards(num_layers, placement=None):
         for action in plan.actions(rank):
             if action.op is Op.B and action.chunk not in done:
                 done.add(action.chunk)
-                row.append(Action(N, rank, action.chunk))
+                row.append(Action(K, rank, action.chunk))
             row.append(action)
         order.append(tuple(row))
     layers = [[0] * len(plan.chunks) for _ in num_layers]
@@ -64,14 +64,14 @@ def test_planners_time_it_as_the_simulator_does_and_the_plan_is_sound(plan):
     starts = dict(zip(actions, (time_us for row in line.start_us for time_us in row), strict=True))
     ends = dict(zip(actions, (time_us for row in line.end_us for time_us in row), strict=True))
     for chunk in range(len(plan.chunks)):
-        shards = [Action(N, rank, chunk) for rank in range(plan.num_ranks)]
+        shards = [Action(K, rank, chunk) for rank in range(plan.num_ranks)]
         assert min(starts[shard] for shard in shards) >= ends[Action(Op.F, 2, chunk)] + SPREAD_US
         assert starts[Action(Op.B, 2, chunk)] >= max(ends[shard] for shard in shards) + SUM_US
         assert all(ends[shard] - starts[shard] == pytest.approx(TIME_US) for shard in shards)
 
 
 def test_it_takes_memory_in_the_plan(plan):
-    bare = replace(plan, ranks=tuple(tuple(s for s in row if s.action.op is not N) for row in plan.ranks))
+    bare = replace(plan, ranks=tuple(tuple(s for s in row if s.action.op is not K) for row in plan.ranks))
     higher = [a - b for a, b in zip(simulate(plan).peak_bytes, simulate(bare).peak_bytes, strict=True)]
     assert max(higher) > 0
     composed = account_of(plan, costs_of([1, 1, 1])).moments(0)
@@ -80,20 +80,20 @@ def test_it_takes_memory_in_the_plan(plan):
 
 def test_it_survives_json_and_text(plan):
     assert from_json(to_json(plan)) == plan
-    assert json.loads(to_json(plan))["messages"]["collective_us"]["SUM_N"] == [SUM_US] * len(plan.chunks)
-    assert Action.parse("2N11") == Action(N, 2, 11)
+    assert json.loads(to_json(plan))["messages"]["collective_us"]["SUM_K"] == [SUM_US] * len(plan.chunks)
+    assert Action.parse("2K11") == Action(K, 2, 11)
 
 
 def test_check_wants_all_shards_on_their_ranks_and_in_a_possible_order(plan):
     def without(action):
         return replace(plan, ranks=tuple(tuple(s for s in row if s.action != action) for row in plan.ranks))
 
-    assert "missing: site 1 never runs N of chunk 0" in str(check(without(Action(N, 1, 0)))[0])
-    moved = replace(plan, ranks=(plan.ranks[0], (Step(Action(N, 0, 0), 1.0, 0, 0), *plan.ranks[1]), plan.ranks[2]))
+    assert "missing: site 1 never runs K of chunk 0" in str(check(without(Action(K, 1, 0)))[0])
+    moved = replace(plan, ranks=(plan.ranks[0], (Step(Action(K, 0, 0), 1.0, 0, 0), *plan.ranks[1]), plan.ranks[2]))
     assert any("wrong rank: site 0 is placed on rank 0" in str(fault) for fault in check(moved))
     last = list(plan.ranks[2])
     first = next(i for i, step in enumerate(last) if step.action.op is Op.F)
-    shard = next(i for i, step in enumerate(last) if step.action == Action(N, 2, last[first].action.chunk))
+    shard = next(i for i, step in enumerate(last) if step.action == Action(K, 2, last[first].action.chunk))
     last.insert(first, last.pop(shard))
     assert "runs before" in str(check(replace(plan, ranks=(*plan.ranks[:2], tuple(last))))[0])
 
@@ -166,7 +166,7 @@ def with_placement(placement):
 def test_a_runtime_without_its_handler_refuses_the_plan(plan):
     from megatron_epp.runtime.executor import Executor, RunError
 
-    with pytest.raises(RunError, match="no handler for the plan's N, SPREAD_N, SUM_N actions"):
+    with pytest.raises(RunError, match="no handler for the plan's K, SPREAD_K, SUM_K actions"):
         Executor(plan, 0, {0: None}, links=object())
 
 
@@ -176,6 +176,6 @@ def test_an_operation_that_is_not_in_the_table_is_reported():
     with added.defined():
         text = to_json(with_shards([1, 1, 1]))
     plan = from_json(text)  # the name is known, its meaning is not
-    assert "operation N has no definition" in str(check(plan)[0])
-    with pytest.raises(PlanError, match="N has no definition"):
+    assert "operation K has no definition" in str(check(plan)[0])
+    with pytest.raises(PlanError, match="K has no definition"):
         simulate(plan)

@@ -66,7 +66,8 @@ def test_a_foreign_action(extra, reason):
 
 def test_a_forward_only_plan_holds_nothing_but_forwards():
     plan = with_rows(evaluation(), "0F0 0F1 0F2", "1F0 1F1 1F2 1B2")
-    assert only_fault(plan) == "rank 1 position 3 1B2: a forward-only plan holds nothing but F"
+    only = "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
+    assert only_fault(plan) == f"rank 1 position 3 1B2: {only}"
     assert len(faults(replace(evaluation(), forward_only=False))) == 6
 
 

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from megatron_epp import planner
+from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, Op, PlanError, lower, simulate
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, v_shape, whole, with_rows
 
@@ -126,3 +129,19 @@ def test_every_sound_plan_is_well_lowered(plan):
 @given(sound_plans(crossed=True))
 def test_even_messages_that_overlap_each_other_are_brought_into_order(plan):
     assert_well_lowered(plan)
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
+def test_a_shards_last_weight_gradient_precedes_the_reduction_of_its_ranks_first_stage(placement):
+    shape = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=50_000)
+    costs = analytic_profile(shape, CPU).costs([4 // len(placement)] * len(placement), vocabulary_shares=(0.5, 0.5))
+    plan = planner.plan(Problem((900, 500, 200, 120), placement, (UNLIMITED_BYTES,) * 2), costs, Options(slices=2))
+    behind = 0
+    for rank, row in enumerate(lower(plan)):
+        first = placement.index(rank)
+        ends = [i for i, action in enumerate(row) if action.op is Op.T]
+        (reduced,) = (i for i, action in enumerate(row) if action.op is Op.REDUCE and action.stage == first)
+        assert reduced > max(ends)
+        behind += max(ends) > max(i for i, action in enumerate(row) if action.op is Op.B and action.stage == first)
+        assert {action.stage for action in row if action.op is Op.REDUCE} == {s for s, on in enumerate(placement) if on == rank}
+    assert behind > 0

@@ -18,9 +18,9 @@ from megatron_epp.plan.operations import (
     unregister,
 )
 
-N, SPREAD = Op.define("N"), Op.define("SPREAD_N")
+K, SPREAD = Op.define("K"), Op.define("SPREAD_K")
 SHARD = Operation(
-    op=N,
+    op=K,
     text="loss shard",
     presence=Presence.COMPLETE,
     sites=of_ranks,
@@ -32,11 +32,11 @@ def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
     try:
         assert register(SHARD) is SHARD
         assert register(SHARD) is SHARD
-        assert operation(N) is SHARD
+        assert operation(K) is SHARD
         assert operation(SPREAD).text == f"collective {SPREAD}"
     finally:
-        unregister(N)
-    for op in (N, SPREAD):
+        unregister(K)
+    for op in (K, SPREAD):
         with pytest.raises(PlanError, match=f"operation {op} has no definition"):
             operation(op)
 
@@ -49,11 +49,11 @@ def test_another_definition_of_a_name_is_refused():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(N, At.EVERY)),)}],
+    [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(K, At.EVERY)),)}],
     ids=["needs", "before"],
 )
 def test_an_operation_that_names_an_unknown_one_is_refused(changes):
-    with pytest.raises(ValueError, match=f"operation {N} names {SPREAD}, which is not defined"):
+    with pytest.raises(ValueError, match=f"operation {K} names {SPREAD}, which is not defined"):
         register(replace(SHARD, **{"needs": (), **changes}))
     with pytest.raises(PlanError):
-        operation(N)
+        operation(K)

@@ -139,7 +139,7 @@ def test_a_mistake_is_reported(change: Change, words: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda made: made, "a forward-only plan holds nothing but F"),
+        (lambda made: made, "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"),
         (with_(recompute_steps=[[1] * 4] * 2), "forward-only plan holds"),
     ],
 )

@@ -37,6 +37,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_runtime_weights.py": (),
     "cpu/test_runtime_loss_kernels.py": ("test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter",),
     "cpu/test_runtime_loss_rows.py": ("test_ranks_that_share_the_vocabulary_get_the_same",),
+    "cpu/test_runtime_vocabulary_shards.py": (),
     "cpu/test_runtime_block_loss.py": ("test_ranks_that_share_the_vocabulary_get_the_same",),
     "cpu/test_launch_torchrun.py": (),
     "cpu/test_profile.py": (
@@ -57,6 +58,12 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_document_masks.py": (),
     "mcore/test_document_streams.py": ("test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint",),
     "mcore/test_experts.py": (),
+    "mcore/test_vocabulary_parallel.py": (
+        "test_it_trains_as_the_stock_schedule_does",
+        "test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer",
+        "test_a_resumed_run_goes_on_bitwise",
+        "test_the_reduction_is_in_fp32_for_weights_in_bf16",
+    ),
     "mcore/test_install.py": (),
     "mcore/test_linear.py": (),
     "mcore/test_losses.py": (),

@@ -5,34 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.flag import Number
+from megatron_epp.mcore.arguments.flag import MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
+from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
 
 logger = logging.getLogger(__name__)
-
-
-class MegatronFlag(NamedTuple):
-    """A flag of Megatron that a plan cannot honour, or that has no effect; and the values at which it asks for nothing."""
-
-    flag: str
-    allowed: tuple[Any, ...] = (None, False)
-    advice: str = "leave it out"
-    dest: str = ""
-
-    @property
-    def attribute(self) -> str:
-        return self.dest or self.flag[2:].replace("-", "_")
-
-    def is_given(self, args: object) -> bool:
-        """Return True if this Megatron has the flag and its value asks for something."""
-        return hasattr(args, self.attribute) and getattr(args, self.attribute) not in self.allowed
 
 
 NO_RESTART = MegatronFlag(
@@ -284,6 +267,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_stages,
     _batch_problems,
     _plan_problems,
+    vocabulary_problems,
     check_experts,
     _check_patterns,
 )

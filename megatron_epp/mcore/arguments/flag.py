@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as default_of
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_epp.cost.head import AUTO
 from megatron_epp.plan.reading import MOST_LAYERS, shown
@@ -168,3 +168,20 @@ class Flag:
     def short_dest(self) -> str:
         """Name in the arguments of a command."""
         return self.short.split(" ")[0].removeprefix("--").replace("-", "_")
+
+
+class MegatronFlag(NamedTuple):
+    """A flag of Megatron that a plan cannot honour, or that has no effect; and the values at which it asks for nothing."""
+
+    flag: str
+    allowed: tuple[Any, ...] = (None, False)
+    advice: str = "leave it out"
+    dest: str = ""
+
+    @property
+    def attribute(self) -> str:
+        return self.dest or self.flag[2:].replace("-", "_")
+
+    def is_given(self, args: object) -> bool:
+        """Return True if this Megatron has the flag and its value asks for something."""
+        return hasattr(args, self.attribute) and getattr(args, self.attribute) not in self.allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,6 +13,8 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, parse_json, read_text
+
+logger = logging.getLogger(__name__)
 
 FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
@@ -105,6 +108,8 @@ def apply_layout(args: argparse.Namespace) -> None:
     layout = asked_layout(args)
     if layout is None:
         return
+    if layout.shards_vocabulary and args.epp_vocab_parallel == "off" and args.rank == 0:
+        logger.warning("the layout of %s divides the output layer over the ranks: add --epp-vocab-parallel on", args.epp_layout)
     if args.epp_layout not in SEARCHED:
         args.epp_layout = layers_text(layout.halves).replace(" ", "")
     args.epp_placement = layout.placement.kind

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import MegatronFlag, check_conflicts
+from megatron_epp.mcore.arguments.consequences import check_conflicts
+from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
 

@@ -157,7 +157,7 @@ def forward(
 
 
 def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
-    stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
+    stage.backward(context, output, None if stage.has_loss else torch.ones_like(output), keep_weights)
 
 
 @contextmanager

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
-from megatron_epp.cost.library import shape_of
+from megatron_epp.cost import CPU, H100, Line, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.timing import measure_times
+from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -55,11 +57,13 @@ def pipeline_costs(
     if isinstance(given, PipelineCosts):
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
+        check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
     profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
-    base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
+    base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
+    base = with_shard_bytes(args, _with_bytes(base, token_bytes))
     with _undisturbed(stages.values()):
         note("measuring bytes")
         found = _with_largest_workspaces(
@@ -117,7 +121,10 @@ def _host_link(
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
-    return replace(measure_bytes(stage, base), static=_static(args, stage), **_heads(args))
+    found = measure_bytes(stage, base)
+    if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
+        found = replace(found, extra_bytes_per_token=found.extra_bytes_per_token + message_bytes(stage))
+    return replace(found, static=_static(args, stage), **_heads(args))
 
 
 def _heads(args: argparse.Namespace) -> dict[str, Any]:
@@ -147,11 +154,6 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
         number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
         for number, costs in mine.items()
     }
-
-
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the model's shape from Megatron's arguments, without loss blocks, which are up to the last stage."""
-    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
 
 
 def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
@@ -212,7 +214,9 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
         count += parameter.numel()
         optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
-    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer), buffers=buffers)
+    copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
+    weights, gradients = (count + copied) * weight, count * gradient + copied * torch.float32.itemsize
+    return Static(weights=weights, gradients=gradients, optimizer=int(optimizer), buffers=buffers)
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

@@ -50,11 +50,15 @@ _FLAGS = (
     "attention_backend",
     "epp_loss_block_tokens",
     "epp_split_weight_gradient",
+    "epp_vocab_parallel",
 )
 """Flags that must agree between two runs, besides layers and messages, for times of one to hold in the other.
 
 The number of replicas may differ. Times of a stage include those of its messages to neighbours, so the placement must agree.
 """
+
+_ONCE = {"epp_vocab_parallel": "off"}
+"""Values of flags that earlier releases did not write."""
 
 _TIMES_OF_STAGES = ("forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight")
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
@@ -179,6 +183,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
         return f"its stages have [{then_layers}] layers where this run's have [{now_layers}]"
     if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
+    then = _ONCE | dict(then)
     others = [
         f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} was {then.get(name, 'not told')} and is {value}"
         for name, value in now.items()

@@ -22,7 +22,8 @@ from megatron_epp.mcore.arguments.consequences import placement_of, token_multip
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.features import reads_ahead

@@ -20,9 +20,11 @@ from megatron.core.utils import unwrap_model
 
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.sizes import check_pattern
+from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, hybrid_stages, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
+from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
@@ -57,7 +59,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
             call.arguments |= _placed_hybrid(call.arguments, placement_of(args))
     original(*call.args, **call.kwargs)
     model.cut_layers = layers
-    _finish(model, args)
+    _finish(model, args, vp_stage)
 
 
 def _placed_hybrid(given: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
@@ -75,11 +77,13 @@ def check_adopted(model: torch.nn.Module) -> None:
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
-def _finish(model: Any, args: argparse.Namespace) -> None:
+def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
         model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
-    if args.epp_placement != "looped":
+    if shards_vocabulary(args):
+        divide_output_layer(model, args, vp_stage)
+    elif args.epp_placement != "looped":
         model_chunks.tie(model, args)
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
         split_weight_gradients([model])

@@ -47,6 +47,9 @@ class MegatronStage:
     chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` is as for `KVRelay`.
     """
 
+    more_weights: tuple[Tensor, ...] = ()
+    """Tensors that the chunk computes with as with parameters, which they are not: the embedding where shards hold it."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -58,7 +61,7 @@ class MegatronStage:
         block_loss: BlockLoss | FusedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
-        self._loss_of_rows = block_loss if block_loss is not None or not is_last else trained_rows(model)
+        self._loss_of_rows = block_loss if block_loss is not None or not self.has_loss else trained_rows(model)
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
@@ -72,6 +75,11 @@ class MegatronStage:
         _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the forward returns a loss, not hidden states."""
+        return self.is_last
 
     @property
     def decoder(self) -> Any:
@@ -95,11 +103,11 @@ class MegatronStage:
         return 2 * len(self.decoder.layers) - (0 if cut is None else cut.begins_with_mlp + cut.ends_with_attention)
 
     @property
-    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+    def parameters(self) -> tuple[Tensor, ...]:
         """All parameters that the chunk computes with: its own, and a tied weight held by another chunk of this rank."""
         model: Any = unwrap_model(self.model)
         tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
-        return (*self.model.parameters(), *tied)
+        return (*self.model.parameters(), *tied, *self.more_weights)
 
     def begin(
         self,
@@ -113,7 +121,7 @@ class MegatronStage:
         self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on the last stage its summed loss."""
+        """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""
         assert self._arrays is not None
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
@@ -125,7 +133,7 @@ class MegatronStage:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         scale_router_losses(self.config, output)
-        if not self.is_last:
+        if not self.has_loss:
             return output
         return self._loss(output, inputs["loss_mask"])
 
@@ -170,7 +178,7 @@ class MegatronStage:
             return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
 
         def row(x: Tensor) -> Tensor:
-            return self._on_device(x).unsqueeze(0)
+            return self.on_device(x).unsqueeze(0)
 
         return {
             "input_ids": row(arrays.tokens),
@@ -181,11 +189,11 @@ class MegatronStage:
 
     def _rows(self, arrays: ChunkArrays | None) -> Tensor | None:
         """Return which tokens of a `part` of a chunk the last stage multiplies with the output layer; None for all."""
-        if arrays is None or not self.is_last or self._loss_of_rows is None:
+        if arrays is None or not self.has_loss or self._loss_of_rows is None:
             return None
         layer: Any = get_attr_wrapped_model(self.model, "output_layer")
         rows = rows_to_compute(arrays.loss_mask, layer.output_size_per_partition, layer.input_size)
-        return None if rows is None else self._on_device(rows)
+        return None if rows is None else self.on_device(rows)
 
     def output_share(self, arrays: ChunkArrays) -> float:
         """Return the share of a chunk's tokens that pass the output layer, on the last stage."""
@@ -193,7 +201,8 @@ class MegatronStage:
         rows = self._rows(part)
         return 1.0 if rows is None else len(rows) / len(part.tokens)
 
-    def _on_device(self, x: Tensor) -> Tensor:
+    def on_device(self, x: Tensor) -> Tensor:
+        """Copy a CPU tensor to the stage's device."""
         if self._device.type == "cuda":
             x = x.pin_memory()  # or the host would wait for the copy
         return x.to(self._device, non_blocking=True)

@@ -104,8 +104,8 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that the layout is settled, since
-    there is no model yet.
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that the layout is settled,
+    and whether the output layer is divided, since there is no model yet.
     """
     args = document_args()
     if args is None:
@@ -115,6 +115,10 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         from megatron_epp.mcore.training.layout import search_layout
 
         search_layout(args)
+    if getattr(args, "epp_vocab_parallel", "off") == "auto":
+        from megatron_epp.mcore.training.vocabulary_choice import choose_vocabulary
+
+        choose_vocabulary(args)
     context = args.seq_length
     args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
     try:

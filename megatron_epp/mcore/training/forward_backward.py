@@ -123,16 +123,30 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     args = session.args
     assert batch.plan is not None
     out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
-    reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient)
+    vocabulary, host = session.vocabulary, session.host
+    tied = None if vocabulary is None else vocabulary.tied
+    by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
+    reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
     with reduction, report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
         for index, stage in enumerate(session.stages.values()):
-            stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
+            reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
+            stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), reduce)
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
+        with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
+            handlers = None if vocabulary is None else vocabulary.begin(batch.chunk)
         Executor(
-            batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, session.host
+            batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host, handlers
         ).run()
+        if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
+            with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
+                tied.add_gradients()
+            reduction.reduce(0)
     for stage in session.stages.values():
         stage.check()
+
+
+def _nothing() -> None:
+    """Reduce nothing yet."""
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

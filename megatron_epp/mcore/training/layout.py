@@ -24,8 +24,10 @@ from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.sources import model_shape
+from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
+from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.model_chunks import settle_stages
@@ -73,7 +75,11 @@ def search_layout(args: argparse.Namespace) -> None:
         return
     costs = named(args)
     flags = {name: getattr(args, name, None) for name in _FLAGS}
+    if args.epp_vocab_parallel != "off":
+        flags["epp_vocab_parallel"] = args.epp_vocab_parallel
     layout, chosen_with = of_first(partial(_found, args, costs, flags))
+    if args.epp_layout == "auto":
+        settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
     settle_stages(args)
     if args.save and dist.get_rank() == 0:
@@ -95,11 +101,13 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
     assert even is not None
     if args.skip_train:
         return even
-    profile = costs or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    batches = tuple(_sampled(args))
+    profile = costs or formulas(args)
+    batches = tuple(first_batches(args))
     if args.epp_layout == "balanced":
         lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of
-        layout = Layout.of_layers(balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of), even.placement)
+        shards = shards_vocabulary(args)
+        layers = balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of, shards_vocabulary=shards)
+        layout = Layout.of_layers(layers, even.placement, shards_vocabulary=shards)
         logger.info("%s balanced: stages of %s layers", FLAG, layers_text(layout.halves))
         return layout
     return _chosen(args, profile, even, batches)
@@ -107,16 +115,7 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
 
 def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
     """Search for the layout, with the stages per rank that the flags of Megatron say."""
-    caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
-    sample = Sample(
-        problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
-        costs_of=partial(_costs, args, profile),
-        num_layers=args.num_layers,
-        options=options_from(args, training=True),
-        halves=profile.attention is not None and not any(half_problems(args, even, FLAG)),
-        placements=(even.placement,),
-    )
-    found = choose(sample)
+    found = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
         FLAG,
@@ -127,16 +126,48 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
     return found.layout
 
 
+def formulas(args: argparse.Namespace) -> Profile:
+    """Return the costs of the run's model by formula."""
+    return analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+
+
+def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
+    """Return what a search needs: batches of the run, its costs, and what a layout may be.
+
+    Args:
+        args: validated arguments.
+        profile: of the model's parts.
+        even: layout with the placement of the run.
+        batches: lengths of batches of one replica.
+    """
+    caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
+    return Sample(
+        problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
+        costs_of=partial(_costs, args, profile),
+        num_layers=args.num_layers,
+        options=options_from(args, training=True),
+        halves=profile.attention is not None and not any(half_problems(args, even, FLAG)),
+        placements=(even.placement,),
+        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.epp_vocab_parallel],
+    )
+
+
 def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     state_bytes = profile.adam_bytes(args.data_parallel_size if args.use_distributed_optimizer else 1)
-    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel_size)
+    costs = profile.costs(
+        layout.layers,
+        state_bytes_per_parameter=state_bytes,
+        replicas=args.data_parallel_size,
+        vocabulary_shares=layout.vocabulary_shares,
+    )
+    costs = with_shard_bytes(args, costs)
     if not torch.cuda.is_initialized():
         return costs
     share = FRAGMENTATION_SHARE if args.epp_fragmentation_share is None else args.epp_fragmentation_share
     return on_device(costs, share, buffers=profile.gradient_buffers(len(layout.halves)))
 
 
-def _sampled(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
+def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of the first batches of the run, of the share of one replica."""
     replicas = args.data_parallel_size
     tokens = max(args.epp_batch_tokens, replicas * args.seq_length) * _BATCHES if args.epp_batch_tokens else 0

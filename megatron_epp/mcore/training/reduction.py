@@ -18,8 +18,9 @@ class Reduction:
     reduces, unless `config.grad_sync_func` is set alone. Reduction is started in one of two ways. *By hooks*, bucket by bucket
     during the last backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no
     gradient has to be sent after it, and where there is no function that starts it. *At once*, by the plan's `REDUCE`: in all
-    other cases. There, a reduction started by hooks would precede the stage's last gradient in the device's queue, and that
-    rank's whole pipeline would wait for all replicas.
+    other cases, among them chunks with a vocabulary shard, whose weight gradient belongs to no backward. There, a reduction
+    started by hooks would precede the stage's last gradient in the device's queue, and that rank's whole pipeline would wait
+    for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
     stage to the first. The rank's chunks are given by ascending stage.

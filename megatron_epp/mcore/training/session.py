@@ -21,17 +21,20 @@ from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.learnt import fingerprint, resumed
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
+from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.learning import CostLearning
+from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
@@ -63,6 +66,8 @@ class Session:
 
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
+    vocabulary: RankVocabulary | None = None
+    """This rank's shard of the output layer; None before `attach`, and if the last stage has all of it."""
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""
 
@@ -107,14 +112,14 @@ class Session:
                 check_adopted(model)
         last = self.placement.num_stages - 1
         self.stages = {
-            stage: MegatronStage(
+            stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
                 model,
                 config,
                 is_first=stage == 0,
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, model) if stage == last else None,
+                block_loss=block_loss(self.args, model) if stage == last and not shards_vocabulary(self.args) else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
@@ -123,6 +128,8 @@ class Session:
         groups = Groups(time_limit(self.args), mpu.create_group)
         options = link_options(self.args, len(pipeline), both_ways)
         self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, both_ways, options)
+        last_rank = self.placement.last_rank
+        self.vocabulary = rank_vocabulary(self.args, models, self.stages, config, last_rank, groups, options)
         self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._lockstep_ranks), backend="gloo")
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
@@ -141,7 +148,11 @@ class Session:
         """
         with self.watchdog.watch(self._what_it_learns, lambda: self._learning, self._learning_limit_s()):
             try:
+                if self.vocabulary is not None and self.vocabulary.tied is not None:
+                    self.vocabulary.tied.gather()  # measurements run the first stage
                 self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+                if self.vocabulary is not None and self.vocabulary.tied is not None:
+                    self.vocabulary.tied.forget_gradient()
                 if self.args.epp_costs == "learn":
                     self._note_learning("looking for learnt costs")
                     self.costs = self._begin_learning(self.costs, links)
@@ -170,7 +181,7 @@ class Session:
         """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
-        share = None if last is None else cache(lambda chunk: last.output_share(batch.chunk(chunk)))
+        share = None if last is None or not last.has_loss else cache(lambda chunk: last.output_share(batch.chunk(chunk)))
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
             if self.learning is not None and (learnt := self.learning.after(plan, recorder, share)) is not None:
                 self.costs = learnt

@@ -18,7 +18,7 @@ class Shards(NamedTuple):
 
     Attributes:
         line: chunks in the order of the last stage's forwards.
-        place: of each chunk in `line`.
+        position: of each chunk in `line`.
         spread_us, gather_us: time of the collectives, by chunk.
         peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
         room_bytes: of each rank, for all of its chunks between `S` and `T`.
@@ -33,7 +33,7 @@ class Shards(NamedTuple):
     """
 
     line: Integers
-    place: Integers
+    position: Integers
     spread_us: Floats
     gather_us: Floats
     peak_bytes: Integers
@@ -167,7 +167,7 @@ def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run:
         if stage + 1 < columns.num_stages:
             other = columns.rank_of[stage + 1]
         else:
-            run.came_us[run.place[c]] = ended
+            run.came_us[run.position[c]] = ended
             everyone = True
     elif kind == BACKWARD and stage > 0:
         other = columns.rank_of[stage - 1]

@@ -64,9 +64,9 @@ def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[in
         num_nodes: nodes of the columns.
     """
     rows, chunks, ranks = tables.added[Op.S], len(line), len(first) - 1
-    place = [0] * chunks
+    position = [0] * chunks
     for at, c in enumerate(line):
-        place[c] = at
+        position[c] = at
     kept = [
         taken - given
         for takes, gives in zip(rows.takes, rows.gives, strict=True)
@@ -78,7 +78,7 @@ def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[in
 
     return shards.Shards(
         line=integers(line),
-        place=integers(place),
+        position=integers(position),
         spread_us=floats(rows.collective_us[Op.SPREAD]),
         gather_us=floats(rows.collective_us[Op.GATHER]),
         peak_bytes=integers(chain.from_iterable(rows.takes)),

@@ -112,6 +112,14 @@ class WeightGradients:
             self._deferred[self._chunk].append(one)
 
 
+def give_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> None:
+    """Compute a weight's gradient and pass it to the weight through autograd, so that hooks on the weight run."""
+    with torch.enable_grad():
+        nothing = weight.new_empty(0)
+        node: Tensor = _Gradient.apply(weight, nothing, nothing, lambda *_: compute())
+        torch.autograd.backward(node, torch.zeros_like(node))
+
+
 class _Linear(torch.autograd.Function):
     """Linear layer without an edge to its weight.
 

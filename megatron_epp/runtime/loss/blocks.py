@@ -59,7 +59,7 @@ class _BlockLosses(torch.autograd.Function):
         kernel = choose(Case(x.device.type, x.dtype, len(weight), head.group is not None))
         counted = labels if head.rows is None else labels[head.rows]
         index, is_here = _entries(counted, weight, head)
-        blocks, log_sum = _blocks(len(counted), head.block_tokens), None
+        blocks, log_sum = blocks_of(len(counted), head.block_tokens), None
         if kernel is None:
             rows = [_summary(x[_tokens(head, part)], weight, index[part]) for part in blocks]
             losses, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
@@ -78,14 +78,14 @@ class _BlockLosses(torch.autograd.Function):
         if head.rows is not None:
             grad_losses = grad_losses[head.rows]
         grad_x = torch.empty_like(x) if head.rows is None else torch.zeros_like(x)
-        blocks = _blocks(len(labels), head.block_tokens)
-        grad_weight = _WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
+        blocks = blocks_of(len(labels), head.block_tokens)
+        grad_weight = WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
         for part in blocks:
             tokens = _tokens(head, part)
             rows, of_losses = x[tokens], grad_losses[part, None]
             grad_rows = grad_x[part] if head.rows is None else torch.empty_like(rows)
             if ctx.kernel is None:
-                grad = _less(rows @ weight.t(), log_sum[part, None]).exp_()
+                grad = less(rows @ weight.t(), log_sum[part, None]).exp_()
                 grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
                 grad = _times(grad, of_losses, x.dtype)
                 torch.mm(grad, weight, out=grad_rows)
@@ -102,7 +102,7 @@ class _BlockLosses(torch.autograd.Function):
         return grad_x, None, None if grad_weight is None else grad_weight.result(), None, None
 
 
-class _WeightGradient:
+class WeightGradient:
     """Gradient of a weight, summed over blocks: in fp32, because low precision would round every partial sum."""
 
     def __init__(self, weight: Tensor, head: Head, num_blocks: int) -> None:
@@ -115,7 +115,7 @@ class _WeightGradient:
             self._sum = self._accumulate(x, grad)
         elif self._sum is None:
             part = grad.t() @ x
-            self._sum = _wide(part) if self._several else part
+            self._sum = wide(part) if self._several else part
         elif self._sum.dtype == x.dtype:
             self._sum.addmm_(grad.t(), x)
         else:
@@ -129,8 +129,8 @@ class _WeightGradient:
 def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """Return per token the largest logit, the sum of exponentials relative to it, and the logit at `index`: ``[3, tokens]``."""
     logits = x @ weight.t()
-    most, predicted = _wide(logits.amax(1)), _wide(logits.gather(1, index[:, None]).squeeze(1))
-    return torch.stack([most, _less(logits, most[:, None]).exp_().sum(1), predicted])
+    most, predicted = wide(logits.amax(1)), wide(logits.gather(1, index[:, None]).squeeze(1))
+    return torch.stack([most, less(logits, most[:, None]).exp_().sum(1), predicted])
 
 
 def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) ->
     return log_sum - parts[1], log_sum + most
 
 
-def _blocks(num_tokens: int, most: int) -> list[slice]:
+def blocks_of(num_tokens: int, most: int) -> list[slice]:
     """Split tokens into the fewest blocks of at most `most` tokens, as even as whole tokens allow."""
     count = max(1, -(-num_tokens // most))
     return [slice(num_tokens * i // count, num_tokens * (i + 1) // count) for i in range(count)]
@@ -165,7 +165,7 @@ def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor
     return local_labels.clamp(0, entries - 1), (local_labels >= 0) & (local_labels < entries)
 
 
-def _less(logits: Tensor, column: Tensor) -> Tensor:
+def less(logits: Tensor, column: Tensor) -> Tensor:
     """Return ``logits - column`` in the column's type, in one pass: in place, or in new memory if the logits are narrower."""
     return logits.sub_(column) if logits.dtype == column.dtype else logits - column
 
@@ -175,6 +175,6 @@ def _times(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """Return `x` in fp32, or in fp64 if it is fp64. May be `x` itself."""
     return x if x.dtype == torch.float64 else x.float()

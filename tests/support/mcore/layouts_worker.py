@@ -8,6 +8,7 @@ Prints what `test_layouts.py` looks at.
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,39 @@ def hybrid(folder: Path) -> dict[str, Any]:
 
 def checkpoints(folder: Path, model: str, flags: str) -> dict[str, Any]:
     """Train cut layers; load what they saved into whole ones and save that; load this into cut ones and save again."""
+    return handed_on(folder, f"{MODELS[model]} {flags} {RESHARDABLE}", ((CUT, 2), ("", 1), (CUT, 2)))
+
+
+def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Train and save; load what was saved with other flags, and save that; and so on. Compare all that was saved.
+
+    Args:
+        folder: for documents and checkpoints.
+        flags: of all runs.
+        parts: flags of each run, and its processes.
+    """
     common = common_flags(2, CONTEXT, 8, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY)]
-    own = [*common, *shlex.split(f"{MODELS[model]} {flags} {RESHARDABLE}")]
-    first, second, third = (folder / name for name in ("trained", "whole", "cut"))
-    for flags_of_part, saved, processes in (
-        ([*CUT.split(), "--save", str(first), "--save-interval", "1"], None, 2),
-        (["--load", str(first)], second, 1),
-        ([*CUT.split(), "--load", str(second)], third, 2),
-    ):
-        training = Training(processes, (*own, *flags_of_part), saved)
+    places = [folder / f"saved{number}" for number in range(len(parts))]
+    for number, (own, processes) in enumerate(parts):
+        keeps = ["--load", str(places[number - 1])] if number else ["--save", str(places[0]), "--save-interval", "1"]
+        given = (*common, *shlex.split(f"{flags} {own}"), *keeps)
+        training = Training(processes, given, places[number] if number else None)
         (runs,) = train_all([training], folder, 200).values()
-        assert not isinstance(runs, str), f"{saved}: {runs}"
-        if saved is None:
-            (first / "latest_checkpointed_iteration.txt").write_text("1")
-    cut, *others = (_tensors(folder / place) for place in ("trained/iter_0000001", "whole/iter_0000000", "cut/iter_0000000"))
+        assert not isinstance(runs, str), f"{own}: {runs}"
+        if number == 0:
+            (places[0] / "latest_checkpointed_iteration.txt").write_text("1")
+    first, *others = (tensors_of(place / f"iter_000000{0 if number else 1}") for number, place in enumerate(places))
     return {
-        "names": len(cut),
-        "of the optimizer": sum("optimizer" in key for key in cut),
-        "missing": sorted({key for other in others for key in cut.keys() ^ other.keys()}),
-        "apart": [key for other in others for key in cut.keys() & other.keys() if not _equal(cut[key], other[key])],
+        "names": len(first),
+        "of the optimizer": sum("optimizer" in key for key in first),
+        "missing": sorted({key for other in others for key in first.keys() ^ other.keys()}),
+        "apart": [key for other in others for key in differing(first, other)],
+        "shapes": {key: list(tensor.shape) for key, tensor in first.items() if "layers" not in key},
     }
 
 
-def _tensors(folder: Path) -> dict[str, Any]:
+def tensors_of(folder: Path) -> dict[str, Any]:
     """All tensors of a checkpoint by their keys."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -102,10 +112,11 @@ def _tensors(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _equal(one: Any, other: Any) -> bool:
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Keys of tensors that two checkpoints have and that are not bitwise equal."""
     import torch
 
-    return bool(torch.equal(one, other))
+    return [key for key in one.keys() & other.keys() if not torch.equal(one[key], other[key])]
 
 
 def masks() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A kind of action that the package does not know: a shard of the loss on every rank, with two collectives over all ranks.
 
-`N` runs on each rank for each chunk. It needs what the last stage's forward of the chunk broadcasts, and the last stage's
+`K` runs on each rank for each chunk. It needs what the last stage's forward of the chunk broadcasts, and the last stage's
 backward needs the sum of all shards. This is all there is to it: a definition and a handler.
 """
 
@@ -13,7 +13,7 @@ from megatron_epp.plan import Op
 from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, of_ranks, register, unregister
 from megatron_epp.planner.tables import Rows
 
-N, SPREAD, SUM = Op.define("N"), Op.define("SPREAD_N"), Op.define("SUM_N")
+K, SPREAD, SUM = Op.define("K"), Op.define("SPREAD_K"), Op.define("SUM_K")
 TIME_US, SPREAD_US, SUM_US, NUM_BYTES = 40.0, 15.0, 25.0, 4096
 
 
@@ -29,17 +29,17 @@ def defined():
     """The operation is in the table while the context lasts."""
     yield register(
         Operation(
-            op=N,
+            op=K,
             text="loss shard",
             colour="#123456",
             presence=Presence.COMPLETE,
             sites=of_ranks,
             needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
-            before=(Before(Op.B, Need(N, At.EVERY, only=At.LAST, carries=Collective(SUM))),),
+            before=(Before(Op.B, Need(K, At.EVERY, only=At.LAST, carries=Collective(SUM))),),
             rows=rows,
         )
     )
-    unregister(N)
+    unregister(K)
 
 
 class Shards:
@@ -50,7 +50,7 @@ class Shards:
         self.values, self.sums = {}, {}
 
     def handlers(self):
-        return {N: self.run, SPREAD: self.spread, SUM: self.add}
+        return {K: self.run, SPREAD: self.spread, SUM: self.add}
 
     def spread(self, executor, action):
         value = torch.tensor([100.0 * action.chunk if self.rank == self.root else -1.0])

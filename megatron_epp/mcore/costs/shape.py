@@ -1,0 +1,19 @@
+"""Shape of the model that trains, from Megatron's arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_epp.cost import ModelShape
+from megatron_epp.cost.library import shape_of
+from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.model.block_loss import block_tokens_of
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """Return the model's shape from Megatron's arguments.
+
+    Loss blocks are up to the last stage, so it has none, unless the output layer is divided over ranks, which all have them.
+    """
+    block_tokens = block_tokens_of(args) if shards_vocabulary(args) else 0
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": block_tokens})

@@ -1,0 +1,97 @@
+"""Input embedding of a model whose output layer is tied to it and divided over the pipeline ranks.
+
+The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which computes
+with the whole table. After the last backward the first stage sends each shard the gradient of its rows, in fp32, before
+gradients are reduced over data-parallel ranks. This takes the place of Megatron's all-reduce of two whole copies' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
+
+
+class TiedTable:
+    """Exchange of the embedding's rows and gradients between the first stage and the shards.
+
+    Args:
+        shard: of this rank.
+        table: the first stage's word embeddings, without a weight; None on other ranks.
+        ranks: global ranks of the pipeline; the first stage is on the first.
+        group: for the messages.
+    """
+
+    def __init__(self, shard: VocabularyShard, table: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._shard, self._table, self._ranks, self._group = shard, table, tuple(ranks), group
+        self._gradient: Tensor | None = None
+        if table is None:
+            return
+        own = shard.weight
+        shape = (shard.vocabulary.rows[-1].stop, own.shape[1])
+        table.weight = torch.zeros(shape, dtype=own.dtype, device=own.device)
+        self._gradient = torch.zeros(shape, dtype=torch.float32, device=own.device)
+        table.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The whole table, which is no parameter of the model; empty on other ranks."""
+        return () if self._table is None else (self._table.weight,)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole table and of its gradient on this rank."""
+        return sum(weight.nbytes for weight in self.parameters) + (0 if self._gradient is None else self._gradient.nbytes)
+
+    def _add(self, weight: Tensor) -> None:
+        assert self._gradient is not None
+        assert weight.grad is not None
+        self._gradient.add_(weight.grad)
+        weight.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the first stage's table that of the shards. A collective call of the pipeline's ranks."""
+        rows = self._shard().detach()
+        if self._table is None:
+            self._run([dist.P2POp(dist.isend, rows.contiguous(), self._ranks[0], self._group)])
+            return
+        others = self._rows_of_others(self._table.weight.detach())
+        self._table.weight.detach()[self._rows(0)].copy_(rows)
+        self._run([dist.P2POp(dist.irecv, part, rank, self._group) for rank, part in others])
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the gradient of the first stage's table to those of the shards. A collective call of the pipeline's ranks."""
+        weight: Any = self._shard.weight
+        if self._gradient is None:
+            rows = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+            self._run([dist.P2POp(dist.irecv, rows, self._ranks[0], self._group)])
+            weight.main_grad.add_(rows)
+            return
+        weight.main_grad.add_(self._gradient[self._rows(0)])
+        self._run([dist.P2POp(dist.isend, part, rank, self._group) for rank, part in self._rows_of_others(self._gradient)])
+        self._gradient.zero_()
+
+    def forget_gradient(self) -> None:
+        """Drop the gradient, which was that of a measurement."""
+        if self._gradient is not None:
+            self._gradient.zero_()
+
+    def _rows(self, position: int) -> slice:
+        rows = self._shard.vocabulary.rows[position]
+        return slice(rows.start, rows.stop)
+
+    def _rows_of_others(self, whole: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the global rank of every rank but the first, with its rows."""
+        return [(rank, whole[self._rows(position)]) for position, rank in enumerate(self._ranks) if position > 0]
+
+    @staticmethod
+    def _run(messages: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()

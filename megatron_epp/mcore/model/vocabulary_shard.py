@@ -1,0 +1,195 @@
+"""Division of a model's output layer over the pipeline ranks, when Megatron has built the rank's model chunks.
+
+Each rank's shard is a submodule of its first model chunk, under the name of the output layer. So data parallelism, optimizers
+and checkpoints treat its rows as they treat the output layer's weight. The last stage then ends with its hidden states.
+Megatron itself draws the first weights, and the rank that has them sends the others their rows.
+
+If the output layer is tied to the embedding, the shards are the only parameters, and the first stage computes with a copy of
+all rows (`tied_table`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from megatron_epp.mcore import features
+from megatron_epp.mcore.arguments.consequences import placement_of
+from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_rows
+from megatron_epp.mcore.model.trained_rows import own_functions
+from megatron_epp.plan import EppError
+
+_EMBEDDING_KEY = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Division of a vocabulary.
+
+    Attributes:
+        rows: of each pipeline rank, within those of a tensor-parallel rank.
+        position: pipeline rank of this process.
+        first_row: number of the tensor-parallel rank's first row in the whole vocabulary.
+        entries: of the whole vocabulary, padded.
+        is_tied: the embedding has the same weights.
+    """
+
+    rows: tuple[range, ...]
+    position: int
+    first_row: int
+    entries: int
+    is_tied: bool
+
+    @property
+    def own(self) -> range:
+        """Rows of this rank."""
+        return self.rows[self.position]
+
+    @property
+    def start(self) -> int:
+        """Number of this rank's first row in the whole vocabulary."""
+        return self.first_row + self.own.start
+
+
+class VocabularyShard(torch.nn.Module):
+    """Rows of an output layer.
+
+    Args:
+        rows: ``[rows, hidden]``.
+        vocabulary: the division that they are part of.
+    """
+
+    def __init__(self, rows: torch.Tensor, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.weight = torch.nn.Parameter(rows)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self) -> torch.Tensor:
+        """Return the weight. Hooks of Megatron's data parallelism first wait until it is gathered."""
+        return self.weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the rows as a part of the weight that a model without shards has, under its key."""
+        assert not sharded_offsets  # an output layer is no layer of many
+        vocabulary, weight = self.vocabulary, self.state_dict(keep_vars=True)["weight"]
+        name = f"{prefix}weight"
+        part = ShardedTensor(
+            _EMBEDDING_KEY if vocabulary.is_tied else name,
+            weight,
+            weight.dtype,
+            tuple(weight.shape),
+            (vocabulary.entries, weight.shape[1]),
+            (vocabulary.start, 0),
+            axis_fragmentations=None,  # rows may be divided unevenly
+            replica_id=(0, 0, mpu.get_data_parallel_rank(with_context_parallel=True)),
+            allow_shape_mismatch=True,
+        )
+        return {name: part}
+
+
+_chunks: list[weakref.ref[Any]] = []
+"""Model chunks of this rank that are built, from the first one on."""
+
+
+def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
+    """Take the output layer out of a model chunk, and give the rank's first chunk its shard when the last chunk is built.
+
+    Call this function with every model chunk, as soon as Megatron has built it. With the last one it is a collective call of
+    the pipeline's ranks.
+
+    Raises:
+        EppError: the output layer or the loss is not Megatron's, or cannot be divided.
+    """
+    placement = placement_of(args)
+    if model.post_process and (reason := _obstacle(model)):
+        raise EppError(f"{FLAG} on is not possible: {reason}; set it to off")
+    is_tied = bool(model.share_embeddings_and_output_weights)
+    if not vp_stage:
+        _chunks.clear()
+    _chunks.append(weakref.ref(model))
+    # Megatron is told that there is nothing to tie: it would reduce gradients of whole copies, and keep them in checkpoints.
+    model.share_embeddings_and_output_weights = False
+    if len(_chunks) < placement.num_chunks:
+        return
+    chunks: list[Any] = [chunk() for chunk in _chunks]
+    _chunks.clear()
+    config, tp_rank = model.config, mpu.get_tensor_model_parallel_rank()
+    entries = args.padded_vocab_size // args.tensor_model_parallel_size
+    rows = vocabulary_rows(entries, placement.num_ranks)
+    position = mpu.get_pipeline_model_parallel_rank()
+    vocabulary = Vocabulary(rows, position, tp_rank * entries, args.padded_vocab_size, is_tied)
+    whole = _take_whole(chunks, is_tied)
+    root = 0 if is_tied else placement.last_rank
+    shard = VocabularyShard(_own_rows(whole if position == root else None, root, vocabulary, config), vocabulary)
+    shard.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+    if config.use_mup:
+        shard.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
+    chunks[0].output_layer = shard
+
+
+def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
+    """Remove the weights that shards replace from a rank's model chunks; return one of them, if the rank has any."""
+    whole = None
+    for chunk in chunks:
+        if chunk.post_process:
+            weight = chunk.output_layer.weight
+            whole = weight.data if weight is not None and not is_tied else whole
+            del chunk.output_layer
+            chunk.post_process = False  # from here on: it has built the final norm
+        if chunk.pre_process and is_tied:
+            table = chunk.embedding.word_embeddings
+            whole = table.weight.data
+            del table.weight
+            table.sharded_state_dict = _no_state
+    return whole
+
+
+def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
+    """Return the state of an embedding whose weight is in shards."""
+    return {}
+
+
+def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, config: Any) -> torch.Tensor:
+    """Return this rank's rows of the weight of rank `root`, which the others do not give."""
+    group, own = mpu.get_pipeline_model_parallel_group(), None
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    for position, rows in enumerate(vocabulary.rows):
+        if whole is None:
+            part = torch.empty((len(rows), config.hidden_size), dtype=config.params_dtype, device=device)
+        else:
+            part = whole[rows.start : rows.stop].to(device).contiguous()
+        dist.broadcast(part, dist.get_global_rank(group, root), group=group)
+        own = part.clone() if position == vocabulary.position else own
+    assert own is not None
+    return own
+
+
+def _obstacle(model: Any) -> str:
+    """Return the reason why a model's output layer cannot be divided; empty if it can."""
+    layer = model.output_layer
+    if type(layer) not in features.multiplying_output_layers():
+        return f"the output layer is a {type(layer).__name__}"
+    if layer.bias is not None:
+        return "the output layer has a bias"
+    if layer.gather_output:
+        return "the output layer gathers its logits"
+    if model.config.enable_autocast:
+        return "autocast chooses the type of the logits"
+    if features.gathers_output_weight(layer):
+        return "ranks share the output layer's weight and gather it"
+    if features.fuses_output_with_loss(model):
+        return "--cross-entropy-fusion-impl linear fuses the output layer with the loss"
+    own = own_functions(model)
+    return f"{type(model).__name__} has its own {', '.join(own)}" if own else ""

@@ -1,0 +1,171 @@
+"""Vocabulary parallelism in a run: what a rank's model gives to the runtime's shards, and their communicators."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.model.block_loss import block_tokens_of
+from megatron_epp.mcore.model.headless_stage import HeadlessStage
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.tied_table import TiedTable
+from megatron_epp.mcore.model.trained_rows import rows_to_compute
+from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
+from megatron_epp.mcore.model.weight_gradients import weight_gradient
+from megatron_epp.plan import Op
+from megatron_epp.runtime.autograd.weights import give_gradient
+from megatron_epp.runtime.executor import Handler
+from megatron_epp.runtime.links.links import Groups, Options
+from megatron_epp.runtime.loss.pipeline_shards import ShardGroups, Targets, VocabularyShards
+from megatron_epp.runtime.loss.shards import Shard
+
+Arrays = Callable[[int], ChunkArrays]
+
+
+class RankVocabulary:
+    """A rank's shard of the output layer during training.
+
+    Args:
+        args: Megatron's arguments.
+        models: this rank's model chunks.
+        stages: the same as stages, by their number in the pipeline.
+        config: of the model.
+        groups: communicators of the shards.
+        tied_group: of the pipeline, for the embedding's rows if the output layer is tied to it.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        models: Sequence[torch.nn.Module],
+        stages: Mapping[int, MegatronStage],
+        config: Any,
+        groups: ShardGroups,
+        tied_group: dist.ProcessGroup,
+    ) -> None:
+        first: Any = unwrap_model(models[0])
+        self._shard: VocabularyShard = first.output_layer
+        self._any_stage = next(iter(stages.values()))
+        self._last = next((stage for stage in stages.values() if isinstance(stage, HeadlessStage)), None)
+        self._config, self._groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
+        self._block_tokens = block_tokens_of(args)
+        self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        self._arrays: Arrays | None = None
+        self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
+        self.tied: TiedTable | None = None
+        if self._shard.vocabulary.is_tied:
+            table = first.embedding.word_embeddings if first.pre_process else None
+            self.tied = TiedTable(self._shard, table, dist.get_process_group_ranks(tied_group), tied_group)
+            self._any_stage.more_weights = self.tied.parameters
+
+    def begin(self, arrays: Arrays) -> Mapping[Op, Handler]:
+        """Start an iteration, whose chunks have the `arrays`; return the handlers of the operations on shards."""
+        self._arrays = arrays
+        self._spread.clear()
+        if self.tied is not None:
+            self.tied.gather()
+        last = None if self._last is None else self
+        return VocabularyShards(self, self._groups, last, self._stream).handlers()
+
+    # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).
+
+    def targets(self, chunk: int) -> Targets:
+        """Read a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
+        assert self._arrays is not None
+        stage, arrays = self._any_stage, self._any_stage.part(self._arrays(chunk))
+        rows = rows_to_compute(arrays.loss_mask, self._entries, self._config.hidden_size)
+        labels, weights, num_tokens = arrays.labels, arrays.loss_mask, len(arrays.labels)
+        if rows is not None:
+            labels, weights = labels[rows], weights[rows]
+            rows = stage.on_device(rows)
+        weights = stage.on_device(weights)
+        if self._config.grad_scale_func is not None:
+            weights = weights * self._config.grad_scale_func(torch.ones((), device=weights.device))
+        if self._last is not None:
+            self._spread[chunk] = rows, arrays
+        parts = self._num_parts
+        count = num_tokens // parts if parts > 1 or rows is None else len(rows)
+        whole = partial(_gathered, rows) if parts > 1 else _same
+        return Targets((count, self._config.hidden_size), stage.on_device(labels), weights, whole)
+
+    def message(self) -> tuple[torch.dtype, torch.device]:
+        _, dtype, device = self._any_stage.message(1)
+        return dtype, device
+
+    def shard(self) -> Shard:
+        weight = self._shard()  # through the module, whose hooks wait for gathered parameters
+        fused = getattr(self._config, "gradient_accumulation_fusion", False)
+        accumulate = partial(weight_gradient, weight, None, True) if fused else None
+        return Shard(weight.detach(), self._shard.vocabulary.start, self._block_tokens, accumulate)
+
+    def take_gradient(self, compute: Callable[[], Tensor]) -> None:
+        give_gradient(self._shard.weight, compute)
+
+    def spread(self, chunk: int) -> Tensor:
+        assert self._last is not None
+        (rows, _), output = self._spread[chunk], self._last.output(chunk)
+        return output.contiguous() if rows is None or self._num_parts > 1 else output.index_select(0, rows)
+
+    def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
+        assert self._last is not None
+        rows, arrays = self._spread.pop(chunk)
+        self._last.finish(chunk, arrays, rows, losses, gradient)
+
+    @property
+    def _num_parts(self) -> int:
+        """Number of ranks that each have a part of the last stage's output, by sequence parallelism."""
+        return mpu.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:
+    """Gather the parts of tensor-parallel ranks, and take rows of the whole."""
+    group = mpu.get_tensor_model_parallel_group()
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole if rows is None else whole.index_select(0, rows)
+
+
+def rank_vocabulary(
+    args: argparse.Namespace,
+    models: Sequence[torch.nn.Module],
+    stages: Mapping[int, MegatronStage],
+    config: Any,
+    last_rank: int,
+    groups: Groups,
+    options: Options | None,
+) -> RankVocabulary | None:
+    """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
+
+    Communicators have the options of those that carry messages, and each is used once on every rank here, since NCCL makes a
+    communicator on its first use.
+
+    Args:
+        last_rank: pipeline rank of the last stage.
+        groups: makes communicators.
+        options: of communicators; None for the backend's defaults.
+    """
+    if not shards_vocabulary(args):
+        return None
+    pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
+    everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
+    spread, gather, tied = (groups.of(pipeline, options=options) for _ in range(3))
+    statistics = groups.of(everyone, options=options)
+    _, _, device = next(iter(stages.values())).message(1)
+    for group in (spread, gather, tied, statistics):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    found = ShardGroups(pipeline[last_rank], spread, gather, statistics)
+    return RankVocabulary(args, models, stages, config, found, tied)

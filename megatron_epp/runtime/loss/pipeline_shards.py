@@ -1,0 +1,216 @@
+"""Handlers of the operations of vocabulary shards (`plan.vocabulary`) on one rank: S, N, T and their collectives.
+
+The collectives have communicators of their own. On a GPU the broadcast is left to its communicator's stream, and the
+reductions, with what is computed between them, run on a side stream, so that both are overlapped with compute, as plans
+predict. What uses a result waits for it on the device. On CPU the broadcast is asynchronous, and the reductions block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.plan import Action, Op
+from megatron_epp.runtime.executor import Executor, Handler
+from megatron_epp.runtime.loss.shards import Logits, Shard, Summary, logits_pass, scale_part, weight_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroups:
+    """Communicators of a pipeline's vocabulary shards.
+
+    Attributes:
+        root: global rank of the last stage.
+        spread: ranks of the pipeline, for broadcasts.
+        gather: the same ranks, for the reduction of gradients.
+        statistics: all ranks that hold rows of the vocabulary: those of the pipeline, and of the tensor-parallel group.
+    """
+
+    root: int
+    spread: dist.ProcessGroup
+    gather: dist.ProcessGroup
+    statistics: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Tokens of a chunk that pass the output layer.
+
+    Attributes:
+        shape: of the broadcast, this rank's part of the last stage's output ``[rows, in]``.
+        labels: ``[tokens]``.
+        weights: gradient of each token's loss, ``[tokens]``.
+        whole: returns the input of the output layer, ``[tokens, in]``, given the broadcast.
+    """
+
+    shape: tuple[int, int]
+    labels: Tensor
+    weights: Tensor
+    whole: Callable[[Tensor], Tensor]
+
+
+class LastStage(Protocol):
+    """The last stage as the shards need it."""
+
+    def spread(self, chunk: int) -> Tensor:
+        """Return what is broadcast of a chunk's output; its shape is that of `Targets.shape`."""
+
+    def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
+        """Take the losses of a chunk's tokens, and the gradient of the output layer's input for tokens of weight one."""
+
+
+class Rank(Protocol):
+    """Interface of the model of this rank to the shards."""
+
+    def targets(self, chunk: int) -> Targets: ...
+    def message(self) -> tuple[torch.dtype, torch.device]:
+        """Return dtype and device of broadcasts."""
+
+    def shard(self) -> Shard: ...
+    def take_gradient(self, compute: Callable[[], Tensor]) -> None:
+        """Compute the gradient of the shard's weight and pass it on as any gradient of the weight."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A chunk between its broadcast and its last operation on this rank.
+
+    Attributes:
+        targets: its tokens.
+        x: what is broadcast; from `S` on the input of the output layer.
+        work: the broadcast, until `S`.
+        logits, losses, log_sum: results of `S` and of the reductions.
+        ready: end of the reductions on the side stream, if nothing has waited for it yet.
+        num_uses: operations of this rank that still need it, after the reductions.
+    """
+
+    targets: Targets
+    x: Tensor
+    work: dist.Work | None
+    logits: Logits | None = None
+    log_sum: Tensor | None = None
+    losses: Tensor | None = None
+    ready: torch.cuda.Event | None = None
+    num_uses: int = 0
+
+
+class VocabularyShards:
+    """Operations of one rank's shard during an iteration.
+
+    Args:
+        rank: the shard and the tokens.
+        groups: communicators.
+        last: the last stage, if it is on this rank.
+        stream: side stream for the reductions on a GPU; None on CPU.
+    """
+
+    def __init__(self, rank: Rank, groups: ShardGroups, last: LastStage | None, stream: torch.cuda.Stream | None) -> None:
+        self._rank, self._groups, self._last, self._stream = rank, groups, last, stream
+        self._states: dict[int, _State] = {}
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers for `Executor`."""
+        return {
+            Op.SPREAD: self._spread,
+            Op.S: self._logits,
+            Op.GATHER: self._gather,
+            Op.N: self._loss,
+            Op.T: self._weight,
+        }
+
+    @torch.no_grad()
+    def _spread(self, executor: Executor, action: Action) -> None:
+        targets = self._rank.targets(action.chunk)
+        dtype, device = self._rank.message()
+        if self._last is None:
+            x = torch.empty(targets.shape, dtype=dtype, device=device)
+        else:
+            x = self._last.spread(action.chunk)
+        work = dist.broadcast(x, self._groups.root, group=self._groups.spread, async_op=True)
+        uses = (self._last is not None) + (not executor.plan.forward_only)
+        self._states[action.chunk] = _State(targets, x, work, num_uses=uses)
+
+    @torch.no_grad()
+    def _logits(self, executor: Executor, action: Action) -> None:
+        state = self._states[action.chunk]
+        assert state.work is not None  # it was started
+        with executor.recorder.waiting(action._replace(op=Op.SPREAD)):
+            state.work.wait()
+        with executor.recorder.action(action):
+            state.x = state.targets.whole(state.x)
+            state.work = None
+            state.logits = logits_pass(state.x, state.targets.labels, self._rank.shard(), not executor.plan.forward_only)
+
+    @torch.no_grad()
+    def _gather(self, executor: Executor, action: Action) -> None:
+        state = self._states[action.chunk]
+        if self._stream is None:
+            with executor.recorder.waiting(action):
+                self._reduce(state)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._reduce(state)
+                state.ready = self._stream.record_event()
+        if state.num_uses == 0:
+            self._wait(executor, action)
+            del self._states[action.chunk]
+
+    def _reduce(self, state: _State) -> None:
+        """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32."""
+        logits, groups = state.logits, self._groups
+        assert logits is not None  # S has run
+        summary, most = logits.summary, logits.summary.most.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.statistics)
+        dist.all_reduce(added := summary.addends(most), group=groups.statistics)
+        state.losses, state.log_sum = Summary.combined(most, added)
+        if logits.part is None:
+            return
+        part = scale_part(logits, state.log_sum, state.targets.labels, self._rank.shard())
+        dist.reduce(part, groups.root, group=groups.gather)
+
+    def _loss(self, executor: Executor, action: Action) -> None:
+        state = self._wait(executor, action)
+        assert self._last is not None  # N is on the last stage's rank
+        assert state.losses is not None
+        assert state.logits is not None
+        with executor.recorder.action(action):
+            self._last.finish(action.chunk, state.losses, state.logits.part)
+        state.logits.part = None
+        self._used(action.chunk)
+
+    def _weight(self, executor: Executor, action: Action) -> None:
+        state = self._wait(executor, action)
+        x, logits, log_sum, targets = state.x, state.logits, state.log_sum, state.targets
+        assert logits is not None
+        assert log_sum is not None
+        with executor.recorder.action(action):
+            shard = self._rank.shard()
+            self._rank.take_gradient(lambda: weight_gradient(x, targets.labels, logits, log_sum, targets.weights, shard))
+        logits.kept = None
+        self._used(action.chunk)
+
+    def _used(self, chunk: int) -> None:
+        """Drop a chunk after its last operation on this rank."""
+        self._states[chunk].num_uses -= 1
+        if self._states[chunk].num_uses == 0:
+            del self._states[chunk]
+
+    def _wait(self, executor: Executor, action: Action) -> _State:
+        """Return a chunk's state, after the current stream has been made to wait for the reductions of the chunk."""
+        state = self._states[action.chunk]
+        if state.ready is None:
+            return state
+        current = torch.cuda.current_stream()
+        with executor.recorder.waiting(action._replace(op=Op.GATHER)):
+            current.wait_event(state.ready)
+        state.ready = None
+        for result in (state.losses, state.log_sum):  # allocated on the side stream
+            if result is not None:
+                result.record_stream(current)
+        return state

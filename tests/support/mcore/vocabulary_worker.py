@@ -1,0 +1,110 @@
+"""Checkpoints of an output layer in shards, handed on to runs with other numbers of ranks and without shards, and back.
+
+Also a resumed run, and the types of what shards exchange.
+
+python -m tests.support.mcore.vocabulary_worker FOLDER CHAIN|"resumed tied"|"resumed untied"|bf16|"bf16, tied"
+
+Prints what `test_vocabulary_parallel.py` looks at.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
+from scripts.parity.worlds import Training, load_megatron, train_all
+from scripts.random_documents import write_documents
+from tests.support.mcore.figures import record_figures
+from tests.support.mcore.layouts_worker import RESHARDABLE, differing, handed_on, tensors_of
+
+SHARDS = "--epp-vocab-parallel on --pipeline-model-parallel-size"
+UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
+PLAIN = "--ckpt-format torch_dist"
+STOCK = "--epp-schedule stock"
+CHAINS = {
+    "untied": (f"{MODELS['llama']} {RESHARDABLE}", ((f"{SHARDS} 2", 2), (STOCK, 1), (f"{SHARDS} 4", 4))),
+    "tied": (
+        f"{MODELS['gpt2']} {RESHARDABLE}",
+        ((f"{SHARDS} 2", 2), (f"{STOCK} --pipeline-model-parallel-size 2", 2), (f"{SHARDS} 4", 4)),
+    ),
+    "uneven, plain optimizer": (f"{MODELS['llama']} {UNEVEN} {PLAIN}", ((f"{SHARDS} 4", 4), (STOCK, 1), (f"{SHARDS} 2", 2))),
+    "tied, uneven": (
+        f"{MODELS['gpt2']} {UNEVEN} {RESHARDABLE}",
+        ((STOCK, 1), (f"{SHARDS} 4", 4), (f"{SHARDS} 2", 2)),
+    ),
+}
+FORMATS = {"gpt2": RESHARDABLE, "llama": f"{PLAIN} --use-distributed-optimizer"}
+MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama", "bf16, tied": "gpt2"}
+
+
+def main(folder: Path, part: str) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    load_megatron()
+    if part in CHAINS:
+        record_figures(handed_on(folder, *CHAINS[part]))
+    else:
+        record_figures(types(folder, MODEL_OF[part]) if part.startswith("bf16") else resumed(folder, MODEL_OF[part]))
+
+
+def resumed(folder: Path, model: str) -> dict[str, Any]:
+    """Train four iterations, and the last two again from the checkpoint behind the second.
+
+    Of the buffers that Megatron keeps whole, whose padding it does not initialise, only the losses tell.
+    """
+    common = [*common_flags(4, CONTEXT, 8, validates=False), *shlex.split(f"{SHARDS} 2 {MODELS[model]} {FORMATS[model]}")]
+    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--hidden-dropout", "0.1"]
+    places = [folder / name for name in ("whole", "resumed")]
+    losses = []
+    for place, loads in zip(places, ([], ["--load", str(places[0]), "--ckpt-step", "2"]), strict=True):
+        flags = (*common, "--save", str(place), "--save-interval", "2", *loads)
+        losses.append(_losses(folder, Training(2, flags)))
+    ends = [tensors_of(place / "iter_0000004") for place in places]
+    assert ends[0].keys() == ends[1].keys()
+    return {"losses": losses[0][2:], "resumed": losses[1], "apart": [key for key in differing(*ends) if "gbuf_idx" not in key]}
+
+
+def types(folder: Path, model: str) -> dict[str, Any]:
+    """Train in bf16 by the stock schedule and with shards; the types that these broadcast and reduce."""
+    from megatron_epp.runtime.loss import pipeline_shards
+
+    common = [*common_flags(2, CONTEXT, 8, validates=False), *shlex.split(f"{MODELS[model]} --bf16")]
+    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
+    pipeline_shards.dist = Noting(pipeline_shards.dist, folder)  # which processes forked from this one have
+    own = _losses(folder, Training(2, (*common, "--epp-vocab-parallel", "on")))
+    return {
+        "losses": own,
+        "stock": _losses(folder, Training(2, (*common, *STOCK.split()))),
+        "broadcast": sorted(set((folder / "broadcast").read_text().split())),
+        "reduced": sorted(set((folder / "reduce").read_text().split())),
+    }
+
+
+class Noting:
+    """`torch.distributed` with the types of broadcast and reduced tensors written to files."""
+
+    def __init__(self, real: Any, folder: Path) -> None:
+        self._real, self._folder = real, folder
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name not in ("broadcast", "reduce"):
+            return found
+
+        def noted(tensor: Any, *rest: Any, **named: Any) -> Any:
+            with (self._folder / name).open("a") as file:
+                file.write(f"{tensor.dtype}\n")
+            return found(tensor, *rest, **named)
+
+        return noted
+
+
+def _losses(folder: Path, training: Training) -> list[float]:
+    (runs,) = train_all([training], folder, 200).values()
+    assert not isinstance(runs, str), runs
+    return next(run.losses for run in runs if run.losses)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
