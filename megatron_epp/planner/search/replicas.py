@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import neg
 
 import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.plan.operations import Rows
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
@@ -182,8 +184,21 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
         np.max([step.layer_us for step in steps], axis=0).tolist()
         for steps in zip(*(own.frontier for own in tables), strict=True)
     ]
+    added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
+    room = tuple(map(max, *(own.shard_room for own in tables)))
     found = []
     for own in tables:
         frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
-        found.append(replace(own, **common, frontier=tuple(frontier)))
+        static = tuple(map(sum, zip(own.static, room, map(neg, own.shard_room), strict=True)))
+        alike = replace(own, **common, frontier=tuple(frontier))
+        found.append(replace(alike, added=added, shard_room=room, static=static))
     return tuple(found)
+
+
+def _largest(rows: Sequence[Rows]) -> Rows:
+    """Return the longest times and largest bytes of an operation in all replicas, so that all insert it at the same places."""
+    takes = np.max([own.takes for own in rows], axis=0)
+    frees = np.array([np.array(own.gives) - np.array(own.takes) for own in rows])  # below zero for what it leaves
+    frees = np.where(frees.max(axis=0) > 0, frees.max(axis=0), frees.min(axis=0))
+    carried = {op: np.max([own.collective_us[op] for own in rows], axis=0).tolist() for op in rows[0].collective_us}
+    return Rows(np.max([own.time_us for own in rows], axis=0).tolist(), takes.tolist(), (takes + frees).tolist(), carried)

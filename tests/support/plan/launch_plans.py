@@ -40,7 +40,7 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
         slices=16 if is_long else rng.choice([None, 1, 3, 8]),
         planner=rng.choice(["1f1b", "seq1f1b", "1f1b-packed"]) if stages == replicas == 1 and rng.random() < 0.1 else "greedy",
     )
-    costs = costs_of(placement.num_stages, ranks if rng.random() < 0.3 else 0)
+    costs = costs_of(placement.num_stages, ranks if random.Random(f"shards of {seed}").random() < 0.3 else 0)
     try:
         made = _planned(problems, costs, options)
         if is_long or rng.random() < 0.6:  # a cap between what is held throughout and the peak: recompute, copies
