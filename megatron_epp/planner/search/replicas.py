@@ -190,8 +190,8 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     for own in tables:
         frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
         static = tuple(map(sum, zip(own.static, room, map(neg, own.shard_room), strict=True)))
-        alike = replace(own, **common, frontier=tuple(frontier))
-        found.append(replace(alike, added=added, shard_room=room, static=static))
+        as_slow = replace(own, **common, frontier=tuple(frontier))
+        found.append(replace(as_slow, added=added, shard_room=room, static=static))
     return tuple(found)
 
 
