@@ -8,7 +8,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph, build_graph
-from megatron_epp.plan.operations import Collective, Role, of_stages, operation
+from megatron_epp.plan.operations import Collective, of_stages, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Playback, explain, play
 
@@ -109,7 +109,7 @@ def _transfers(graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
 def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
     """Yield the reduction of every stage, last stage first, each with its rank.
 
-    A rank's vocabulary shard is reduced with the first stage of the rank.
+    Gradients of what a rank has besides its stages are reduced with its first stage.
     """
     last: dict[int, tuple[int, Action]] = {}
     for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
@@ -117,10 +117,9 @@ def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[t
         for number in numbers:
             for action in graph.steps[number].actions:
                 kind = operation(action.op)
-                if kind.role in (Role.CLOSES, Role.DEFERRED) and kind.sites is of_stages:
-                    last[action.stage] = number, action
-                elif action.op is Op.T:
-                    last[first] = number, action._replace(stage=first)
+                if kind.gives_gradients:
+                    stage = action.stage if kind.sites is of_stages else first
+                    last[stage] = number, action._replace(stage=stage)
     time_us, index = 0.0, 0
     for behind, stage in enumerate(sorted(last, reverse=True)):
         number, action = last[stage]

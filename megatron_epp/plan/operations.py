@@ -202,6 +202,7 @@ class Operation:
         needs: the actions it waits for.
         before: the actions of other operations that wait for it.
         in_layers: it runs layers, whose experts exchange tokens with other replicas.
+        gives_gradients: of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage.
         side: for a lowered operation that other ranks take part in, the event it is a side of.
         rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action.
             Without this function, planners have columns of their own for it, or do not order it.
@@ -218,6 +219,7 @@ class Operation:
     needs: tuple[Need, ...] = ()
     before: tuple[Before, ...] = ()
     in_layers: bool = False
+    gives_gradients: bool = False
     side: Side | None = None
     rows: Callable[[Any, Sequence[int], Any], Rows | None] | None = None
 
@@ -307,8 +309,9 @@ _DEFINED = (
             Need(Op.B, chunk=Of.FOLLOWING),  # the gradient of its keys and values
         ),
         in_layers=True,
+        gives_gradients=True,
     ),
-    Operation(op=Op.W, text="weight gradient", colour="#009E73", role=Role.DEFERRED, needs=_OWN_B),
+    Operation(op=Op.W, text="weight gradient", colour="#009E73", role=Role.DEFERRED, needs=_OWN_B, gives_gradients=True),
     Operation(
         op=Op.R,
         text="recompute",  # as an action of its own, before the backward that needs it

@@ -15,7 +15,7 @@ from megatron_epp.plan.action import Op
 from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, Rows, of_ranks, register
 
 SPREAD = Collective(Op.SPREAD)
-"""Broadcast of the last stage's output, and of the labels and weights of its tokens."""
+"""Broadcast of the last stage's output. Every rank has the labels of the batch."""
 GATHER = Collective(Op.GATHER)
 """All-reduce of maximum, sum of exponentials and target logit, and reduction of the input's gradient to the last stage."""
 
@@ -61,6 +61,7 @@ register(
     Operation(
         op=Op.T,
         text="weight gradient of a shard",
+        gives_gradients=True,
         colour="#C49C94",
         presence=Presence.COMPLETE,
         together=_ALL,

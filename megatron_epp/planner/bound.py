@@ -36,7 +36,8 @@ def lower_bound_us(
     makespan, and what is dearest to recompute is copied. Weight gradients that are split off can run while the last chunk goes
     back, so then the rank's time is the larger of all its work, and of its work without them followed by that way back.
 
-    A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it.
+    A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it. In a
+    forward-only plan shards may run while the last chunk goes on. Memory set aside for shards need not be used.
 
     *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
     follows.
@@ -65,14 +66,16 @@ def lower_bound_us(
         start_us = min(min(arrive[stage]) for stage in stages)
         end_us = min(min(leave[stage]) for stage in stages)
         busy_us = sum(sum(row) for table in (tables.forward_us, backward) if table for row in map(table.__getitem__, stages))
-        weight_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
-        if shards is not None:
+        late_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
+        if shards is not None and backward:
             busy_us += sum(shards.time_us[rank])
-            weight_us += sum(tables.added[Op.T].time_us[rank]) if backward else 0.0
+            late_us += sum(tables.added[Op.T].time_us[rank])
+        elif shards is not None:
+            late_us += sum(shards.time_us[rank])
         pieces: list[tuple[float, float]] = []
         if problem is not None and backward:
             pieces = _forced(tables, chunks, groups, starts, rank, problem.cap_bytes[rank], options.offload)
-        bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
+        bound = max(bound, _with_copies(start_us + busy_us + max(late_us, end_us), pieces, per_byte))
     return bound
 
 
@@ -99,7 +102,7 @@ def _forced(
     for stage in tables.stages_of[rank]:
         stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
         kept += np.array(tables.activation[stage]) + (0 if copies else stays)
-    excess = np.add.reduceat(kept, starts) + tables.static[rank] - cap
+    excess = np.add.reduceat(kept, starts) + tables.static[rank] - tables.shard_room[rank] - cap
     frontier = [
         (tables.num_layers[stage], frontier_step.saved[stage], frontier_step.layer_us[stage])
         for stage in tables.stages_of[rank]

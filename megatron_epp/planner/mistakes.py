@@ -35,7 +35,7 @@ from megatron_epp.plan.operations import Track, operations
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.problem import Problem, as_one_chunk
 from megatron_epp.planner.tables import Tables
 
 
@@ -187,9 +187,14 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     if len(shares) != stages or any(len(row) != chunks for row in shares):
         sizes = sorted({len(row) for row in shares})
         yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
-    shards = sorted({str(action.op) for row in made.order for action in row if action.op in (Op.S, Op.N, Op.T)})
-    if shards and getattr(costs, "vocabulary", None) is None:
-        yield f"order has {', '.join(shards)} actions; the costs have no vocabulary shards"
+    ordered, token = {action.op for row in made.order for action in row}, as_one_chunk(1, 1)
+    without = [
+        f"{kind.op} ({kind.text})"
+        for kind in operations(Track.COMPUTE)
+        if kind.op in ordered and kind.rows is not None and kind.rows(costs, kind.sites(problem.placement), token) is None
+    ]
+    if without:
+        yield f"order has {', '.join(without)}; the costs have no such operation"
     known = costs.recompute_modes
     if not made.modes or not set(made.modes) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
         yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"

@@ -197,7 +197,7 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             f"{len(lengths):,} sequences of up to {max(lengths):,} tokens make {tokens:,} tokens padded to multiples of "
             f"{token_multiple:,} and {pairs:,} pairs of tokens, more than can be planned ({MOST_TOKENS:,} and {MOST_PAIRS:,})"
         )
-    work = _as_one_chunk(tokens, pairs)
+    work = as_one_chunk(tokens, pairs)
     for stage in sorted(set(costs.equal_stages)):
         by = f"of {tokens:,} tokens on stage {stage}, by the costs {costs.name!r}"
         try:
@@ -213,7 +213,7 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             )
 
 
-def _as_one_chunk(tokens: int, pairs: int) -> ChunkWork:
+def as_one_chunk(tokens: int, pairs: int) -> ChunkWork:
     """All sequences in one chunk, which counts as a slice of many: so keys and values, and their fp32 gradient, count too."""
     count, one, none = (np.array([number], dtype=np.int64) for number in (tokens, pairs, 0))
     there = np.ones(1, dtype=np.bool_)

@@ -90,7 +90,7 @@ def test_cut_layers_train_as_whole_ones_of_the_stock_schedule(
 
 @pytest.fixture(scope="module")
 def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What the worker reports of a part of it."""
+    """Return the worker's report of a part of it."""
 
     @functools.cache
     def report(part: str) -> dict[str, Any]:

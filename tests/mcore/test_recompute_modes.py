@@ -17,7 +17,7 @@ OTHERS = tuple(name for name in RUNS if name not in BY_DEFAULT)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of a training, by rank: which gradients differ from those without recompute, by level."""
+    """Train on every rank; list by level the gradients that differ from those without recompute."""
 
     @functools.cache
     def run(names):

@@ -29,8 +29,10 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.layouts.search import Sample, choose, fastest
 from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
 from tests.support.plan.planner_cases import GIB
@@ -171,6 +173,17 @@ def test_bytes_between_shard_and_weight_gradient_are_in_the_account(usual):
 def test_the_bound_holds_and_the_barrier_costs_little(usual):
     longer = made(lengths=(8192,) * 48)
     assert longer.predicted.lower_bound_us <= longer.predicted.makespan_us <= 1.08 * longer.predicted.lower_bound_us
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 6])
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_the_bound_holds_where_shards_take_longer_than_layers(sequences, forward_only):
+    profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=2_000_000), H100)
+    uneven = profile.costs([5, 1, 1, 1], state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4)
+    problem = Problem((4096,) * sequences, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4, forward_only=forward_only)
+    made = plan(problem, uneven)
+    tables = tabulate(made.chunks, problem, uneven)
+    assert lower_bound_us(tables, made.chunks, problem) <= made.predicted.makespan_us * (1 + 1e-9)
 
 
 def test_it_pays_for_a_large_vocabulary():

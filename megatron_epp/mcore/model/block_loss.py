@@ -142,7 +142,7 @@ def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | 
     block_tokens = block_tokens_of(args)
     if block_tokens == 0:
         return None
-    obstacle = _obstacle(bare)
+    obstacle = loss_obstacle(bare)
     if not obstacle:
         return _told(BlockLoss(bare, block_tokens))
     if args.epp_loss_block_tokens != AUTO:
@@ -158,7 +158,7 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
     fused = "--epp-loss-block-tokens is given too" if wants_blocks else features.fused_loss_obstacle()
     if not fused:
         return FusedLoss()
-    by_blocks = _obstacle(model) if block_tokens else "--epp-loss-block-tokens is 0"
+    by_blocks = loss_obstacle(model) if block_tokens else "--epp-loss-block-tokens is 0"
     if by_blocks:
         raise EppError(
             f"--cross-entropy-fusion-impl linear is not possible: {fused}; nor are blocks of tokens in its place: {by_blocks}. "
@@ -185,8 +185,8 @@ def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
     return loss_block_tokens(args.epp_loss_block_tokens, args.padded_vocab_size // args.tensor_model_parallel_size, longest)
 
 
-def _obstacle(model: Any) -> str:
-    """Return the reason why a model's loss cannot be computed by blocks; empty if it can."""
+def loss_obstacle(model: Any) -> str:
+    """Return the reason why a model's output layer and loss cannot be replaced; empty if they can."""
     layer: Any = getattr(model, "output_layer", None)
     if type(layer) not in features.multiplying_output_layers():
         return f"the output layer is a {type(layer).__name__}"

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_rows
-from megatron_epp.mcore.model.trained_rows import own_functions
+from megatron_epp.mcore.model.block_loss import loss_obstacle
 from megatron_epp.plan import EppError
 
 _EMBEDDING_KEY = "embedding.word_embeddings.weight"
@@ -178,18 +178,6 @@ def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, con
 
 def _obstacle(model: Any) -> str:
     """Return the reason why a model's output layer cannot be divided; empty if it can."""
-    layer = model.output_layer
-    if type(layer) not in features.multiplying_output_layers():
-        return f"the output layer is a {type(layer).__name__}"
-    if layer.bias is not None:
-        return "the output layer has a bias"
-    if layer.gather_output:
-        return "the output layer gathers its logits"
-    if model.config.enable_autocast:
-        return "autocast chooses the type of the logits"
-    if features.gathers_output_weight(layer):
-        return "ranks share the output layer's weight and gather it"
     if features.fuses_output_with_loss(model):
         return "--cross-entropy-fusion-impl linear fuses the output layer with the loss"
-    own = own_functions(model)
-    return f"{type(model).__name__} has its own {', '.join(own)}" if own else ""
+    return loss_obstacle(model)

@@ -41,7 +41,7 @@ class RankVocabulary:
         stages: the same as stages, by their number in the pipeline.
         config: of the model.
         groups: communicators of the shards.
-        tied_group: of the pipeline, for the embedding's rows if the output layer is tied to it.
+        tied_group: of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RankVocabulary:
         stages: Mapping[int, MegatronStage],
         config: Any,
         groups: ShardGroups,
-        tied_group: dist.ProcessGroup,
+        tied_group: dist.ProcessGroup | None,
     ) -> None:
         first: Any = unwrap_model(models[0])
         self._shard: VocabularyShard = first.output_layer
@@ -63,7 +63,7 @@ class RankVocabulary:
         self._arrays: Arrays | None = None
         self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
         self.tied: TiedTable | None = None
-        if self._shard.vocabulary.is_tied:
+        if tied_group is not None:
             table = first.embedding.word_embeddings if first.pre_process else None
             self.tied = TiedTable(self._shard, table, dist.get_process_group_ranks(tied_group), tied_group)
             self._any_stage.more_weights = self.tied.parameters
@@ -162,10 +162,12 @@ def rank_vocabulary(
         return None
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
-    spread, gather, tied = (groups.of(pipeline, options=options) for _ in range(3))
+    spread, gather = (groups.of(pipeline, options=options) for _ in range(2))
     statistics = groups.of(everyone, options=options)
+    first: Any = unwrap_model(models[0])
+    tied = groups.of(pipeline, options=options) if first.output_layer.vocabulary.is_tied else None
     _, _, device = next(iter(stages.values())).message(1)
-    for group in (spread, gather, tied, statistics):
+    for group in filter(None, (spread, gather, statistics, tied)):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     found = ShardGroups(pipeline[last_rank], spread, gather, statistics)
     return RankVocabulary(args, models, stages, config, found, tied)

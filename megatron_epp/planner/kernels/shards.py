@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
-from megatron_epp.planner.kernels.timing import STUCK
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
 """Kinds of `S`, `N` and `T` in orders with shards."""
@@ -59,8 +58,8 @@ class Shards(NamedTuple):
 
 
 @compiled
-def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> float:
-    """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if the order deadlocks.
+def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> bool:
+    """Run the pipeline and insert `S`, `N` and `T`; return whether all could run.
 
     The rank whose next action starts first runs it, so all that could come earlier is known. A rank prefers the loss to a
     shard, and a shard to its next forward or backward, if both can start at the same time. A weight gradient runs if nothing
@@ -73,7 +72,6 @@ def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Float
         run: times, bytes and storage; `run.out` is the result.
     """
     ranks = len(starts) - 1
-    makespan_us = 0.0
     for _ in range(len(run.out)):
         first, first_us = -1, inf
         for rank in range(ranks):
@@ -83,11 +81,9 @@ def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Float
             if run.when_us[rank] < first_us:
                 first, first_us = rank, run.when_us[rank]
         if first < 0:
-            return STUCK
-        ended = commit(first, actions, columns, took_us, run)
-        if ended > makespan_us:
-            makespan_us = ended
-    return makespan_us
+            return False
+        commit(first, actions, columns, took_us, run)
+    return True
 
 
 @compiled
@@ -146,8 +142,8 @@ def ready_us(node: int, now: float, columns: Columns, ended_us: Floats) -> float
 
 
 @compiled
-def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run: Shards) -> float:
-    """Run what a rank has chosen, and return its end. Arguments as of `insert`."""
+def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run: Shards) -> None:
+    """Run what a rank has chosen. Arguments as of `insert`."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank
     if choice == FORWARD:  # or whatever comes next in the base order
@@ -189,4 +185,3 @@ def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run:
     if everyone:
         for one in range(ranks):
             run.stale[one] = 1
-    return ended

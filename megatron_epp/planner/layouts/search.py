@@ -110,14 +110,19 @@ def choose(sample: Sample) -> Choice:
         InfeasibleError: no layout fits the caps; the message is that of even layers.
         EppError: there are more ranks than layers, or the costs or batches make no sense.
     """
-    return _Search(sample).choice()
+    return _Search(sample, sample.even).choice()
 
 
 class _Search:
-    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches."""
+    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches.
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample, self.even = sample, sample.even
+    Args:
+        sample: batches, costs and what is allowed.
+        even: the layout over which gains are computed.
+    """
+
+    def __init__(self, sample: Sample, even: Layout) -> None:
+        self.sample, self.even = sample, even
         work = Work.of(sample.problems, sample.costs_of, halves=sample.halves)
         self.work = work
         self.batches = _typical(sample.problems, work.ranks_us(self.even).max(axis=0).tolist())
@@ -241,8 +246,7 @@ def fastest(layouts: Sequence[Layout], sample: Sample) -> Choice:
     Raises:
         InfeasibleError: none fits the caps; the message is that of the first.
     """
-    search = _Search(sample)
-    search.even = layouts[0]
+    search = _Search(sample, layouts[0])
     for layout in layouts:
         search._plan(layout)
     return search._best()

@@ -48,7 +48,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     first = [0, *accumulate(len(row) + extra for row, extra in zip(order, more, strict=True))]
     run = _run(tables, line, bool(tables.backward_us), first, len(columns.need_starts) - 1)
     run = run._replace(at=integers(codes.starts[:-1]))
-    if shards.insert(codes.actions, codes.starts, columns, took_us, run) == timing.STUCK:
+    if not shards.insert(codes.actions, codes.starts, columns, took_us, run):
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
     return decode(Codes(run.out, integers(first), SHARD_KINDS), chunks)
 

@@ -1,1 +1,1 @@
-"""What the layout of a model is worth: `python -m scripts.bench.layouts`."""
+"""Measurements of layouts: `python -m scripts.bench.layouts`."""

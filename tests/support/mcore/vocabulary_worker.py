@@ -49,7 +49,7 @@ def main(folder: Path, part: str) -> None:
 
 
 def resumed(folder: Path, model: str) -> dict[str, Any]:
-    """Train four iterations, and the last two again from the checkpoint behind the second.
+    """Train four iterations, and the last two again from the checkpoint after the second.
 
     Of the buffers that Megatron keeps whole, whose padding it does not initialise, only the losses tell.
     """
