@@ -264,6 +264,22 @@ def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineC
     return replace(costs, stages=tuple(stages))
 
 
+def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
+    """Add the bytes of a caller's microbatches on the device to what stages hold throughout.
+
+    Args:
+        costs: without microbatches.
+        num_bytes: by stage; 0 for those that are not named.
+    """
+    return replace(
+        costs,
+        stages=tuple(
+            replace(stage, static=replace(stage.static, microbatches=num_bytes.get(number, 0)))
+            for number, stage in enumerate(costs.stages)
+        ),
+    )
+
+
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     """Share the bytes that a stage was measured to keep per token between its layers, besides its extras by formula.
 

@@ -58,12 +58,14 @@ class Static:
         gradients: the buffers in which gradients are accumulated and from which data-parallel ranks reduce them.
         optimizer: its states and its copy of the weights.
         buffers: the largest weight's gradient before it is added to its buffer.
+        microbatches: a caller's microbatches on the device, taken from its iterators before an iteration or ahead of it.
     """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    microbatches: int = 0
 
     @property
     def num_bytes(self) -> int:

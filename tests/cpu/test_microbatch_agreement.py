@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_epp.mcore.microbatches.planning import plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.planning import Agreed, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import Segment, check
 from megatron_epp.planner import Options
@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def test_a_rank_without_data_learns_the_shapes(ranks: Ranks) -> None:
-    assert ranks.run(shapes, [None, SHAPES]) == [SHAPES, SHAPES]
+    assert ranks.run(shapes, [None, SHAPES], ("", ""), (0, 70)) == [Agreed(SHAPES, (0, 70))] * 2
 
 
 @pytest.mark.parametrize(

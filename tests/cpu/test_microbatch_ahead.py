@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.mcore.microbatches.ahead import Ahead, LookAhead, installed
+from megatron_epp.mcore.microbatches.planning import Agreed
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import EppError
 
@@ -26,10 +27,10 @@ def iterator():
 def ahead_of_one_rank():
     """An agreement of a single rank: it is what the rank says."""
 
-    def agree(shapes, problem):
+    def agree(shapes, problem, items):
         if problem:
             raise EppError(problem)
-        return shapes
+        return Agreed(shapes, ())
 
     return Ahead(agree)
 
@@ -54,16 +55,16 @@ def test_iterators_get_one_look_ahead_for_good():
 def test_the_next_iteration_is_agreed_on_while_the_present_one_runs():
     runs = threading.Event()
 
-    def agree(shapes, problem):
+    def agree(shapes, problem, items):
         assert runs.wait(LIMIT_S)
-        return shapes
+        return Agreed(shapes, ())
 
     ahead, (source,) = Ahead(agree), installed([iterator()])
     present = [next(source) for _ in range(2)]
     ahead.begin([source], 2, shapes_of)  # does not wait
     runs.set()
     assert present == [5, 3]
-    assert ahead.take([source], 2) == shapes_of([8, 2])
+    assert ahead.take([source], 2) == Agreed(shapes_of([8, 2]), ())
     assert [next(source) for _ in range(2)] == [8, 2]
 
 
@@ -96,7 +97,24 @@ def test_an_iterator_that_moved_since_is_an_error(change: str):
 
 
 def test_a_rank_without_data_gets_what_the_others_agreed_on():
-    ahead = Ahead(lambda shapes, problem: shapes_of([7]) if shapes is None else shapes)
+    ahead = Ahead(lambda shapes, problem, items: Agreed(shapes_of([7]), ()) if shapes is None else Agreed(shapes, ()))
     ahead.begin([], 1, shapes_of)
-    assert ahead.take([], 1) == shapes_of([7])
+    assert ahead.take([], 1) == Agreed(shapes_of([7]), ())
+    ahead.close()
+
+
+def test_items_of_the_next_iteration_are_held_until_it_takes_them():
+    seen = []
+
+    def agree(shapes, problem, items):
+        seen.append(items)
+        return Agreed(shapes, ())
+
+    ahead, (source,) = Ahead(agree), installed([iterator()])
+    ahead.begin([source], 2, shapes_of)
+    ahead.wait()
+    assert seen == [[[5, 3]]]
+    assert ahead.held == [[5, 3]]
+    ahead.take([source], 2)
+    assert ahead.held == []
     ahead.close()

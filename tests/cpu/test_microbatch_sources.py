@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_epp.mcore.microbatches.source import Microbatch, shape_of, take
+from megatron_epp.mcore.microbatches.source import Microbatch, shape_of, take, tensor_bytes
 from megatron_epp.plan import EppError
 
 
@@ -93,3 +93,16 @@ def test_a_rank_without_an_iterator_has_no_lengths() -> None:
 def test_an_object_that_is_no_iterator_is_refused_by_its_type() -> None:
     with pytest.raises(EppError, match="is a list, which has neither __next__"):
         take([tokens(1, 3)], 1, shape_of)
+
+
+def test_bytes_of_microbatches_are_those_of_their_storages_on_the_device() -> None:
+    class Packed:
+        def __init__(self) -> None:
+            self.ends = torch.zeros(3, dtype=torch.int32)
+
+    whole = torch.zeros(10, dtype=torch.float32)
+    items = [{"tokens": whole[:4], "more": [whole[4:], Packed()], "count": 3}, torch.zeros(2, 2, device="meta")]
+    assert tensor_bytes(items, torch.device("cpu")) == 40 + 12
+    taken = take(iter([tokens(1, 3), tokens(1, 5)]), 2, shape_of)
+    assert taken.num_bytes(torch.device("cpu")) == 8 * 8
+    assert take(None, 2, shape_of).num_bytes(torch.device("cpu")) == 0

@@ -17,7 +17,8 @@ from tests.support.mcore.forked import launch, train
 TIMES = {"US_PER_TOKEN": json.dumps({"forward": 100.0, "backward": 200.0, "weight": 100.0})}
 """Times of a layer; measured times of such tiny layers are mostly noise."""
 PLANNED = re.compile(
-    r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions"
+    r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions "
+    r"of their own, microbatches take ([\d.]+) MiB"
 )
 
 
@@ -43,6 +44,15 @@ def test_weight_gradients_wait_in_layers_that_recompute() -> None:
     planned = planned_by(2, 2, EVEN, cheap_forward, split_weight_gradient=True, memory_cap_gb=255_000 / 2**30)[1]
     assert planned[0] > 0
     assert planned[2] > 0
+
+
+def test_memory_of_the_microbatches_themselves_counts_under_the_cap() -> None:
+    cap_gb, pixels = 500_000 / 2**30, 50_000  # in each of six microbatches, which ranks hold throughout the iteration
+    small = planned_by(2, 2, EVEN, TIMES, memory_cap_gb=cap_gb)[1]
+    large = planned_by(2, 2, EVEN, TIMES | {"PIXELS": str(pixels)}, memory_cap_gb=cap_gb)[1]
+    assert large[3] - small[3] == pytest.approx(6 * pixels / 2**20, abs=0.1)
+    assert small[0] == 0
+    assert large[0] > 0
 
 
 def test_a_model_without_layers_that_can_delay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from megatron_epp.mcore.microbatches.planning import Shapes
+from megatron_epp.mcore.microbatches.planning import Agreed, Shapes
 from megatron_epp.plan import EppError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,11 @@ class LookAhead(Iterator[Any]):
         item = self._seen.popleft() if self._seen else next(self._iterator)
         self.num_taken += 1
         return item
+
+    @property
+    def seen(self) -> list[Any]:
+        """Items that were looked at and not taken yet."""
+        return list(self._seen)
 
     def peek(self, count: int) -> list[Any]:
         """Return the next items without taking them; fewer where the iterator ends."""
@@ -59,14 +64,15 @@ class Ahead:
     Every rank must call `begin` and `take` at the same calls of the schedule, with equal counts.
 
     Args:
-        agree: exchanges this rank's shapes, or its error, returns the agreed ones and plans them. It runs in the thread.
+        agree: exchanges this rank's shapes, or its error, and the items themselves, returns what is agreed and plans it. It
+            runs in the thread.
     """
 
-    def __init__(self, agree: Callable[[Shapes | None, str], Shapes]) -> None:
+    def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], Agreed]) -> None:
         self._agree = agree
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead")
         self._is_told = False
-        self._next: tuple[int, list[tuple[LookAhead, int]], Future[Shapes]] | None = None
+        self._next: tuple[int, list[tuple[LookAhead, int]], Future[Agreed]] | None = None
 
     def begin(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> None:
         """Start to agree on the next iteration, while the present one runs. Its microbatches have been taken.
@@ -79,24 +85,30 @@ class Ahead:
         positions = [(source, source.num_taken) for source in sources]
         self._next = count, positions, self._thread.submit(self._agreed, sources, count, shapes_of)
 
-    def _agreed(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> Shapes:
-        mine, problem = None, ""
+    def _agreed(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> Agreed:
+        mine, problem, items = None, "", list[Any]()
         try:
-            known = [shapes_of(source.peek(count)) for source in sources]
+            items = [source.peek(count) for source in sources]
+            known = list(map(shapes_of, items))
             mine = known[0] if known else None
             if any(shapes != mine for shapes in known) or (mine is not None and len(mine) < count):
                 problem = "no microbatches to look ahead to"
         except Exception as error:  # a rank that raised by itself would leave the others waiting for its shapes
             problem = f"{type(error).__name__}: {error}"
-        return self._agree(mine, problem)
+        return self._agree(mine, problem, items)
 
     def wait(self) -> None:
         """Wait until the thread has finished."""
         if self._next is not None:
             self._next[2].exception()
 
-    def take(self, sources: Sequence[LookAhead], count: int) -> Shapes | None:
-        """Return the agreed shapes of the iteration that begins; None if there are none, on every rank alike.
+    @property
+    def held(self) -> list[Any]:
+        """Items of the next iteration that are here already, once the thread has finished."""
+        return [] if self._next is None else [source.seen for source, _ in self._next[1]]
+
+    def take(self, sources: Sequence[LookAhead], count: int) -> Agreed | None:
+        """Return what was agreed for the iteration that begins; None if nothing was, on every rank alike.
 
         Call it before its microbatches are taken.
 

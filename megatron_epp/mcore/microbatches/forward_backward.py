@@ -88,21 +88,22 @@ class Schedule:
             ahead = (installed(iterators) or []) if in_turn else []
             with pipeline.watchdog.watch(lambda: "waiting for others' microbatches and plans (--epp-wait-limit-seconds)"):
                 pipeline.ahead.wait()
-            shapes = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
-        with pipeline.telling_others(agreed=shapes is None):
+            agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
+        with pipeline.telling_others(agreed=agreed is None):
             sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
-            if shapes is None:
-                shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+            if agreed is None:
+                found = pipeline.found(sources, mine, problem, looks_ahead=in_turn and pipeline.learner.is_done)
+                agreed = agree_on_shapes(found, pipeline.links.control)
             elif problem:
                 raise EppError(problem)
-            planned = pipeline.plan_of_call(shapes, forward_only)
+            planned = pipeline.plan_of_call(agreed, forward_only)
         with pipeline.telling_others():
             if in_turn and pipeline.learner.is_done:
                 pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
             synchronised = [] if forward_only else one_each(config.param_sync_func, models)
             for synchronise, chunk in zip(synchronised, models, strict=False):
                 synchronise(chunk.parameters())
-            results, num_tokens = pipeline.run(call, sources, shapes, planned)
+            results, num_tokens = pipeline.run(call, sources, agreed, planned)
             for source in sources:
                 source.finish()
             if not forward_only and config.finalize_model_grads_func is not None:

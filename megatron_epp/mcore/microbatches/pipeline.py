@@ -17,7 +17,15 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import CPU, H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import Learner, deviation, fitted_costs, of_whole_microbatches, size_of, with_static
+from megatron_epp.cost.learning import (
+    Learner,
+    deviation,
+    fitted_costs,
+    of_whole_microbatches,
+    size_of,
+    with_microbatches,
+    with_static,
+)
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
@@ -31,6 +39,8 @@ from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.planning import (
+    Agreed,
+    Found,
     Planned,
     Shapes,
     agree_on_plan,
@@ -39,7 +49,7 @@ from megatron_epp.mcore.microbatches.planning import (
     plan_microbatches,
 )
 from megatron_epp.mcore.microbatches.replay import is_replay
-from megatron_epp.mcore.microbatches.source import Microbatches
+from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
@@ -81,6 +91,7 @@ class MicrobatchPipeline:
         config = get_model_config(models[0])
         self._on_gpu = torch.cuda.is_initialized()
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        self.device = device
         last, multiple, is_virtual = self.placement.num_stages - 1, token_multiple(args), len(models) > 1
         self.stages = {
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, multiple, device)
@@ -122,31 +133,42 @@ class MicrobatchPipeline:
             latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
             self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
             self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
-        self._plans: dict[tuple[Shapes, bool], Planned] = {}
+        self._plans: dict[tuple[Agreed, bool], Planned] = {}
         self._watch = StageWatch(self.rank, self.links.control)
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
-    def plan_of_call(self, shapes: Shapes, forward_only: bool) -> Planned:
+    def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
+        """Return what this rank has found out about an iteration's microbatches, for the agreement.
+
+        Args:
+            sources: of its model chunks.
+            shapes: of the microbatches; None if it has no data.
+            problem: error in finding them.
+            looks_ahead: the next iteration's are there too before this one ends; they are assumed to be as large.
+        """
+        own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
+        return Found(shapes, problem, self.rank, own_bytes + tensor_bytes(self.ahead.held, self.device))
+
+    def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned:
         """Return the plan for a call of the schedule. A collective call, like `planned`.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
-        key = shapes, forward_only
+        key = agreed.shapes, forward_only
         if self._last is None or self._last[0] != key or not is_replay():
-            self._last = key, self.planned(shapes, forward_only)
+            self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
-    def planned(self, shapes: Shapes, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
+    def planned(self, agreed: Agreed, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
         """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
-        key = shapes, forward_only
+        key = agreed, forward_only
         if key not in self._plans:
-            problem = replace(self.problem, forward_only=forward_only)
-            made = agree_on_plan(lambda: self._make(shapes, problem), group or self.links.control)
+            made = agree_on_plan(lambda: self._make(agreed, forward_only), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = made
             if dist.get_rank() == 0:
-                _tell(made, shapes, self.learner.is_done)
+                _tell(made, agreed, self.learner.is_done)
         return self._plans[key]
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
@@ -156,18 +178,19 @@ class MicrobatchPipeline:
             self._can_look_ahead = all(from_each(mine, self.links.control))
         return self._can_look_ahead
 
-    def _plan_ahead(self, mine: Shapes | None, problem: str) -> Shapes:
-        shapes = agree_on_shapes(mine, problem, self._next_control)
-        self.planned(shapes, False, self._next_control)
-        return shapes
+    def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
+        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, those of the iteration after them are looked at
+        agreed = agree_on_shapes(Found(mine, problem, self.rank, num_bytes), self._next_control)
+        self.planned(agreed, False, self._next_control)
+        return agreed
 
-    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes, planned: Planned) -> tuple[list[Any], torch.Tensor]:
+    def run(self, call: Call, sources: list[Microbatches], agreed: Agreed, planned: Planned) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
         Args:
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
-            shapes: of the microbatches.
+            agreed: the microbatches.
             planned: their plan.
 
         Returns:
@@ -181,13 +204,13 @@ class MicrobatchPipeline:
         with kept.context, Reduction(config, self.models, self.rank == 0, self._options.split_weight) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, shapes, planned.order, first, last, kept)
+                stage.begin(call, microbatches, agreed.shapes, planned.order, first, last, kept)
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only:
             if self.learner.is_done:
                 self._watch.after(planned.plan, recorder)
             else:
-                self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
+                self._learn(planned, agreed, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -232,16 +255,21 @@ class MicrobatchPipeline:
         if not any(from_each(total, self.links.control)):
             raise EppError("--epp-split-weight-gradient: no layer of this model can delay its weight gradient; leave it out")
 
-    def _make(self, shapes: Shapes, problem: Problem) -> Planned:
+    def _make(self, agreed: Agreed, forward_only: bool) -> Planned:
+        """Plan the microbatches, which ranks hold on their devices throughout."""
+        problem, costs = replace(self.problem, forward_only=forward_only), self._with_microbatches(self.costs, agreed)
         if not self.learner.is_done:
-            return plan_as_given(shapes, problem, self.costs, self._options)
+            return plan_as_given(agreed.shapes, problem, costs, self._options)
         try:
-            return plan_microbatches(shapes, problem, self.costs, self._options)
+            return plan_microbatches(agreed.shapes, problem, costs, self._options)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
-            return plan_as_given(shapes, problem, self.costs, self._options)
+            return plan_as_given(agreed.shapes, problem, costs, self._options)
 
-    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float | None) -> None:
+    def _with_microbatches(self, costs: PipelineCosts, agreed: Agreed) -> PipelineCosts:
+        return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
+
+    def _learn(self, planned: Planned, agreed: Agreed, recorder: Recorder | None, share: float | None) -> None:
         """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
@@ -262,12 +290,13 @@ class MicrobatchPipeline:
         learnt = of_first(lambda: fitted_costs(self.costs, everyone))
         if self._on_gpu:
             peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
-            without = plan_as_given(shapes, self.problem, learnt, self._options).plan.predicted.peak_bytes
+            counted = self._with_microbatches(learnt, agreed)
+            without = plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
             first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
             replicas = from_each(first)
             learnt = with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
         if dist.get_rank() == 0:
-            sizes = [size_of(planned.plan, chunk) for chunk in range(len(shapes))]
+            sizes = [size_of(planned.plan, chunk) for chunk in range(len(agreed.shapes))]
             ratio = deviation(self.costs, learnt, sizes)
             logger.info("costs learnt from %d iterations: they took %s", self.learner.recorded, ratio)
         self.kept = KeptCosts(learnt, self._learnt_with)
@@ -276,13 +305,13 @@ class MicrobatchPipeline:
         self._plans.clear()
 
 
-def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
+def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:
     """Log a plan: number and sizes of microbatches, and the predicted time."""
-    predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
+    predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in agreed.shapes]
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
         "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
-        "offloaded, %d weight gradients are actions of their own",
+        "offloaded, %d weight gradients are actions of their own, microbatches take %.1f MiB of a device",
         len(sizes),
         spread,
         "" if is_learnt else " in their own order, while costs are learnt",
@@ -291,4 +320,5 @@ def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
         100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
         100 * offload_share(made.plan),
         sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
+        max(agreed.num_bytes) / 2**20,
     )

@@ -28,6 +28,34 @@ _STEPS = 500
 Shapes = tuple[Microbatch, ...]
 
 
+class Found(NamedTuple):
+    """Microbatches of an iteration, as one rank has found them.
+
+    Attributes:
+        shapes: of the microbatches; None if the caller has no data on this rank.
+        problem: error in finding them; empty if there was none.
+        position: of this rank in the pipeline.
+        num_bytes: of microbatches that this rank holds on its device during the iteration.
+    """
+
+    shapes: Shapes | None
+    problem: str
+    position: int
+    num_bytes: int = 0
+
+
+class Agreed(NamedTuple):
+    """Microbatches of an iteration, as all ranks that run the same plan know them.
+
+    Attributes:
+        shapes: of the microbatches.
+        num_bytes: of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas.
+    """
+
+    shapes: Shapes
+    num_bytes: tuple[int, ...]
+
+
 class Planned(NamedTuple):
     """A plan of whole microbatches.
 
@@ -108,21 +136,20 @@ def _orders(shapes: Shapes) -> Iterable[tuple[int, ...]]:
     return dict.fromkeys((given, longest, shortest))
 
 
-def agree_on_shapes(mine: Shapes | None, problem: str, group: dist.ProcessGroup) -> Shapes:
-    """Return the shapes of the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
+def agree_on_shapes(found: Found, group: dist.ProcessGroup) -> Agreed:
+    """Return the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
 
     Args:
-        mine: shapes that this rank knows; None if the caller has no data here.
-        problem: error of this rank in finding them; empty if there was none.
+        found: what this rank knows.
         group: all ranks that run the same plan: those of a replica, or of replicas that share experts.
 
     Raises:
         EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches.
     """
-    everyone = from_each((mine, problem, dist.get_rank()), group)
-    if failed := [f"rank {rank}: {text}" for _, text, rank in everyone if text]:
+    everyone = from_each((found, dist.get_rank()), group)
+    if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
         raise EppError("; ".join(failed))
-    known = [(shapes, rank) for shapes, _, rank in everyone if shapes is not None]
+    known = [(one.shapes, rank) for one, rank in everyone if one.shapes is not None]
     if not known:
         raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
     first, first_rank = known[0]
@@ -132,7 +159,10 @@ def agree_on_shapes(mine: Shapes | None, problem: str, group: dist.ProcessGroup)
                 f"microbatches differ between ranks that run the same plan (of a replica, or of replicas that share experts): "
                 f"{_difference(first, first_rank, shapes, rank)}"
             )
-    return first
+    num_bytes: dict[int, int] = {}
+    for one, _ in everyone:
+        num_bytes[one.position] = max(one.num_bytes, num_bytes.get(one.position, 0))
+    return Agreed(first, tuple(num_bytes[position] for position in sorted(num_bytes)))
 
 
 def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str:

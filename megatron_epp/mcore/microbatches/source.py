@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_epp.plan import EppError
 
@@ -29,6 +31,10 @@ class Microbatches:
     def shapes(self) -> tuple[Microbatch, ...] | None:
         """Return the shape of every microbatch; None if the caller has no data on this rank."""
         return None
+
+    def num_bytes(self, device: torch.device) -> int:
+        """Return the bytes on a device that are held because all microbatches are taken at once."""
+        return 0
 
     def at(self, index: int) -> Any:
         """Return the iterator whose next item is microbatch `index`, for the caller's forward step."""
@@ -62,6 +68,9 @@ class Taken(Microbatches):
     def shapes(self) -> tuple[Microbatch, ...]:
         return tuple(map(self._shape_of, self._items))
 
+    def num_bytes(self, device: torch.device) -> int:
+        return tensor_bytes(self._items, device)
+
     def at(self, index: int) -> Iterator[Any]:
         return _One(self._items[index], index)
 
@@ -86,6 +95,8 @@ class _One:
 class ByOffset(Microbatches):
     """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances that.
 
+    The caller holds them whether or not they are taken, so they have no bytes here.
+
     Args:
         iterator: the caller's.
         count: microbatches of the iteration.
@@ -108,6 +119,26 @@ class ByOffset(Microbatches):
 
     def finish(self) -> None:
         self._iterator.offset = self._first + self._count
+
+
+def tensor_bytes(items: Any, device: torch.device) -> int:
+    """Return the bytes of tensors on a device, each storage once.
+
+    Args:
+        items: mappings, sequences and objects with tensors as attributes, nested.
+        device: with its index, if it is a GPU.
+    """
+    leaves = [
+        leaf
+        for one in tree_leaves(items)
+        for leaf in ([one] if isinstance(one, Tensor) else tree_leaves(vars(one)) if hasattr(one, "__dict__") else [])
+    ]
+    storages = {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.device == device
+    }
+    return sum(storages.values())
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:

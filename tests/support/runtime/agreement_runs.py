@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_epp.mcore.microbatches.planning import agree_on_plan, agree_on_shapes, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.planning import Found, agree_on_plan, agree_on_shapes, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import EppError, PlanError, to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
@@ -13,10 +13,10 @@ PROBLEM = Problem((), (0, 1), (UNLIMITED_BYTES,) * 2)
 COSTS = pipeline(2, 2)
 
 
-def shapes(rank, links, mine, problems=("", "")):
-    """The shapes agreed on, or the error of this rank."""
+def shapes(rank, links, mine, problems=("", ""), num_bytes=(0, 0)):
+    """Return what the ranks agree on, or the error of this rank."""
     try:
-        return agree_on_shapes(mine[rank], problems[rank], links.control)
+        return agree_on_shapes(Found(mine[rank], problems[rank], rank, num_bytes[rank]), links.control)
     except EppError as error:
         return f"refused: {error}"
 
