@@ -26,6 +26,7 @@ from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.links import Groups, Options
+from megatron_epp.runtime.loss.background import Background, SideStream, SideThread
 from megatron_epp.runtime.loss.pipeline_shards import ShardGroups, Targets, VocabularyShards
 from megatron_epp.runtime.loss.shards import Shard
 
@@ -59,7 +60,7 @@ class RankVocabulary:
         self._last = next((stage for stage in stages.values() if isinstance(stage, HeadlessStage)), None)
         self._config, self._groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
         self._block_tokens = block_tokens_of(args)
-        self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._arrays: Arrays | None = None
         self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
         self.tied: TiedTable | None = None
@@ -75,7 +76,7 @@ class RankVocabulary:
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
-        return VocabularyShards(self, self._groups, last, self._stream).handlers()
+        return VocabularyShards(self, self._groups, last, self._background).handlers()
 
     # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).
 

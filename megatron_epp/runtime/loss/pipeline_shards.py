@@ -1,14 +1,14 @@
 """Handlers of the operations of vocabulary shards (`plan.vocabulary`) on one rank: S, N, T and their collectives.
 
-The collectives have communicators of their own. On a GPU the broadcast is left to its communicator's stream, and the
-reductions, with what is computed between them, run on a side stream, so that both are overlapped with compute, as plans
-predict. What uses a result waits for it on the device. On CPU the broadcast is asynchronous, and the reductions block.
+The collectives have communicators of their own. The broadcast is asynchronous, and the reductions, with what is computed
+between them, run on a side stream (on CPU, in a thread), so that both are overlapped with compute, as plans predict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.executor import Executor, Handler
+from megatron_epp.runtime.loss.background import Background
 from megatron_epp.runtime.loss.shards import Logits, Shard, Summary, logits_pass, scale_part, weight_gradient
 
 
@@ -85,7 +86,7 @@ class _State:
         x: what is broadcast; from `S` on the input of the output layer.
         work: the broadcast, until `S`.
         logits, losses, log_sum: results of `S` and of the reductions.
-        ready: end of the reductions on the side stream, if nothing has waited for it yet.
+        ready: waits for the end of the reductions; None once it has been called.
         num_uses: operations of this rank that still need it, after the reductions.
     """
 
@@ -95,7 +96,7 @@ class _State:
     logits: Logits | None = None
     log_sum: Tensor | None = None
     losses: Tensor | None = None
-    ready: torch.cuda.Event | None = None
+    ready: Callable[[], None] | None = None
     num_uses: int = 0
 
 
@@ -106,11 +107,11 @@ class VocabularyShards:
         rank: the shard and the tokens.
         groups: communicators.
         last: the last stage, if it is on this rank.
-        stream: side stream for the reductions on a GPU; None on CPU.
+        background: where the reductions run.
     """
 
-    def __init__(self, rank: Rank, groups: ShardGroups, last: LastStage | None, stream: torch.cuda.Stream | None) -> None:
-        self._rank, self._groups, self._last, self._stream = rank, groups, last, stream
+    def __init__(self, rank: Rank, groups: ShardGroups, last: LastStage | None, background: Background) -> None:
+        self._rank, self._groups, self._last, self._background = rank, groups, last, background
         self._states: dict[int, _State] = {}
 
     def handlers(self) -> Mapping[Op, Handler]:
@@ -146,21 +147,14 @@ class VocabularyShards:
             state.work = None
             state.logits = logits_pass(state.x, state.targets.labels, self._rank.shard(), not executor.plan.forward_only)
 
-    @torch.no_grad()
     def _gather(self, executor: Executor, action: Action) -> None:
         state = self._states[action.chunk]
-        if self._stream is None:
-            with executor.recorder.waiting(action):
-                self._reduce(state)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._reduce(state)
-                state.ready = self._stream.record_event()
+        state.ready = self._background.start(partial(self._reduce, state))
         if state.num_uses == 0:
             self._wait(executor, action)
             del self._states[action.chunk]
 
+    @torch.no_grad()
     def _reduce(self, state: _State) -> None:
         """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32."""
         logits, groups = state.logits, self._groups
@@ -202,15 +196,14 @@ class VocabularyShards:
             del self._states[chunk]
 
     def _wait(self, executor: Executor, action: Action) -> _State:
-        """Return a chunk's state, after the current stream has been made to wait for the reductions of the chunk."""
+        """Return a chunk's state, after the rank (on a GPU, its current stream) has waited for the reductions of the chunk."""
         state = self._states[action.chunk]
         if state.ready is None:
             return state
-        current = torch.cuda.current_stream()
         with executor.recorder.waiting(action._replace(op=Op.GATHER)):
-            current.wait_event(state.ready)
+            state.ready()
         state.ready = None
-        for result in (state.losses, state.log_sum):  # allocated on the side stream
-            if result is not None:
-                result.record_stream(current)
+        for result in (state.losses, state.log_sum):
+            if result is not None and result.is_cuda:  # allocated on the side stream
+                result.record_stream(torch.cuda.current_stream())
         return state
