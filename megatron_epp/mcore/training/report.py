@@ -84,9 +84,14 @@ class IterationReport:
         self.recorder = Recorder(enabled=self.collects or (self.session.records and not self.is_evaluation))
         copies = () if self.batch.plan is None else self.batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
-            stages = self.session.stages.values()
+            stages, vocabulary = self.session.stages.values(), self.session.vocabulary
             parameters = chain.from_iterable(stage.parameters for stage in stages)
-            self.saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+
+            def others() -> int:
+                of_shard = 0 if vocabulary is None else vocabulary.num_bytes
+                return sum(stage.relay.num_bytes for stage in stages) + of_shard
+
+            self.saved = SavedTensors(parameters, others)
             self.offload = None if self.session.host is None else Offload(self.saved, self.session.host)
         with self.saved or contextlib.nullcontext():
             yield

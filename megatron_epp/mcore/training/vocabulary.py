@@ -62,6 +62,7 @@ class RankVocabulary:
         self._block_tokens = block_tokens_of(args)
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._arrays: Arrays | None = None
+        self._shards: VocabularyShards | None = None
         self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
         self.tied: TiedTable | None = None
         if tied_group is not None:
@@ -76,7 +77,13 @@ class RankVocabulary:
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
-        return VocabularyShards(self, self._groups, last, self._background).handlers()
+        self._shards = VocabularyShards(self, self._groups, last, self._background)
+        return self._shards.handlers()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that chunks hold now because of their shard."""
+        return 0 if self._shards is None else self._shards.num_bytes
 
     # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).
 

@@ -114,6 +114,12 @@ class VocabularyShards:
         self._rank, self._groups, self._last, self._background = rank, groups, last, background
         self._states: dict[int, _State] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that chunks hold between `S` and their last operation on this rank, statistics of the logits excepted."""
+        held = ((one.x, *((one.logits.part, one.logits.kept) if one.logits else ())) for one in list(self._states.values()))
+        return sum(tensor.nbytes for tensors in held for tensor in tensors if tensor is not None)
+
     def handlers(self) -> Mapping[Op, Handler]:
         """Return the handlers for `Executor`."""
         return {

@@ -27,6 +27,7 @@ GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --h
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
+SHARDS = "a large vocabulary in shards"
 FREE = "three slices"
 BLOCKS = "three slices, loss by blocks"
 OFFLOADED = "offloaded"
@@ -48,6 +49,7 @@ PIPELINES = {
     4: {
         FREE: f"{LLAMA} --epp-slices 3",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
+        SHARDS: f"{LLAMA} --epp-slices 3 --epp-vocab-parallel on --make-vocab-size-divisible-by 4096 --epp-memory-cap-gb 0.02",
         OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
 }
