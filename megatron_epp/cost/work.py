@@ -80,6 +80,10 @@ class Line:
         """Return the line with each coefficient limited to that of the line it is a part of."""
         return Line(*map(min, self._coefficients, whole._coefficients))
 
+    def larger(self, other: Line) -> Line:
+        """Return the line with the larger of each two coefficients."""
+        return Line(*map(max, self._coefficients, other._coefficients))
+
     def without(self, part: Line) -> Line:
         """Return the line less a part of it; no coefficient is below zero."""
         return Line(*(max(0.0, own - less) for own, less in zip(self._coefficients, part._coefficients, strict=True)))

@@ -24,7 +24,7 @@ from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offload
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.timing import measure_times
-from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
+from megatron_epp.mcore.costs.vocabulary import Measured, check_shares, with_measured_shards, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -39,6 +39,7 @@ def pipeline_costs(
     links: Links,
     placement: Sequence[int],
     note: Callable[[str], None] = lambda step: None,
+    vocabulary: Measured | None = None,
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
@@ -50,6 +51,7 @@ def pipeline_costs(
     values are summed. Such a file is refused if it is of another precision.
 
     `stages` are this rank's, by number, and `placement` is that of all. `note` is called with each step before the step starts.
+    `vocabulary` is this rank's shard of the output layer, if that is divided over the pipeline ranks.
     """
     note("reading --epp-costs")
     given = stored_costs.named(args)
@@ -71,7 +73,8 @@ def pipeline_costs(
         )
         base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
         if args.epp_costs == "measure":
-            costs = stored_costs.kept_times(args, base) or _with_measured_times(args, base, stages, links, placement, note)
+            kept = stored_costs.kept_times(args, base)
+            costs = kept or _with_measured_times(args, base, stages, links, placement, note, vocabulary)
         else:
             costs = _with_link(base, Link(base.message_latency_us, base.message_us_per_byte), placement)
         if args.epp_offload == "on":
@@ -93,6 +96,7 @@ def _with_measured_times(
     links: Links,
     placement: Sequence[int],
     note: Callable[[str], None],
+    vocabulary: Measured | None,
 ) -> PipelineCosts:
     times = {}
     for number, stage in stages.items():
@@ -101,6 +105,7 @@ def _with_measured_times(
     note("measuring messages")
     link = measure_link(next(iter(stages.values())), links, links.position)
     measured = replace(base, stages=_by_stage(times, links), name="measured")
+    measured = with_measured_shards(measured, vocabulary, links)
     return _with_link(measured, gathered(link, links)[0], placement)
 
 

@@ -62,6 +62,7 @@ _ONCE = {"epp_vocab_parallel": "off"}
 
 _TIMES_OF_STAGES = ("forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight")
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
+_TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
 """Fields with times, besides those of recompute modes."""
 
 _DEVICE = "device"
@@ -195,7 +196,11 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
 def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
     stages = tuple(map(_stage_with_times, here.stages, kept.stages))
-    return replace(here, name=kept.name, stages=stages, **{name: getattr(kept, name) for name in _TIMES_OF_LINKS})
+    vocabulary = here.vocabulary
+    if vocabulary is not None and kept.vocabulary is not None:
+        vocabulary = replace(vocabulary, **{name: getattr(kept.vocabulary, name) for name in _TIMES_OF_SHARDS})
+    times = {name: getattr(kept, name) for name in _TIMES_OF_LINKS}
+    return replace(here, name=kept.name, stages=stages, vocabulary=vocabulary, **times)
 
 
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:

@@ -150,7 +150,8 @@ class Session:
             try:
                 if self.vocabulary is not None and self.vocabulary.tied is not None:
                     self.vocabulary.tied.gather()  # measurements run the first stage
-                self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+                placement = self.placement.rank_of
+                self.costs = pipeline_costs(self.args, self.stages, links, placement, self._note_learning, self.vocabulary)
                 if self.vocabulary is not None and self.vocabulary.tied is not None:
                     self.vocabulary.tied.forget_gradient()
                 if self.args.epp_costs == "learn":

@@ -58,7 +58,8 @@ class RankVocabulary:
         self._shard: VocabularyShard = first.output_layer
         self._any_stage = next(iter(stages.values()))
         self._last = next((stage for stage in stages.values() if isinstance(stage, HeadlessStage)), None)
-        self._config, self._groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
+        self._config, self.groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
+        self.hidden_size, self.token_ranks = config.hidden_size, args.context_parallel_size
         self._block_tokens = block_tokens_of(args)
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._arrays: Arrays | None = None
@@ -77,7 +78,7 @@ class RankVocabulary:
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
-        self._shards = VocabularyShards(self, self._groups, last, self._background)
+        self._shards = VocabularyShards(self, self.groups, last, self._background)
         return self._shards.handlers()
 
     @property
@@ -91,7 +92,7 @@ class RankVocabulary:
         """Read a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
         assert self._arrays is not None
         stage, arrays = self._any_stage, self._any_stage.part(self._arrays(chunk))
-        rows = rows_to_compute(arrays.loss_mask, self._entries, self._config.hidden_size)
+        rows = rows_to_compute(arrays.loss_mask, self._entries, self.hidden_size)
         labels, weights, num_tokens = arrays.labels, arrays.loss_mask, len(arrays.labels)
         if rows is not None:
             labels, weights = labels[rows], weights[rows]
@@ -101,10 +102,10 @@ class RankVocabulary:
             weights = weights * self._config.grad_scale_func(torch.ones((), device=weights.device))
         if self._last is not None:
             self._spread[chunk] = rows, arrays
-        parts = self._num_parts
+        parts = self.num_parts
         count = num_tokens // parts if parts > 1 or rows is None else len(rows)
         whole = partial(_gathered, rows) if parts > 1 else _same
-        return Targets((count, self._config.hidden_size), stage.on_device(labels), weights, whole)
+        return Targets((count, self.hidden_size), stage.on_device(labels), weights, whole)
 
     def message(self) -> tuple[torch.dtype, torch.device]:
         _, dtype, device = self._any_stage.message(1)
@@ -122,7 +123,7 @@ class RankVocabulary:
     def spread(self, chunk: int) -> Tensor:
         assert self._last is not None
         (rows, _), output = self._spread[chunk], self._last.output(chunk)
-        return output.contiguous() if rows is None or self._num_parts > 1 else output.index_select(0, rows)
+        return output.contiguous() if rows is None or self.num_parts > 1 else output.index_select(0, rows)
 
     def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
         assert self._last is not None
@@ -130,7 +131,7 @@ class RankVocabulary:
         self._last.finish(chunk, arrays, rows, losses, gradient)
 
     @property
-    def _num_parts(self) -> int:
+    def num_parts(self) -> int:
         """Number of ranks that each have a part of the last stage's output, by sequence parallelism."""
         return mpu.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
 
