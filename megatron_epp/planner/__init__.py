@@ -13,7 +13,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import shown
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.planner.schedules import BASELINES
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.refine import milp

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last
-from megatron_epp.planner.baselines.common import fixed_size_chunks
+from megatron_epp.planner.schedules.chunkflow import recompute_all_but_last
+from megatron_epp.planner.schedules.common import fixed_size_chunks
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(1)

@@ -10,11 +10,11 @@ import pytest
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.baselines.common import Contest, peaks_bytes
-from megatron_epp.planner.baselines.infinipipe import search
-from megatron_epp.planner.baselines.infinipipe.checkpoints import Effort, diagonal_checkpoints
-from megatron_epp.planner.baselines.infinipipe.search import Grouping, algorithm_1
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
+from megatron_epp.planner.schedules.common import Contest, peaks_bytes
+from megatron_epp.planner.schedules.infinipipe import search
+from megatron_epp.planner.schedules.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.planner.schedules.infinipipe.search import Grouping, algorithm_1
+from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.exact.milp import Model, Solution

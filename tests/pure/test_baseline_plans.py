@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
-from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.planner.schedules import BASELINES
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default
 

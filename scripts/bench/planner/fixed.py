@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
-from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last
-from megatron_epp.planner.baselines.common import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order, uniform_layers
+from megatron_epp.planner.schedules.chunkflow import budgets, recompute_all_but_last
+from megatron_epp.planner.schedules.common import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
+from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order, uniform_layers
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions

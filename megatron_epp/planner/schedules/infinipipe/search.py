@@ -11,9 +11,9 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.baselines.common import Contest, own_recompute_only
-from megatron_epp.planner.baselines.infinipipe.checkpoints import Effort, diagonal_checkpoints
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
+from megatron_epp.planner.schedules.common import Contest, own_recompute_only
+from megatron_epp.planner.schedules.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined
 from megatron_epp.planner.decisions import Decisions

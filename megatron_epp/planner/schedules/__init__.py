@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.baselines.chunkflow import chunkflow
-from megatron_epp.planner.baselines.infinipipe.search import infinipipe
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b
-from megatron_epp.planner.baselines.stock_1f1b import packed_1f1b, padded_1f1b
+from megatron_epp.planner.schedules.chunkflow import chunkflow
+from megatron_epp.planner.schedules.infinipipe.search import infinipipe
+from megatron_epp.planner.schedules.seq1f1b import seq1f1b
+from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem
 

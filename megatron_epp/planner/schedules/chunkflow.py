@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.baselines.common import Contest, chunk_sizes, fixed_size_chunks, own_recompute_only
+from megatron_epp.planner.schedules.common import Contest, chunk_sizes, fixed_size_chunks, own_recompute_only
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
