@@ -13,7 +13,6 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import shown
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.schedules import BASELINES
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.refine import milp
@@ -21,6 +20,7 @@ from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
@@ -47,7 +47,11 @@ __all__ = [
     "tabulate",
 ]
 
-PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
+PLANNERS: dict[str, Planner] = {
+    **OUR_PLANNERS,
+    **{name: schedule.plan for name, schedule in SCHEDULES.items()},
+    "milp": milp,
+}
 """Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.schedules.common import Contest, context_tokens, pack_whole
-from megatron_epp.planner.schedules.seq1f1b import enter_uniform
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, require_whole
+from megatron_epp.planner.schedules.common import Contest, context_tokens, pack_whole
+from megatron_epp.planner.schedules.seq1f1b import enter_uniform
 
 
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:

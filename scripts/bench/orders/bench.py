@@ -3,37 +3,37 @@
     python -m scripts.bench.orders                 six batches, all orders
     python -m scripts.bench.orders --reduced       one batch, two orders
 
-Llama 3 8B on 8 ranks, analytic costs of H100s. Every order is given the chunk tables of several grains, with the recompute that
-the planner fits to the caps (`planner.fitted`), and its fastest plan counts. Greedy has the same placement, and splits weight
-gradients off where the order does. The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 %
-is marked.
+Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
+with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off where the order does.
+The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 % is marked.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import Chunk, InfeasibleError, PlanError
-from megatron_epp.planner import PLANNERS, Chunker, Decisions, Options, Problem, fitted, plan
-from megatron_epp.planner.search.greedy import predicted_us
-from scripts.bench.orders.builders import BUILDERS
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.schedules import SCHEDULES
 from scripts.bench.planner.suite import equal, whale
 
 GIB = 1 << 30
 MODEL, CLUSTER, RANKS, STATE_BYTES = "llama3-8b", "h100x8", 8, 7.5
-CHUNKS_PER_RANK = (2, 4, 6, 8, 12, 16, 24, 32)
-"""Grains that every order is tried with, besides whole sequences."""
 TIE = 0.005
+ORDERS: dict[str, tuple[str, int]] = {
+    name: (name, schedule.order.chunks_per_rank or 2) for name, schedule in SCHEDULES.items() if schedule.order is not None
+} | {"interleaved, 4": ("interleaved", 4)}
+"""Planners, and the stages of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,38 +81,6 @@ def costs_of(num_stages: int, context_parallel: int, longest: int) -> Costs:
     return on_device(profile.costs(layers, state_bytes_per_parameter=STATE_BYTES))
 
 
-def tables_of(problem: Problem, costs: Costs) -> Iterator[tuple[Chunk, ...]]:
-    """Chunk tables of all grains, and whole sequences."""
-    chunker = Chunker.of(problem, costs, None)
-    grains = [chunker.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
-    yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
-
-
-def of_paper(name: str, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Plan with an order of `BUILDERS`: the fastest chunk table of those that fit.
-
-    Raises:
-        InfeasibleError: none fits; or the order takes no such batch.
-    """
-    best: tuple[float, Decisions] | None = None
-    error = InfeasibleError(f"{name} takes no such batch")
-    for chunks in tables_of(problem, costs):
-        try:
-            order = BUILDERS[name].order(chunks, problem.num_ranks)
-            made = fitted(order, chunks, problem, costs, options)
-        except InfeasibleError as found:
-            error = found
-            continue
-        except (PlanError, ValueError):  # it deadlocks with so unequal sequences, or has too few chunks
-            continue
-        took_us = predicted_us(made, problem, costs)
-        if best is None or took_us < best[0]:
-            best = took_us, made
-    if best is None:
-        raise error
-    return best[1]
-
-
 @cache
 def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
@@ -120,38 +88,29 @@ def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: boo
     try:
         costs = costs_of(len(placement), case.context_parallel, max(case.lengths))
         made = plan(problem, costs, Options(planner=planner, split_weight=split))
-    except InfeasibleError:
+    except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
     return made.predicted.makespan_us
 
 
 def row(case: Case, name: str) -> dict[str, Any]:
     """All figures of an order in one case."""
-    builder = BUILDERS[name]
-    placement = builder.placement(RANKS).rank_of
-    theirs, ours = (makespan_us(case, placement, planner, builder.splits) for planner in (name, "greedy"))
+    planner, count = ORDERS[name]
+    schedule = SCHEDULES[planner]
+    assert schedule.order is not None
+    placement = Placement(schedule.order.kind, RANKS, count)
+    theirs, ours = (makespan_us(case, placement.rank_of, one, schedule.splits_weight) for one in (planner, "greedy"))
     ratio = theirs / ours if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
         "cap_gib": case.cap_gib,
         "order": name,
-        "placement": f"{builder.kind}, {builder.num_chunks}" if builder.num_chunks > 1 else "one stage",
-        "split_weight": builder.splits,
+        "placement": f"{placement.kind}, {count}" if count > 1 else "one stage",
+        "split_weight": schedule.splits_weight,
         "makespan_us": theirs,
         "greedy_us": ours,
         "ratio": ratio,
     }
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    """Return a context in which the orders are planners by their names."""
-    PLANNERS.update({name: partial(of_paper, name) for name in BUILDERS})
-    try:
-        yield
-    finally:
-        for name in BUILDERS:
-            del PLANNERS[name]
 
 
 def line(figures: dict[str, Any]) -> str:
@@ -169,14 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(argv)
-    cases, names = (CASES[:1], ("interleaved, 4", "V-ZB")) if args.reduced else (CASES, tuple(BUILDERS))
+    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, tuple(ORDERS))
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
     rows = []
-    with registered():
-        for case in cases:
-            for name in names:
-                rows.append(row(case, name))
-                print(line(rows[-1]), flush=True)
+    for case in cases:
+        for name in names:
+            rows.append(row(case, name))
+            print(line(rows[-1]), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0

@@ -11,9 +11,6 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.schedules.common import Contest, own_recompute_only
-from megatron_epp.planner.schedules.infinipipe.checkpoints import Effort, diagonal_checkpoints
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined
 from megatron_epp.planner.decisions import Decisions
@@ -21,6 +18,9 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.schedules.common import Contest, own_recompute_only
+from megatron_epp.planner.schedules.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
 from megatron_epp.planner.tables import Tables
 
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

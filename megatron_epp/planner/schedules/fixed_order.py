@@ -1,0 +1,119 @@
+"""Schedules that are an order of actions for any chunk table, as planners: the fastest chunk table whose plan fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.search.fitted import fitted
+from megatron_epp.planner.search.greedy import predicted_us
+
+CHUNKS_PER_RANK = (2, 4, 6, 8, 12, 16, 24, 32)
+"""Grains that every order is tried with, besides whole sequences: chunks of a table as multiples of the ranks."""
+
+
+class Batch(NamedTuple):
+    """Input of an order.
+
+    Attributes:
+        chunks: the chunk table.
+        groups: `slice_groups` of the table: a range for each sliced sequence and each single chunk.
+        placement: of the stages.
+        problem, costs: as planners take them.
+    """
+
+    chunks: Sequence[Chunk]
+    groups: Sequence[range]
+    placement: Placement
+    problem: Problem
+    costs: Costs
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def most_slices(self) -> int:
+        return max(map(len, self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class FixedOrder:
+    """Planner of a schedule that papers state as an order of equal microbatches.
+
+    Here the microbatches are the chunks of a table, slices of long sequences included, and windows are fixed by the sequence
+    with the most slices. The order is tried with several chunk tables, each with the recompute and the copies that the caps
+    require (`fitted`), and the fastest plan counts. Without `Options.split_weight` weight gradients run with their backwards.
+
+    Attributes:
+        orders: returns the orders to try; raises `PlanError` if the schedule has none for the batch.
+        kind: of the placement.
+        chunks_per_rank: stages of each rank; None for two or more.
+    """
+
+    orders: Callable[[Batch], Iterable[Order]]
+    kind: Literal["looped", "v"] = "looped"
+    chunks_per_rank: int | None = 1
+
+    def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions:
+        """Plan a batch.
+
+        Raises:
+            InfeasibleError: no chunk table fits the caps.
+            PlanError: the schedule needs another placement, or cannot order this batch; the message says what it needs.
+        """
+        placement = self.placement(problem, options)
+        best: tuple[float, Decisions] | None = None
+        refusals: list[InfeasibleError | PlanError] = []
+        for chunks in _tables(problem, costs, options):
+            batch = Batch(chunks, slice_groups(chunks), placement, problem, costs)
+            try:
+                for order in self.orders(batch):
+                    made = fitted(_asked_for(order, problem, options), chunks, problem, costs, options)
+                    took_us = predicted_us(made, problem, costs)
+                    if best is None or took_us < best[0]:
+                        best = took_us, made
+            except (
+                InfeasibleError,
+                PlanError,
+            ) as refusal:  # it does not fit, deadlocks with so unequal sequences, or has too few chunks
+                refusals.append(refusal)
+        if best is None:
+            raise next((one for one in refusals if isinstance(one, InfeasibleError)), refusals[0])
+        return best[1]
+
+    def placement(self, problem: Problem, options: Options) -> Placement:
+        """Return the placement of a problem. Raises `PlanError` if it is another than the schedule needs."""
+        count, wanted = problem.num_stages // problem.num_ranks, self.chunks_per_rank
+        found = Placement(self.kind, problem.num_ranks, count)
+        if found.rank_of == problem.placement and (count > 1 if wanted is None else count == wanted):
+            return found
+        number = {None: "two or more stages", 1: "one stage"}.get(wanted, f"{wanted} stages")
+        shape = " in a V" if self.kind == "v" else ""
+        raise PlanError(
+            f"planner {options.planner!r} needs {number} on each rank{shape}; the stages are on ranks {list(problem.placement)}"
+        )
+
+
+def _tables(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[Chunk, ...]]:
+    """Yield the chunk tables to try: those of the slices asked for, or whole sequences and several grains."""
+    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    if options.slices is not None:
+        yield chunker.table(chunker.grain(slices=options.slices))
+        return
+    grains = [chunker.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
+    yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
+
+
+def _asked_for(order: Order, problem: Problem, options: Options) -> Order:
+    """Leave out what the problem does not have: backwards of an evaluation, and weight gradients that are not split off."""
+    left_out = {Op.B, Op.W} if problem.forward_only else set() if options.split_weight else {Op.W}
+    return tuple(tuple(action for action in row if action.op not in left_out) for row in order)

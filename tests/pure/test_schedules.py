@@ -1,0 +1,202 @@
+"""Schedules of other papers: bubbles and memory as the papers state them, sound plans for skewed batches, clear refusals.
+
+With unit costs a microbatch takes 3 on a rank (1 each of F, B and W), so formulas of papers become numbers. ``p`` are the
+ranks, ``m`` the microbatches, ``v`` the stages of each rank, ``n`` the slices of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.schedules import SCHEDULES
+from tests.support.plan.planner_cases import GIB
+from tests.support.plan.unit_pipelines import Unit
+
+ORDERS = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
+SIZES = [(4, 8), (8, 32), (6, 24)]
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+LENGTHS = (30000, 28000, 26000, 9000, 9000, 5000, 3000, 2000, 700, 700, 300)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe_waits_p_minus_1_microbatches_and_keeps_all(p: int, m: int):
+    """1811.06965, section 2.3: bubble ``(p - 1) / (m + p - 1)``."""
+    unit = Unit("gpipe", p, m)
+    made = unit.of_paper()
+    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * 3, m)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_1f1b_waits_as_gpipe_and_keeps_p(p: int, m: int):
+    """2006.09503, section 3.1; 2104.04473, section 2.2.1: bubble ``(p - 1) / m`` of the work, at most p microbatches."""
+    unit = Unit("1f1b-sliced", p, m)
+    made = unit.of_paper()
+    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * 3, p)
+
+
+@pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 8), (8, 8)])
+def test_1f1b_over_slices_keeps_p_minus_1_and_n_slices(p: int, n: int):
+    """2406.03488, section 3.2: activations of ``p - 1 + n`` slices, and a bubble of ``p - 1`` slices."""
+    unit = Unit("1f1b-sliced", p, 8, slices=n)
+    made = unit.of_paper()
+    assert unit.kept(made) == (p - 1 + n) / n
+    assert unit.waits(made) == (p - 1) * 3 / n
+
+
+@pytest.mark.parametrize(("which", "k"), [(0, 1), (1, 2), (2, 3), (3, 4)])
+def test_kfkb_waits_as_1f1b_and_keeps_k_times_as_much(which: int, k: int):
+    """2303.01675, section 3.1: k times the microbatches of 1F1B, and no more bubble."""
+    unit = Unit("kfkb", 8, 32)
+    made = unit.of_paper(which)
+    assert (unit.waits(made), unit.kept(made)) == (7 * 3, 8 * k)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32)])
+@pytest.mark.parametrize("v", [2, 4])
+def test_interleaved_1f1b_divides_the_bubble_by_v(p: int, m: int, v: int):
+    """2104.04473, section 2.2.2: bubble ``(p - 1) / (v m)`` of the work; ``1 + (p - 1) / (p v)`` times the memory."""
+    unit = Unit(f"interleaved, {v}", p, m)
+    made = unit.of_paper()
+    assert unit.waits(made) == (p - 1) * 3 / v
+    assert unit.kept(made) == pytest.approx(p * (1 + (p - 1) / (p * v)), abs=1 / v)
+
+
+@pytest.mark.parametrize("v", [2, 4])
+def test_breadth_first_divides_the_bubble_by_v_and_keeps_all(v: int):
+    """2211.05953, section 3: bubble ``(p - 1) / (v m)`` of the work, activations of all microbatches."""
+    unit = Unit(f"breadth-first, {v}", 4, 8)
+    made = unit.of_paper()
+    assert (unit.waits(made), unit.kept(made)) == (3 * 3 / v, 8)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zb_h1_waits_a_third_of_1f1b_with_its_memory(p: int, m: int):
+    """2401.10241, table 1: bubble ``(p - 1)(F + B - W)``, memory ``p``."""
+    unit = Unit("zb-h1", p, m)
+    made = unit.of_paper()
+    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * (1 + 1 - 1), p)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (6, 24)])
+def test_zb_h2_never_waits_between_its_ends_with_twice_the_memory(p: int, m: int):
+    """2401.10241, table 1: bubble ``(p - 1)(F + B - 2 W)`` where ranks end one after the other, memory ``2 p - 1``."""
+    unit = Unit("zb-h2", p, m)
+    made = unit.of_paper()
+    assert unit.kept(made) == 2 * p - 1
+    assert unit.idle_between_ends(made) == [0.0] * p
+
+
+@pytest.mark.parametrize(("name", "share", "bubble"), [("v-min", 1 / 3, 2 / 3), ("v-half", 1 / 2, 1 / 2)])
+@pytest.mark.parametrize("p", [4, 5, 7, 8])
+def test_v_schedules_keep_a_third_and_a_half_of_1f1b(name: str, share: float, bubble: float, p: int):
+    """2405.15362, table 1: memory of 1F1B times a third or a half; bubble of 1F1B times two thirds or a half.
+
+    Both up to a constant: of memory one microbatch, of bubble five passes on a stage.
+    """
+    unit = Unit(name, p, 4 * p)
+    made = unit.of_paper()
+    assert share * p - 1e-9 <= unit.kept(made) <= ceil(share * p) + 1
+    assert unit.waits(made) <= bubble * (p - 1) * 3 + 5 / 2
+
+
+@pytest.mark.parametrize("p", [4, 5, 7, 8])
+def test_zb_v_waits_only_until_its_last_rank_begins_with_the_memory_of_1f1b(p: int):
+    """2401.10241, section 6: no bubble and the memory of 1F1B, if F, B and W take equally long. Here ranks end together."""
+    unit = Unit("zb-v", p, 4 * p)
+    made = unit.of_paper()
+    assert unit.kept(made) <= p
+    assert (p - 1) / 2 <= unit.waits(made) <= (p - 1) / 2 + 1
+
+
+@pytest.mark.parametrize(("p", "n", "v"), [(4, 8, 2), (8, 16, 2), (4, 4, 2)])
+def test_slimpipe_keeps_little_more_than_a_pth_of_a_sequence(p: int, n: int, v: int):
+    """2504.14519, section 4.1: activations of ``(1 + 2 (p - 1) / (n v)) / p`` of a sequence on all ranks."""
+    unit = Unit(f"slimpipe, {v}", p, 4, slices=n)
+    made = unit.of_paper()
+    assert unit.kept(made) == pytest.approx(1 + 2 * (p - 1) / (n * v))
+
+
+def test_dualpipe_v_waits_less_than_half_of_1f1b_with_one_more_microbatch():
+    """DualPipe's repository: bubble ``(p / 2 - 1)(F&B + B - 3 W)``, memory ``p + 1`` of halves; here F and B do not overlap."""
+    unit = Unit("dualpipe-v", 8, 32)
+    made = unit.of_paper()
+    assert unit.waits(made) < 7 * 3 / 2
+    assert unit.kept(made) <= 8 + 1
+
+
+def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
+    order = SCHEDULES[name].order
+    assert order is not None
+    placement = Placement(order.kind, 4, order.chunks_per_rank or 2)
+    return Problem(LENGTHS, placement.rank_of, (cap,) * 4)
+
+
+def costs_of(problem: Problem):
+    return PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("options", [Options(), Options(slices=6), Options(split_weight=True)], ids=["any", "six slices", "W"])
+def test_skewed_batches_have_sound_plans(name: str, options: Options):
+    problem = problem_of(name)
+    made = plan(problem, costs_of(problem), replace(options, planner=name))
+    assert check(made) == []
+    assert blocked([lower(made)]) == []
+    has_weights = any(step.action.op is Op.W for row in made.ranks for step in row)
+    assert has_weights == (options.split_weight and SCHEDULES[name].splits_weight)
+    if options.slices:
+        assert max(len(group) for group in [[c for c in made.chunks if c.segments[0].sequence == 0]]) == 6
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_cap_is_held_by_recompute(name: str):
+    free = plan(problem_of(name), costs_of(problem_of(name)), Options(planner=name, slices=6))
+    cap = int(0.8 * max(free.predicted.peak_bytes))
+    problem = problem_of(name, cap)
+    made = plan(problem, costs_of(problem), Options(planner=name, slices=6))
+    assert max(made.predicted.peak_bytes) <= cap
+    assert any(one.num_layers for row in made.recompute for one in row)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_evaluations_have_forwards_alone(name: str):
+    problem = replace(problem_of(name), forward_only=True)
+    made = plan(problem, costs_of(problem), Options(planner=name))
+    assert {step.action.op for row in made.ranks for step in row} == {Op.F}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "said"),
+    [
+        ("zb-v", (0, 1, 2, 3), "2 stages on each rank in a V"),
+        ("interleaved", (0, 1, 2, 3), "two or more stages on each rank"),
+        ("gpipe", (0, 1, 2, 3, 0, 1, 2, 3), "one stage on each rank"),
+        ("v-min", (0, 1, 2, 3, 0, 1, 2, 3), "in a V; the stages are on ranks [0, 1, 2, 3, 0, 1, 2, 3]"),
+    ],
+)
+def test_another_placement_is_refused_with_the_one_that_is_needed(name: str, placement: tuple[int, ...], said: str):
+    problem = Problem(LENGTHS, placement, (UNLIMITED_BYTES,) * 4)
+    with pytest.raises(PlanError) as refused:
+        plan(problem, costs_of(problem), Options(planner=name))
+    assert said in str(refused.value)
+
+
+def test_too_few_chunks_are_refused_with_how_many_it_takes():
+    problem = replace(problem_of("dualpipe-v"), lengths=(300, 200))
+    with pytest.raises(PlanError, match="DualPipeV needs at least 7 chunks on 4 ranks; there are 2"):
+        plan(problem, costs_of(problem), Options(planner="dualpipe-v", slices=1))
+
+
+def test_a_cap_below_what_any_table_takes_is_refused_with_one_that_would_do():
+    problem = problem_of("gpipe", 8 * GIB)
+    with pytest.raises(InfeasibleError, match="no plan of 'gpipe' fits a memory cap"):
+        plan(problem, costs_of(problem), Options(planner="gpipe"))

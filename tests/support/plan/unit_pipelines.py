@@ -1,0 +1,73 @@
+"""Pipelines of equal microbatches with unit costs, as papers draw them.
+
+Every stage takes 1 for F, 1 for B and 1 for W of a microbatch; an order without W takes 2 for B. Messages take no time, what a
+forward keeps stays until its W, and recompute saves nothing.
+"""
+
+from __future__ import annotations
+
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
+from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
+from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.schedules.fixed_order import Batch
+from scripts.bench.orders.unit import unit_costs
+
+TOKENS = 96
+
+
+class Unit:
+    """Equal microbatches with unit costs, at the placement of a schedule.
+
+    Args:
+        name: of the schedule; a number behind a comma is that of the stages of each rank.
+        ranks: of the pipeline.
+        microbatches: sequences, each in as many slices as given.
+        slices: of every sequence.
+    """
+
+    def __init__(self, name: str, ranks: int, microbatches: int, slices: int = 1) -> None:
+        planner, _, count = name.partition(", ")
+        self.schedule, self.microbatches = SCHEDULES[planner], microbatches
+        assert self.schedule.order is not None
+        self.placement = Placement(self.schedule.order.kind, ranks, int(count or self.schedule.order.chunks_per_rank or 2))
+        size = TOKENS // slices
+        self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
+        self.costs = unit_costs(self.placement.num_stages)
+        self.problem = Problem((TOKENS,) * microbatches, self.placement.rank_of, (UNLIMITED_BYTES,) * ranks)
+        self.tables = tabulate(self.chunks, self.problem, self.costs)
+
+    def of_paper(self, which: int = 0) -> Decisions:
+        assert self.schedule.order is not None
+        batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
+        order = list(self.schedule.order.orders(batch))[which]
+        return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages)
+
+    def greedy(self, cap: int) -> Decisions:
+        problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)
+        return for_table(self.chunks, problem, self.costs, Options(split_weight=self.schedule.splits_weight))
+
+    def makespan_us(self, made: Decisions) -> float:
+        return makespan_us(made.order, self.tables, made.recompute_steps)
+
+    def peak_bytes(self, made: Decisions) -> int:
+        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps)))
+
+    def waits(self, made: Decisions) -> float:
+        """Return the time that a rank waits, in units: those of a microbatch on all stages of a rank are F, B and W."""
+        return self.makespan_us(made) / TOKENS / self.placement.num_chunks - 3 * self.microbatches
+
+    def idle_between_ends(self, made: Decisions) -> list[float]:
+        """Return the time that every rank waits between its first and its last action, in units."""
+        played = play(made.order, self.tables, made.recompute_steps)
+        spans = zip(played.start_us, played.end_us, strict=True)
+        return [
+            round((ends[-1] - starts[0]) / TOKENS / self.placement.num_chunks - 3 * self.microbatches, 6)
+            for starts, ends in spans
+        ]
+
+    def kept(self, made: Decisions) -> float:
+        """Return the most microbatches whose activations a rank keeps."""
+        return self.peak_bytes(made) / TOKENS / self.placement.num_chunks
