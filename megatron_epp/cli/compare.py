@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
+from megatron_epp.cli.schedules import ALL, USUAL, layout_for
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.plan import Plan
-from megatron_epp.planner import PLANNERS, Problem, plan
+from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import side_by_side
 from megatron_epp.report.text import comparison
@@ -41,9 +44,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--planner",
         action="append",
-        type=planner,
+        type=lambda text: text if text == ALL else planner(text),
         metavar="NAME",
-        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
+        f"placements with even layers on their own (default: {', '.join(USUAL)})",
     )
     below = "a picture of the plans of one batch below each other, .png, .svg or .pdf (default: none)"
     add_output(parser, below, type=picture)
@@ -64,15 +68,17 @@ def compare(args: argparse.Namespace) -> str:
     batches = batches_of(args)
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
-    names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
+    names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or USUAL))
     chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
-    costs = costs_of(args, [length for _, lengths in batches for length in lengths], chosen.layout)
+    tokens = [length for _, lengths in batches for length in lengths]
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []
     with progress("planning", lambda: f"{len(made)} of {total} plans"):
         for _, lengths in batches:
             for name in names:
-                made.append(_entry(args, problem_of(args, lengths, chosen.layout.placement), costs, name))
+                made.append(_entry(args, lengths, tokens, chosen.layout, name))
+    if ALL in (args.planner or ()):
+        made = _ranked(made, len(names))
     if args.output:
         side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
     for number, (name, lengths) in enumerate(batches):
@@ -84,18 +90,44 @@ def compare(args: argparse.Namespace) -> str:
     return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
 
 
-def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, name: str) -> Entry:
+def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int], layout: Layout, name: str) -> Entry:
+    """Plan one batch with one planner.
+
+    Args:
+        args: parsed flags.
+        lengths: of the batch.
+        tokens: of the sequences of all batches.
+        layout: of the command; a planner that needs another placement has even layers at that.
+        name: of the planner.
+    """
     start_s = time.process_time()
+    schedule, own = SCHEDULES.get(name), layout
     try:
-        made, refusal = plan(problem, costs, options_from(args, planner=name)), ""
+        own = layout_for(name, layout)
+        options = options_from(args, planner=name)
+        if schedule is not None and schedule.splits_weight:
+            options = replace(options, split_weight=True)
+        made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
 
 
+def _ranked(made: list[Entry], count: int) -> list[Entry]:
+    """Sort the entries of each batch by makespan; those without a plan go last."""
+
+    def key(entry: Entry) -> float:
+        return math.inf if entry.plan is None else entry.plan.predicted.makespan_us
+
+    return [entry for start in range(0, len(made), count) for entry in sorted(made[start : start + count], key=key)]
+
+
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
+    splits = [entry.planner for entry in entries if entry.planner in SCHEDULES and SCHEDULES[entry.planner].splits_weight]
+    if splits:
+        lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     return "\n".join(lines)
 

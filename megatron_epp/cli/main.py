@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron_epp
-from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, train
+from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, schedules, train
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.plan.errors import EppError
@@ -21,6 +21,7 @@ COMMANDS: tuple[Command, ...] = (
     memory.COMMAND,
     *plan.COMMANDS[1:3],
     compare.COMMAND,
+    schedules.COMMAND,
     advise.COMMAND,
     *plan.COMMANDS[3:],
     profile.COMMAND,

@@ -14,6 +14,7 @@ import pytest
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.main import main
+from megatron_epp.cli.schedules import USUAL
 from megatron_epp.plan.check import check
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
@@ -177,11 +178,27 @@ def test_compare_without_scipy_has_a_row_that_says_so_for_each_planner_that_need
     monkeypatch.setitem(sys.modules, "scipy", None)
     assert main(["compare", *BATCH]) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(PLANNERS)]}
-    assert set(rows) == set(PLANNERS)
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(USUAL)]}
+    assert set(rows) == set(USUAL)
     assert rows["milp"][:2] == ["no", "plan"]
     assert rows["greedy"][:2] != ["no", "plan"]
     assert "milp: no plan. this planner needs scipy" in out
+
+
+def test_all_planners_are_ranked_with_the_placements_that_they_need(capsys):
+    assert main(["compare", *BATCH, "--planner", "all", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["planner"] for row in rows} == set(PLANNERS)
+    times = [row["makespan_us"] for row in rows if "makespan_us" in row]
+    assert times == sorted(times)
+    assert all("refusal" in row for row in rows[len(times) :])
+    assert {"greedy", "interleaved", "v-min", "gpipe"} <= {row["planner"] for row in rows[: len(times)]}
+
+
+def test_every_planner_is_listed_with_its_source(capsys):
+    assert main(["schedules"]) == 0
+    printed = capsys.readouterr().out
+    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == set(PLANNERS)
 
 
 def test_compare_prints_one_line_per_planner(capsys):

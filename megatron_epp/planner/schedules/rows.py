@@ -12,7 +12,13 @@ Row = Sequence[Action]
 
 
 def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
-    """Return an operation of one stage for several chunks."""
+    """Return an operation of one stage for several chunks.
+
+    Args:
+        op: the operation.
+        stage: where it runs.
+        chunks: in the order in which they run.
+    """
     return [Action(op, stage, c) for c in chunks]
 
 

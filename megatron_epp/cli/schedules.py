@@ -1,0 +1,66 @@
+"""The command that lists the schedules, and the layout that each of them needs."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.cost.library import even_layers
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.schedules import BASELINES, SCHEDULES
+from megatron_epp.report.table import table
+
+OURS = {
+    "greedy": "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
+    "1f1b": "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
+    "milp": "an integer program around greedy: order and recompute of small batches",
+}
+"""Planners of this package, with a line each."""
+USUAL = tuple(sorted({*OURS, *BASELINES}))
+"""Planners that take the layout as it is, which `compare` runs by default."""
+ALL = "all"
+
+
+def layout_for(planner: str, layout: Layout) -> Layout:
+    """Return the layout with which a planner can plan: the given one, or even layers at the placement of its schedule.
+
+    Args:
+        planner: its name; of one of a user's own, the layout stays.
+        layout: that of the command.
+
+    Raises:
+        EppError: there are more stages than layers.
+    """
+    schedule = SCHEDULES.get(planner)
+    if schedule is None or schedule.order is None:
+        return layout
+    placement, order = layout.placement, schedule.order
+    count = order.chunks_per_rank or max(2, placement.num_chunks)
+    wanted = Placement(order.kind, placement.num_ranks, count)
+    if wanted.rank_of == placement.rank_of:
+        return layout
+    layers = even_layers(layout.num_layers, wanted.num_stages)
+    return Layout.of_layers(layers, wanted, shards_vocabulary=layout.shards_vocabulary)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags, of which it has none."""
+    del parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list."""
+    del args
+    rows = [[name, "any", "", "this package", summary] for name, summary in OURS.items()]
+    for name, schedule in SCHEDULES.items():
+        count = 1 if schedule.order is None else schedule.order.chunks_per_rank
+        shape = ", V" if schedule.order is not None and schedule.order.kind == "v" else ""
+        stages = f"{'2 or more' if count is None else count}{shape}"
+        rows.append([name, stages, "W" * schedule.splits_weight, schedule.source, schedule.summary])
+    say("\n".join(table(("planner", "stages per rank", "splits", "source", "what it does"), rows, left=range(5))))
+    say("\n`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap.")
+    return 0
+
+
+COMMAND = Command("schedules", "list the schedules and planners that plans can follow, with their papers", add_arguments, run)
