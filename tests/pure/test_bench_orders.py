@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.planner.schedules import SCHEDULES
 from scripts.bench.orders.bench import TIE, main
+from scripts.bench.orders.page import CLAIMS, claims
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+
+
+def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
+    assert set(CLAIMS) == {name for name, schedule in SCHEDULES.items() if schedule.order is not None}
+    assert claims() in PAGE.read_text()
 
 
 def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

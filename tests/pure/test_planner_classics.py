@@ -17,8 +17,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Problem, tabul
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.search.order_rules import PATTERNS, V_PATTERNS
 from scripts.bench.orders.bench import ORDERS
-from scripts.bench.orders.unit import unit_costs
-from tests.support.plan.unit_pipelines import Unit
+from scripts.bench.orders.unit import Unit, unit_costs
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -6,21 +6,24 @@ ranks, ``m`` the microbatches, ``v`` the stages of each rank, ``n`` the slices o
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 
 import pytest
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower
+from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
+from scripts.bench.orders.unit import Unit
 from tests.support.plan.planner_cases import GIB
-from tests.support.plan.unit_pipelines import Unit
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 ORDERS = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
 SIZES = [(4, 8), (8, 32), (6, 24)]
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
@@ -131,6 +134,16 @@ def test_dualpipe_v_waits_less_than_half_of_1f1b_with_one_more_microbatch():
     made = unit.of_paper()
     assert unit.waits(made) < 7 * 3 / 2
     assert unit.kept(made) <= 8 + 1
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
+    """Written anew, as in `test_plan_golden.py`, with ``MEGATRON_EPP_WRITE_GOLDEN=1``."""
+    path = GOLDEN / f"order_{name}.txt"
+    text = to_grid(Unit(name, 4, 8).plan())
+    if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
 
 
 def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:

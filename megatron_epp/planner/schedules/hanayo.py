@@ -1,8 +1,8 @@
 """Hanayo (arXiv 2308.15762, section 3) with one wave: two stages per rank in a V, and whatever is ready runs.
 
-Kept: the wave and as many chunks alive as there are ranks. Changed: its order for equal microbatches follows from list
-scheduling, which here has the chunks' own times. More waves, which turn round at either end again, are no placement of this
-package.
+Kept: the wave. Changed: its order for as many microbatches as ranks follows from list scheduling, which here has the chunks'
+own times; for more chunks several windows are tried. More waves, which turn round at either end again, are no placement of
+this package.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.tabulate import tabulate
 
+WINDOWS = (2.5, 2, 1.5, 1)
+"""Chunks alive on a rank's first stage at most, in multiples of the ranks."""
+
 
 def hanayo(batch: Batch) -> Iterator[Order]:
-    """Yield the order."""
+    """Yield an order for every window."""
     tables = tabulate(batch.chunks, batch.problem, batch.costs)
-    yield ListScheduling(1, alternating=True).order(batch.chunks, tables, batch.problem)
+    for window in WINDOWS:
+        yield ListScheduling(window, alternating=True).order(batch.chunks, tables, batch.problem)

@@ -1,7 +1,8 @@
 """Comparison of orders of other papers with greedy's, on paper: equal placement, caps and features.
 
-    python -m scripts.bench.orders                 six batches, all orders
-    python -m scripts.bench.orders --reduced       one batch, two orders
+    python -m scripts.bench.orders                            nine cases, all orders
+    python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
+    python -m scripts.bench.orders --reduced                  one case, two orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off where the order does.
@@ -25,6 +26,7 @@ from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
+from scripts.bench.orders.page import page, picture
 from scripts.bench.planner.suite import equal, whale
 
 GIB = 1 << 30
@@ -65,9 +67,9 @@ LENGTHS = {
     "1M and 500 tiny": lambda: tuple(whale(501, 0).tolist()),
 }
 CASES = (
-    *(Case("64 x 8K", cap) for cap in (80, 20)),
-    *(Case("512 Wikipedia, one of 64K", cap) for cap in (80, 28)),
-    *(Case("1M and 500 tiny", cap, context_parallel=2) for cap in (120, 80)),
+    *(Case("64 x 8K", cap) for cap in (80, 40, 20)),
+    *(Case("512 Wikipedia, one of 64K", cap) for cap in (80, 40, 28)),
+    *(Case("1M and 500 tiny", cap, context_parallel=2) for cap in (120, 100, 80)),
 )
 """Every batch with room to spare and with a cap little above the least that any placement can do with."""
 
@@ -127,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
     args = parser.parse_args(argv)
     cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, tuple(ORDERS))
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
@@ -135,6 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             rows.append(row(case, name))
             print(line(rows[-1]), flush=True)
+    if args.page is not None:
+        drawn = args.page.with_suffix(".png")
+        picture(drawn)
+        args.page.write_text(page(rows, drawn.name))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0

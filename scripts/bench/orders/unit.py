@@ -1,30 +1,89 @@
-"""Costs in which every stage is alike: F, B and W of a token take 1 us each, and what a forward keeps stays until its W."""
+"""Pipelines of equal microbatches with unit costs, as papers draw them.
+
+Every stage takes 1 for F, 1 for B and 1 for W of a microbatch; an order without W takes 2 for B. Messages take no time, what a
+forward keeps stays until its W, and recompute saves nothing.
+"""
 
 from __future__ import annotations
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.plan import Chunk, Plan, Segment
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
+from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.schedules.fixed_order import Batch
+
+TOKENS = 96
 
 
-def unit_costs(num_stages: int, *, forward_us: float = 1.0, backward_us: float = 2.0, weight_us: float = 1.0) -> PipelineCosts:
+def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
     """Return costs without fixed times, messages, and bytes that recompute could save.
 
     Args:
         num_stages: of the pipeline, each of one layer.
-        forward_us, backward_us: of a token, the weight gradient included.
-        weight_us: of a token's weight gradient.
+        share: of the unit of time and of the byte that each of F, B and W of a token takes on a stage.
     """
-    stage = StageCosts(
-        num_layers=1,
-        forward=Line(0.0, forward_us),
-        backward=Line(0.0, backward_us),
-        weight=Line(0.0, weight_us),
-        layer_bytes_per_token=1.0,
-        full_bytes_per_token=1.0,
-        apart_bytes_per_token=1.0,
-        apart_attended_bytes_per_token=1.0,
-        attended_bytes_per_token=1.0,
-        weight_bytes_per_token=1.0,
-        recomputed_layer_bytes_per_token=1.0,
-        kv_bytes_per_token=0.0,
-    )
+    whole = ("layer", "full", "apart", "apart_attended", "attended", "weight", "recomputed_layer")
+    kept = {f"{name}_bytes_per_token": share for name in whole}
+    times = {name: Line(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
+    stage = StageCosts(num_layers=1, kv_bytes_per_token=0.0, **kept, **times)
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0)
+
+
+class Unit:
+    """Equal microbatches with unit costs, at the placement of a schedule.
+
+    Args:
+        name: of the schedule; a number behind a comma is that of the stages of each rank.
+        ranks: of the pipeline.
+        microbatches: sequences, each in as many slices as given.
+        slices: of every sequence.
+    """
+
+    def __init__(self, name: str, ranks: int, microbatches: int, slices: int = 1) -> None:
+        planner, _, count = name.partition(", ")
+        self.schedule, self.microbatches = SCHEDULES[planner], microbatches
+        assert self.schedule.order is not None
+        self.placement = Placement(self.schedule.order.kind, ranks, int(count or self.schedule.order.chunks_per_rank or 2))
+        size = TOKENS // slices
+        self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
+        self.costs = unit_costs(self.placement.num_stages, 1 / self.placement.num_chunks)
+        self.problem = Problem((TOKENS,) * microbatches, self.placement.rank_of, (UNLIMITED_BYTES,) * ranks)
+        self.tables = tabulate(self.chunks, self.problem, self.costs)
+
+    def of_paper(self, which: int = 0) -> Decisions:
+        assert self.schedule.order is not None
+        batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
+        order = list(self.schedule.order.orders(batch))[which]
+        return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages)
+
+    def greedy(self, cap: int) -> Decisions:
+        problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)
+        return for_table(self.chunks, problem, self.costs, Options(split_weight=self.schedule.splits_weight))
+
+    def makespan_us(self, made: Decisions) -> float:
+        return makespan_us(made.order, self.tables, made.recompute_steps)
+
+    def peak_bytes(self, made: Decisions) -> int:
+        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps)))
+
+    def waits(self, made: Decisions) -> float:
+        """Return the time that a rank waits, in units: F, B and W of a microbatch on all stages of a rank take one each."""
+        return self.makespan_us(made) / TOKENS - 3 * self.microbatches
+
+    def idle_between_ends(self, made: Decisions) -> list[float]:
+        """Return the time that every rank waits between its first and its last action, in units."""
+        played = play(made.order, self.tables, made.recompute_steps)
+        spans = zip(played.start_us, played.end_us, strict=True)
+        return [round((ends[-1] - starts[0]) / TOKENS - 3 * self.microbatches, 6) for starts, ends in spans]
+
+    def kept(self, made: Decisions) -> float:
+        """Return the most microbatches whose activations a rank keeps."""
+        return self.peak_bytes(made) / TOKENS
+
+    def plan(self) -> Plan:
+        """Return the plan of the paper's order."""
+        return build_plan(self.problem, self.costs, Options(planner="fixed", split_weight=True), self.of_paper())

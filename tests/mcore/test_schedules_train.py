@@ -1,0 +1,53 @@
+"""Schedules of other papers train through Megatron's loop as its own schedule does: losses, gradients, weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_epp.planner.schedules import SCHEDULES
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+
+ITERATIONS = 2
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "v-half")
+"""One of each kind: one stage per rank, several, with weight gradients of their own, and in a V. The others are slow."""
+
+
+def case_of(name: str) -> dict[str, Any]:
+    schedule = SCHEDULES[name]
+    assert schedule.order is not None
+    count = schedule.order.chunks_per_rank or 2
+    cell: dict[str, Any] = {"pp": 2}
+    if count > 1:
+        cell |= {"virtual": count, "placement": schedule.order.kind}
+    if schedule.splits_weight:
+        cell["split"] = True
+    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}"}
+
+
+NAMES = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
+
+
+@pytest.fixture(scope="module")
+def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Figures]]:
+    """Return the figures of all cases that are run by default, or of the others."""
+
+    @functools.cache
+    def run(by_default: bool) -> dict[str, Figures]:
+        cases = {name: case_of(name) for name in NAMES if (name in BY_DEFAULT) == by_default}
+        return parity_of(tmp_path_factory.mktemp("schedules"), cases, ITERATIONS, timeout_s=600)
+
+    return run
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in NAMES])
+def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[str, Figures]], name: str) -> None:
+    figures = figures_of(name in BY_DEFAULT)[name]
+    check_closeness(figures)
+    assert figures["num_losses"] == [ITERATIONS, 1]
+    plans = [plan for replica in figures["plans"] for plan in replica]
+    assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans)
+    assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
