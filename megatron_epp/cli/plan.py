@@ -18,8 +18,9 @@ from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.pipelining import PIPELINING, from_pipelining
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
@@ -85,7 +86,7 @@ def add_plan_file(parser: Parser) -> None:
 
 
 def _add_plans(parser: Parser) -> None:
-    help_text = "one plan; or those of replicas that share experts, which must match too"
+    help_text = "one plan, or a table (.csv) of torch.distributed.pipelining; or plans of replicas that share experts"
     parser.add_argument("plans", metavar="PLAN.json", nargs="+", help=help_text)
 
 
@@ -114,14 +115,28 @@ def _add_show(parser: Parser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    plans = list(map(load, args.plans))
+    plans = list(map(_read, args.plans))
     found = [check(made) for made in plans]
     for path, made, violations in zip(args.plans, plans, found, strict=True):
         say(f"{path}: {report(made, violations)}", end="")
+        if made.planner == PIPELINING and not violations:
+            peaks = made.predicted.peak_bytes
+            say(
+                f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
+                f"keeps most, {max(peaks)} microbatches of a stage"
+            )
     unmatched = [] if any(found) else check_lockstep(plans)
     for fault in unmatched:
         say(str(fault))
     return 1 if any(found) or unmatched else 0
+
+
+def _read(path: str) -> Plan:
+    """Load a plan, or a table (CSV) of torch.distributed.pipelining as one."""
+    if not path.endswith(".csv"):
+        return load(path)
+    with naming(path):
+        return from_pipelining(read_text(path))
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.slurm_cluster import Cluster, missing, wait_for
 
@@ -135,10 +137,7 @@ def test_flags_settings_and_slurm_give_the_same_losses(job, documents, home):
         cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert printed.returncode == 0, printed.stdout[-2000:] + printed.stderr[-2000:]
-    flags = printed.stdout.split("megatron_epp.mcore.pretrain_gpt ", 1)[1]
-    by_flags = subprocess.run(
-        ["bash", "-c", f"NPROC_PER_NODE=2 exec bash scripts/train.sh {flags}"],
-        cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert by_flags.returncode == 0, by_flags.stdout[-2000:] + by_flags.stderr[-2000:]
-    assert losses(by_flags.stdout) == {i: losses(job.first)[i] for i in (1, 2)}
+    flags = shlex.split(printed.stdout.split("megatron_epp.mcore.pretrain_gpt ", 1)[1])
+    by_flags = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+    assert by_flags.returncode == 0, by_flags.output[-5000:]
+    assert losses(by_flags.output) == {i: losses(job.first)[i] for i in (1, 2)}

@@ -107,4 +107,12 @@ Weight gradients, where they are actions of their own, are green.
 placement, cap and options; below 0.995 the schedule would be faster. The batch of 1M tokens has a context parallelism of 2.
 
 {gallery(rows)}
+
+## Tables of torch.distributed.pipelining
+
+`megatron-epp check table.csv` reads the tables of `torch.distributed.pipelining` (a row per rank, cells such as `0F3`, `7I0`,
+`4W2`, `(0F7;7B3)OVERLAP_F_B`) and proves them like plans: every forward and backward is there once, nothing runs before what it
+needs, messages do not cross, and nothing waits in a circle, also with the queues of a GPU. It prints the bubble for units of
+equal time, and the most microbatches that a rank keeps. Cells for communication are left out, since messages follow from the
+order.
 """

@@ -1,0 +1,67 @@
+"""Tables of torch.distributed.pipelining are read, proven, and their faults named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.plan import Op, PlanError, check
+from megatron_epp.plan.pipelining import from_pipelining
+
+TABLE = """\
+0F0,0F1,,0I0,0W0,0B1
+,1F0,1B0,1F1,1SEND_B1,1B1
+"""
+
+
+def test_a_sound_table_has_no_violations_and_its_peak_and_bubble():
+    made = from_pipelining(TABLE)
+    assert check(made) == []
+    assert made.placement == (0, 1)
+    assert [str(step.action) for step in made.ranks[0]] == ["0F0", "0F1", "0B0", "0W0", "0B1"]
+    assert [step.time_us for step in made.ranks[0]] == [1, 1, 1, 1, 2]
+    assert made.predicted.peak_bytes == (2, 1)
+    assert made.predicted.makespan_us == 9
+
+
+def test_overlapping_actions_are_a_step():
+    made = from_pipelining("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n")
+    assert [step.actions for step in made.ranks[0] if len(step.actions) > 1] == [made.ranks[0][2].actions]
+    assert [action.op for action in made.ranks[0][2].actions] == [Op.F, Op.B]
+    assert made.ranks[0][2].time_us == 3
+    assert check(made) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (TABLE.replace("1F1", "1F2"), "missing"),
+        (TABLE.replace("0F0,0F1", "0F1,0F0"), "crossed"),
+        (TABLE.replace("1F0,1B0,1F1", "1B0,1F0,1F1"), "before"),
+    ],
+    ids=["a backward of a microbatch never forwarded", "messages cross", "a backward ahead of its forward"],
+)
+def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.csv"
+    path.write_text(table)
+    assert main(["check", str(path)]) == 1
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("", "the table has no action"),
+        ("0F0,hello\n", "row 1, cell 2 of the table is 'hello'"),
+        ("0F0,0B0\n0F1,0B1\n", "stage 0 of the table is on ranks 0 and 1"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 of the table has no action"),
+        ("0F999999999\n9999F0\n", "stage 1 of the table has no action"),
+        ("0F999999999\n", "1,000,000,000 microbatches"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_a_line(table: str, said: str):
+    with pytest.raises(PlanError, match=said) as refused:
+        from_pipelining(table)
+    assert "\n" not in str(refused.value)
