@@ -127,7 +127,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_equal_arguments_give_equal_plans",
     ),
     "pure/test_baseline_seq1f1b.py": (),
-    "pure/test_bench_fidelity_error.py": (),
+    "pure/test_report_fidelity.py": (),
     "pure/test_bench_layouts_compared.py": (),
     "pure/test_cli.py": (
         "test_flags_go_by_megatrons_names_too",

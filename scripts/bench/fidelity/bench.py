@@ -28,8 +28,8 @@ from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
 from megatron_epp.plan import Messages, Op, Plan, Step, simulate
+from megatron_epp.report.fidelity import Comparison, compare, traces
 from megatron_epp.report.measured import Measured
-from scripts.bench.fidelity.error import Comparison, compare, traces
 from scripts.bench.fidelity.report import markdown
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_fidelity"
