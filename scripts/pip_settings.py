@@ -1,6 +1,6 @@
-"""Prints where pip is set up to look for packages, as arguments of `uv pip install`, one a line: uv does not read pip's settings.
+"""Prints where pip looks for packages, as arguments of `uv pip install`, one a line. uv does not read pip's settings.
 
-    python scripts/pip_settings.py
+python scripts/pip_settings.py
 """
 
 from __future__ import annotations

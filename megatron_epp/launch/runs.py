@@ -147,7 +147,7 @@ def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mappi
     """Run a command that appends to a log and return its exit code; None if it takes longer than the limit."""
     with open(log, "a", encoding="utf-8") as output:
         try:
-            variables = _ENVIRONMENT | os.environ | environment
+            variables = {**_ENVIRONMENT, **os.environ, **environment}
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=variables, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
             return None

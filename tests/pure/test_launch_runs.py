@@ -93,5 +93,5 @@ def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tm
 def test_what_a_command_says_is_in_the_log_however_it_ends(tmp_path, script, limit_s, code):
     log = tmp_path / "log"
     log.write_text("first\n")
-    assert runs._exit_code(["sh", "-c", script], log, limit_s) == code
+    assert runs._exit_code(["sh", "-c", script], log, limit_s, {}) == code
     assert log.read_text() == "first\nwhy\n"

@@ -16,17 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from megatron_epp.cli.quickstart import documents, report
-from megatron_epp.cli.quickstart.trainings import (
-    CAP_SHARE,
-    FEW,
-    PARITY_CONTEXT,
-    LongDocument,
-    Setting,
-    long_document,
-    measured_costs,
-    parity,
-    race,
-)
+from megatron_epp.cli.quickstart.parts import FEW, PARITY_CONTEXT, LongDocument, long_document, parity, race
+from megatron_epp.cli.quickstart.setting import CAP_SHARE, Setting, measured_costs
 from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import WARM_UP, pipeline_size
@@ -104,8 +95,8 @@ def _demonstrate(setting: Setting) -> None:
     data = documents.write(setting.folder / "documents", "skewed", lengths)
     _title(
         2,
-        f"documents of very different lengths, in {setting.rounds} alternating rounds: beginnings of source files, as long as "
-        f"Wikipedia's articles (median {median(lengths):,.0f}, longest {max(lengths):,} tokens), {setting.batch} per batch",
+        f"documents of very different lengths, {setting.batch} per batch, both schedules in turn, {setting.rounds} times\n   "
+        f"(source files cut to lengths like Wikipedia's: median {median(lengths):,.0f}, longest {max(lengths):,} tokens)",
     )
     costs = measured_costs(setting, data)
     found = race(setting, data, costs)

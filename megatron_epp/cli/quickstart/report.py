@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_epp.cli.quickstart.trainings import CAP_SHARE, ELASTIC, WHOLE, LongDocument, Parity, Race
+from megatron_epp.cli.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, Race
+from megatron_epp.cli.quickstart.setting import CAP_SHARE
 from megatron_epp.report.rounds import Rounds, doubt
 from megatron_epp.report.table import format_bytes, table
 
@@ -43,7 +44,10 @@ def race_lines(found: Race) -> list[str]:
     """Format the comparison on skewed documents: losses, then a row per schedule, then the ratio."""
     rows = [[name, *_row(one.tokens_per_second), format_bytes(one.peak_bytes)] for name, one in _both(found)]
     header = ("schedule", "tokens/s", "least", "most", "spread", "peak activations")
-    return [*_losses("whole", both_losses(found)), "", *table(header, rows), "", _ratio_line(found)]
+    lines = [*_losses("whole", both_losses(found)), "", *table(header, rows), "", _ratio_line(found)]
+    if found.elastic.own_us is not None:
+        lines.append("(processor time: makespans of both orders if no other program had taken time of a core)")
+    return lines
 
 
 def long_lines(found: LongDocument) -> list[str]:
@@ -54,7 +58,9 @@ def long_lines(found: LongDocument) -> list[str]:
         ["elastic plans", "measured", format_bytes(found.elastic_bytes)],
         ["cap", "", format_bytes(found.cap_bytes)],
     ]
-    refused = f"1F1B of whole documents under this cap: {found.refusal or 'it fits'}"
+    refused = "the planner would run whole documents under this cap"
+    if found.needed_bytes is not None:
+        refused = f"the planner refuses whole documents under this cap: they need {format_bytes(found.needed_bytes)} at least"
     return [*table(("", "", "activations"), rows, left=(0, 1)), refused, "", *_losses("whole", found.losses)]
 
 
@@ -62,12 +68,12 @@ def summary(parity: Parity, found: Race, long: LongDocument) -> list[str]:
     """Say in words what was shown."""
     whole, elastic = format_bytes(found.whole.peak_bytes), format_bytes(found.elastic.peak_bytes)
     return [
-        f"- The same training. Losses equal stock Megatron's within {difference(parity.losses):.0e}, gradients within "
-        f"{parity.gradients:.0e}.",
-        f"- Documents of very different lengths: {_ratio_line(found)}, with {elastic} of activations instead of {whole}.",
+        f"- The same training as stock Megatron: losses are {_equal(difference(parity.losses))}, gradients "
+        f"{_equal(parity.gradients)}.",
+        f"- Documents of very different lengths, with {elastic} of activations instead of {whole}: {_ratio_line(found)}.",
         f"- A document of {max(long.lengths):,} tokens beside {len(long.lengths) - 1} short ones: whole documents take "
         f"{format_bytes(long.whole_bytes)} with every layer recomputed. Elastic plans trained them in "
-        f"{format_bytes(long.elastic_bytes)}, with losses equal within {difference(long.losses):.0e}.",
+        f"{format_bytes(long.elastic_bytes)}; losses are {_equal(difference(long.losses))}.",
         "- It would be a tie where documents have similar lengths and fit: then whole documents fill the pipeline as well.",
     ]
 
@@ -75,12 +81,11 @@ def summary(parity: Parity, found: Race, long: LongDocument) -> list[str]:
 def figures(parity: Parity, found: Race, long: LongDocument) -> dict[str, Any]:
     """Return all figures, as written to report.json."""
     of_long = {name: getattr(long, name) for name in long.__slots__ if name != "plan"}
+    rates = {name: {"tokens_per_second": one.tokens_per_second.values} for name, one in _both(found)}
     return {
         "parity": asdict(parity) | {"max_relative_loss_difference": difference(parity.losses)},
         "skewed": {
-            "schedules": {
-                name: asdict(one) | {"tokens_per_second": one.tokens_per_second.values} for name, one in _both(found)
-            },
+            "schedules": {name: asdict(one) | rates[name] for name, one in _both(found)},
             "elastic_over_whole": ratios(found),
             "load": found.load,
             "activation_cap_bytes": found.cap_bytes,
@@ -89,6 +94,10 @@ def figures(parity: Parity, found: Race, long: LongDocument) -> dict[str, Any]:
         "long_document": of_long | {"max_relative_loss_difference": difference(long.losses)},
         "cap_share": CAP_SHARE,
     }
+
+
+def _equal(relative: float) -> str:
+    return f"equal within {relative:.0e}" if relative else "equal"
 
 
 def _both(found: Race) -> tuple[tuple[str, Any], ...]:
@@ -102,11 +111,11 @@ def _row(rates: Rounds) -> list[str]:
 
 def _ratio_line(found: Race) -> str:
     ratio = ratios(found)
-    parts = [f"{ratio['measured']:.2f} times the speed measured", f"{ratio['planned']:.2f} planned"]
+    parts = [f"elastic plans train {ratio['measured']:.2f} times as fast, {ratio['planned']:.2f} planned"]
     if ratio["by_processor_time"] is not None:
-        parts.append(f"{ratio['by_processor_time']:.2f} by processor time")
+        parts.append(f"{ratio['by_processor_time']:.2f} by processor time alone")
     reason = doubt(found.whole.tokens_per_second, found.elastic.tokens_per_second, found.load, found.num_ranks)
-    return ", ".join(parts) + (f"; the measured one is {reason}" if reason else "")
+    return (f"{reason}: " if reason else "") + ", ".join(parts)
 
 
 def _losses(name: str, losses: _Pairs) -> list[str]:

@@ -25,14 +25,19 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
-            if (
-                isinstance(shard := getattr(unwrap_model(chunk), "output_layer", None), VocabularyShard)
-                and parameter is shard.weight
-            ):
-                name = f"{name}[{shard.vocabulary.own.start}:{shard.vocabulary.own.stop}]"
-            if getattr(parameter, "shared", False) or ("[" in name and shard.vocabulary.is_tied):
+            if isinstance(shard := getattr(unwrap_model(chunk), "output_layer", None), VocabularyShard):
+                name = _name_of_shard(name, parameter, shard)
+            if getattr(parameter, "shared", False):
                 name = name.replace("output_layer", "embedding.word_embeddings")
             yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
+
+
+def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularyShard) -> str:
+    """Add the rows to the name of a shard's weight, which has that of the embedding if the two are tied."""
+    if parameter is not shard.weight:
+        return name
+    whole = name.replace("output_layer", "embedding.word_embeddings") if shard.vocabulary.is_tied else name
+    return f"{whole}[{shard.vocabulary.own.start}:{shard.vocabulary.own.stop}]"
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
