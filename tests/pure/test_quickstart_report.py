@@ -66,7 +66,7 @@ def test_a_long_document_has_the_peaks_of_both_and_the_refusal():
     shown = "\n".join(long_lines(LONG))
     assert "they need 51.00 MiB at least" in shown
     assert "would run whole documents" in "\n".join(long_lines(replace(LONG, needed_bytes=None)))
-    assert "8,192 tokens beside 2 short ones: whole documents take 52.00 MiB" in said()
+    assert "8,192 tokens among 2 short ones: whole documents take 52.00 MiB" in said()
     assert "Elastic plans trained them in 46.00 MiB; losses are equal." in said()
 
 

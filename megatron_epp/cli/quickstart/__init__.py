@@ -104,7 +104,7 @@ def _demonstrate(setting: Setting) -> None:
     _say([f"whole documents take {whole} of activations; elastic plans get a cap of {CAP_SHARE:.0%} of that, {cap}", ""])
     _say(report.race_lines(found))
 
-    _title(3, "a long document beside short ones, under a cap that whole documents exceed whatever they recompute")
+    _title(3, "a long document among short ones, under a cap that whole documents exceed whatever they recompute")
     long = long_document(setting, costs)
     _say(report.long_lines(long))
 
@@ -138,7 +138,7 @@ def _draw(folder: Path, whole: Plan, plan: Plan, measured: Measured, long: LongD
     return [
         "  schedules.png       one batch by both schedules, as planned",
         "  iteration.png       the elastic plan of it, as planned and as measured",
-        "  long-document.png   the long document in slices beside short ones, and memory under its cap",
+        "  long-document.png   the long document in slices among short ones, and memory under its cap",
     ]
 
 

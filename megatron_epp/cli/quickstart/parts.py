@@ -137,7 +137,7 @@ def _schedule(setting: Setting, traced: str, runs: Sequence[Run], peak_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class LongDocument:
-    """A document as long as the context beside short ones, under a cap that whole documents exceed.
+    """A document as long as the context among short ones, under a cap that whole documents exceed.
 
     Attributes:
         lengths: of the batch.
@@ -161,7 +161,7 @@ class LongDocument:
 
 
 def long_document(setting: Setting, costs: Path) -> LongDocument:
-    """Train a long document beside short ones: whole with every layer recomputed, with elastic plans under a lower cap."""
+    """Train a long document among short ones: whole with every layer recomputed, with elastic plans under a lower cap."""
     lengths = documents.one_long(setting.batch, setting.context)
     data = documents.write(setting.folder / "documents", "long", lengths)
     layers = tiny_gpt()["num_layers"] // setting.num_ranks

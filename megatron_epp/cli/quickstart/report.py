@@ -25,7 +25,7 @@ def both_losses(found: Race) -> _Pairs:
 
 
 def ratios(found: Race) -> dict[str, float | None]:
-    """How many times as fast elastic plans are: planned, measured (medians), and by processor time (None on a GPU)."""
+    """Return how many times as fast elastic plans are: planned, measured (medians), and by processor time (None on a GPU)."""
     whole, elastic = found.whole, found.elastic
     own = None if whole.own_us is None or elastic.own_us is None else whole.own_us / elastic.own_us
     measured = elastic.tokens_per_second.median / whole.tokens_per_second.median
@@ -71,7 +71,7 @@ def summary(parity: Parity, found: Race, long: LongDocument) -> list[str]:
         f"- The same training as stock Megatron: losses are {_equal(difference(parity.losses))}, gradients "
         f"{_equal(parity.gradients)}.",
         f"- Documents of very different lengths, with {elastic} of activations instead of {whole}: {_ratio_line(found)}.",
-        f"- A document of {max(long.lengths):,} tokens beside {len(long.lengths) - 1} short ones: whole documents take "
+        f"- A document of {max(long.lengths):,} tokens among {len(long.lengths) - 1} short ones: whole documents take "
         f"{format_bytes(long.whole_bytes)} with every layer recomputed. Elastic plans trained them in "
         f"{format_bytes(long.elastic_bytes)}; losses are {_equal(difference(long.losses))}.",
         "- It would be a tie where documents have similar lengths and fit: then whole documents fill the pipeline as well.",
