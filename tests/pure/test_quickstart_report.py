@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cli.quickstart.parts import LongDocument, Parity, Race, Schedule
-from megatron_epp.cli.quickstart.report import figures, long_lines, parity_lines, race_lines, ratios, summary
+from megatron_epp.cli.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
+from megatron_epp.cli.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
 from megatron_epp.launch.runs import Run
 from megatron_epp.report.rounds import Rounds
 from tests.support.plan.report_plans import sliced_plan
@@ -14,12 +14,12 @@ MIB = 1 << 20
 PARITY = Parity(((5.5, 5.5), (5.0, 5.00005)), 2e-7)
 WHOLE = Schedule(Rounds((9_000.0, 10_000.0, 11_000.0)), 137 * MIB, 4.5e6, 4.2e6, (5.8, 5.7))
 ELASTIC = Schedule(Rounds((14_000.0, 13_000.0, 15_000.0)), 116 * MIB, 3.0e6, 3.0e6, (5.8, 5.7))
-RACE = Race(WHOLE, ELASTIC, 2.0, 2, 123 * MIB)
+SKEWED = SkewedDocuments(WHOLE, ELASTIC, 2.0, 2, 123 * MIB)
 LONG = LongDocument((8192, 90, 80), 116 * MIB, 52 * MIB, 46 * MIB, 47 * MIB, 51 * MIB, ((5.0, 5.0),), sliced_plan(num_ranks=2))
 
 
 def said() -> str:
-    return "\n".join(summary(PARITY, RACE, LONG))
+    return "\n".join(summary(PARITY, SKEWED, LONG))
 
 
 def test_a_run_has_the_rate_of_its_iterations_after_the_first_two_and_the_highest_peak_of_every_rank():
@@ -32,12 +32,12 @@ def test_a_run_has_the_rate_of_its_iterations_after_the_first_two_and_the_highes
 
 
 def test_ratios_are_planned_measured_and_by_processor_time():
-    assert ratios(RACE) == pytest.approx({"planned": 1.5, "measured": 1.4, "by_processor_time": 1.4})
-    assert ratios(replace(RACE, whole=replace(WHOLE, own_us=None)))["by_processor_time"] is None
+    assert ratios(SKEWED) == pytest.approx({"planned": 1.5, "measured": 1.4, "by_processor_time": 1.4})
+    assert ratios(replace(SKEWED, whole=replace(WHOLE, own_us=None)))["by_processor_time"] is None
 
 
 def test_the_planned_ratio_is_beside_the_measured_one_and_losses_side_by_side():
-    shown = race_lines(RACE)
+    shown = skewed_lines(SKEWED)
     assert "elastic plans train 1.40 times as fast, 1.50 planned, 1.40 by processor time alone" in shown
     assert ["1", "5.8000000", "5.8000000", "0.0e+00"] in [line.split() for line in shown]
     assert "1F1B, whole documents    10,000   9,000  11,000     20%        137.00 MiB" in shown
@@ -53,8 +53,8 @@ def test_the_planned_ratio_is_beside_the_measured_one_and_losses_side_by_side():
     ],
 )
 def test_a_difference_that_is_not_certain_is_called_inconclusive(load, rates, reason):
-    found = replace(RACE, load=load, elastic=replace(ELASTIC, tokens_per_second=Rounds(rates)))
-    assert any(line.startswith(reason) for line in race_lines(found))
+    found = replace(SKEWED, load=load, elastic=replace(ELASTIC, tokens_per_second=Rounds(rates)))
+    assert any(line.startswith(reason) for line in skewed_lines(found))
 
 
 def test_gradients_and_losses_are_compared_with_stock_megatron():
@@ -75,7 +75,7 @@ def test_the_last_words_say_where_it_would_tie():
 
 
 def test_the_report_has_every_figure():
-    report = figures(PARITY, RACE, LONG)
+    report = figures(PARITY, SKEWED, LONG)
     assert report["parity"]["max_relative_loss_difference"] == pytest.approx(1e-5)
     assert report["skewed"]["schedules"]["elastic plans"]["tokens_per_second"] == (14_000.0, 13_000.0, 15_000.0)
     assert report["skewed"]["elastic_over_whole"]["measured"] == pytest.approx(1.4)

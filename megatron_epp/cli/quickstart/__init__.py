@@ -16,9 +16,17 @@ from pathlib import Path
 from statistics import median
 
 from megatron_epp.cli.quickstart import documents, report
-from megatron_epp.cli.quickstart.parts import FEW, PARITY_CONTEXT, LongDocument, long_document, parity, race
+from megatron_epp.cli.quickstart.parts import (
+    FEW,
+    LongDocument,
+    long_document,
+    parity,
+    parity_context,
+    peak_of_whole,
+    skewed_documents,
+)
 from megatron_epp.cli.quickstart.setting import CAP_SHARE, Setting, measured_costs
-from megatron_epp.cli.terminal import Command, Parser, progress, say
+from megatron_epp.cli.terminal import Command, Parser, say
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import WARM_UP, pipeline_size
 from megatron_epp.mcore.arguments.flag import COUNT, STAGES
@@ -66,61 +74,45 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise EppError(f"quickstart needs torch: {error}") from error
     logging.basicConfig(level=logging.WARNING)
-    start_s, now = time.monotonic(), ["starting"]
-    setting = Setting(
-        Path(args.output),
-        pipeline_size(args.pipeline),
-        args.context,
-        args.iterations,
-        args.rounds,
-        lambda what: now.append(now.pop() and what),
-    )
-    say(
-        f"{machine()}, load {os.getloadavg()[0]:.1f} before; {setting.num_ranks} ranks, a core each if there is no GPU",
-        flush=True,
-    )
-    with progress("training", lambda: now[0]):
-        _demonstrate(setting)
+    start_s = time.monotonic()
+    setting = Setting(Path(args.output), pipeline_size(args.pipeline), args.context, args.iterations, args.rounds)
+    say(f"{machine()}, load {os.getloadavg()[0]:.1f} before; {setting.num_ranks} ranks", flush=True)
+    _demonstrate(setting)
     say(f"\nTook {time.monotonic() - start_s:.0f} s.")
     return 0
 
 
 def _demonstrate(setting: Setting) -> None:
     folder = setting.folder
-    _title(1, f"the same training as stock Megatron: {FEW} iterations, documents of up to {PARITY_CONTEXT:,} tokens")
+    tokens = f"documents of up to {parity_context(setting):,} tokens"
+    _title(1, f"The same training as stock Megatron: {FEW} iterations, {tokens}")
     same = parity(setting)
     _say(report.parity_lines(same))
 
     lengths = documents.skewed(setting.batch * (WARM_UP + setting.iterations), setting.context)
     data = documents.write(setting.folder / "documents", "skewed", lengths)
-    _title(
-        2,
-        f"documents of very different lengths, {setting.batch} per batch, both schedules in turn, {setting.rounds} times\n   "
-        f"(source files cut to lengths like Wikipedia's: median {median(lengths):,.0f}, longest {max(lengths):,} tokens)",
-    )
+    _title(2, f"Documents of very different lengths, {setting.batch} per batch, both schedules in turn, {setting.rounds} times")
+    _say([f"source files cut to lengths like Wikipedia's: median {median(lengths):,.0f}, longest {max(lengths):,} tokens"])
+    peak_bytes = peak_of_whole(setting, data)
+    cap = f"elastic plans get a cap of {CAP_SHARE:.0%} of that, {format_bytes(CAP_SHARE * peak_bytes)}"
+    _say([f"whole documents take {format_bytes(peak_bytes)} of activations; {cap}", ""])
     costs = measured_costs(setting, data)
-    found = race(setting, data, costs)
-    whole, cap = format_bytes(found.whole.peak_bytes), format_bytes(found.cap_bytes)
-    _say([f"whole documents take {whole} of activations; elastic plans get a cap of {CAP_SHARE:.0%} of that, {cap}", ""])
-    _say(report.race_lines(found))
+    found = skewed_documents(setting, data, costs, peak_bytes)
+    _say(report.skewed_lines(found))
 
-    _title(3, "a long document among short ones, under a cap that whole documents exceed whatever they recompute")
+    _title(3, "A long document among short ones, under a cap that whole documents exceed whatever they recompute")
     long = long_document(setting, costs)
     _say(report.long_lines(long))
 
     figures = {"machine": machine(), "ranks": setting.num_ranks} | report.figures(same, found, long)
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    _say(
-        ["", "What was shown", *report.summary(same, found, long), "", *_leave(setting, long), "", _NEXT.format(folder=folder)]
-    )
+    _say(["", "What was shown:", *report.summary(same, found, long), "", *_leave(setting, long)])
+    _say(["", _NEXT.format(folder=folder)])
 
 
 def _leave(setting: Setting, long: LongDocument) -> list[str]:
-    """Write plan, trace and pictures of the batch in which whole documents lose most, on paper; return lines that name them."""
-    pairs = zip(setting.traced("whole-traced"), setting.traced("elastic-traced"), strict=True)
-    (whole, _), (plan, measured) = max(
-        pairs, key=lambda pair: pair[0][0].predicted.makespan_us / pair[1][0].predicted.makespan_us
-    )
+    """Write plan, trace and pictures of the first batch that counts, and return lines that name them."""
+    (whole, _), (plan, measured) = setting.traced("whole-traced")[0], setting.traced("elastic-traced")[0]
     folder = setting.folder
     save(plan, folder / "plan.json")
     save_trace(plan, folder / "trace.json", measured)
@@ -143,7 +135,7 @@ def _draw(folder: Path, whole: Plan, plan: Plan, measured: Measured, long: LongD
 
 
 def _title(number: int, text: str) -> None:
-    _say(["", f"{number}. {text[0].upper()}{text[1:]}"])
+    _say(["", f"{number}. {text}"])
 
 
 def _say(lines: Sequence[str]) -> None:

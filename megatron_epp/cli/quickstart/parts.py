@@ -38,9 +38,14 @@ class Parity:
     gradients: float
 
 
+def parity_context(setting: Setting) -> int:
+    """Return the longest document's tokens; stock attention keeps all scores, so longer ones would take gigabytes."""
+    return min(PARITY_CONTEXT, setting.context)
+
+
 def parity(setting: Setting) -> Parity:
     """Train a few iterations with stock Megatron and with elastic plans."""
-    context = min(PARITY_CONTEXT, setting.context)
+    context = parity_context(setting)
     data = documents.write(setting.folder / "documents", "parity", documents.skewed(FEW * setting.batch, context))
     sizes = {"seq_length": context, "max_position_embeddings": context}
     stock = setting.train("parity-stock", data, FEW, record=True, epp_schedule="stock", **sizes)
@@ -82,7 +87,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class SkewedDocuments:
     """Both schedules on the skewed documents.
 
     Attributes:
@@ -98,13 +103,24 @@ class Race:
     cap_bytes: int
 
 
-def race(setting: Setting, data: str, costs: Path) -> Race:
-    """Train the skewed documents in alternating rounds: whole with Megatron's 1F1B, and with elastic plans under the cap."""
+def peak_of_whole(setting: Setting, data: str) -> int:
+    """Train whole documents with Megatron's 1F1B once; return the measured peak of activations, in bytes."""
+    flags: dict[str, Any] = {"epp_schedule": "whole", "epp_measure_memory": True}
+    return max(setting.train("memory-of-whole-documents", data, WARM_UP + setting.iterations, **flags).peak_activation_bytes)
+
+
+def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) -> SkewedDocuments:
+    """Train skewed documents in alternating rounds: whole with Megatron's 1F1B, and with elastic plans under the cap.
+
+    Args:
+        setting: sizes.
+        data: prefix of the documents.
+        costs: file of `measured_costs`.
+        peak_bytes: what `peak_of_whole` returns.
+    """
     iterations = WARM_UP + setting.iterations
-    probe = setting.train("memory-of-whole-documents", data, iterations, epp_schedule="whole", epp_measure_memory=True)
-    peak = max(probe.peak_activation_bytes)
     whole: dict[str, Any] = {"epp_schedule": "whole"}
-    elastic: dict[str, Any] = {"epp_costs": costs, "epp_memory_cap_gb": cap_gb(peak, known_costs(costs))}
+    elastic: dict[str, Any] = {"epp_costs": costs, "epp_memory_cap_gb": cap_gb(peak_bytes, known_costs(costs))}
     setting.train("whole-traced", data, iterations, epp_costs=costs, epp_planner="1f1b", **setting.every_iteration)
     traced = setting.train("elastic-traced", data, iterations, **elastic, **setting.every_iteration)
     found: dict[str, list[Run]] = {WHOLE: [], ELASTIC: []}
@@ -114,12 +130,12 @@ def race(setting: Setting, data: str, costs: Path) -> Race:
             folder, flags = ("elastic", elastic) if name == ELASTIC else ("whole", whole)
             found[name].append(setting.train(f"{folder}-round-{number}", data, iterations, **flags))
             loads.append(os.getloadavg()[0])
-    return Race(
-        _schedule(setting, "whole-traced", found[WHOLE], peak),
+    return SkewedDocuments(
+        _schedule(setting, "whole-traced", found[WHOLE], peak_bytes),
         _schedule(setting, "elastic-traced", found[ELASTIC], max(traced.peak_activation_bytes)),
         statistics.median(loads),
         setting.num_ranks,
-        int(CAP_SHARE * peak),
+        int(CAP_SHARE * peak_bytes),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_epp.cli.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, Race
+from megatron_epp.cli.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, SkewedDocuments
 from megatron_epp.cli.quickstart.setting import CAP_SHARE
 from megatron_epp.report.rounds import Rounds, doubt
 from megatron_epp.report.table import format_bytes, table
@@ -19,12 +19,12 @@ def difference(losses: _Pairs) -> float:
     return max(abs(a - b) / abs(a) for a, b in losses)
 
 
-def both_losses(found: Race) -> _Pairs:
+def both_losses(found: SkewedDocuments) -> _Pairs:
     """Losses of every iteration, of whole documents and of elastic plans."""
     return tuple(zip(found.whole.losses, found.elastic.losses, strict=True))
 
 
-def ratios(found: Race) -> dict[str, float | None]:
+def ratios(found: SkewedDocuments) -> dict[str, float | None]:
     """Return how many times as fast elastic plans are: planned, measured (medians), and by processor time (None on a GPU)."""
     whole, elastic = found.whole, found.elastic
     own = None if whole.own_us is None or elastic.own_us is None else whole.own_us / elastic.own_us
@@ -40,7 +40,7 @@ def parity_lines(found: Parity) -> list[str]:
     ]
 
 
-def race_lines(found: Race) -> list[str]:
+def skewed_lines(found: SkewedDocuments) -> list[str]:
     """Format the comparison on skewed documents: losses, then a row per schedule, then the ratio."""
     rows = [[name, *_row(one.tokens_per_second), format_bytes(one.peak_bytes)] for name, one in _both(found)]
     header = ("schedule", "tokens/s", "least", "most", "spread", "peak activations")
@@ -64,7 +64,7 @@ def long_lines(found: LongDocument) -> list[str]:
     return [*table(("", "", "activations"), rows, left=(0, 1)), refused, "", *_losses("whole", found.losses)]
 
 
-def summary(parity: Parity, found: Race, long: LongDocument) -> list[str]:
+def summary(parity: Parity, found: SkewedDocuments, long: LongDocument) -> list[str]:
     """Say in words what was shown."""
     whole, elastic = format_bytes(found.whole.peak_bytes), format_bytes(found.elastic.peak_bytes)
     return [
@@ -78,7 +78,7 @@ def summary(parity: Parity, found: Race, long: LongDocument) -> list[str]:
     ]
 
 
-def figures(parity: Parity, found: Race, long: LongDocument) -> dict[str, Any]:
+def figures(parity: Parity, found: SkewedDocuments, long: LongDocument) -> dict[str, Any]:
     """Return all figures, as written to report.json."""
     of_long = {name: getattr(long, name) for name in long.__slots__ if name != "plan"}
     rates = {name: {"tokens_per_second": one.tokens_per_second.values} for name, one in _both(found)}
@@ -100,7 +100,7 @@ def _equal(relative: float) -> str:
     return f"equal within {relative:.0e}" if relative else "equal"
 
 
-def _both(found: Race) -> tuple[tuple[str, Any], ...]:
+def _both(found: SkewedDocuments) -> tuple[tuple[str, Any], ...]:
     return ((WHOLE, found.whole), (ELASTIC, found.elastic))
 
 
@@ -109,7 +109,7 @@ def _row(rates: Rounds) -> list[str]:
     return [f"{rates.median:,.0f}", f"{least:,.0f}", f"{most:,.0f}", f"{rates.spread:.0%}"]
 
 
-def _ratio_line(found: Race) -> str:
+def _ratio_line(found: SkewedDocuments) -> str:
     ratio = ratios(found)
     parts = [f"elastic plans train {ratio['measured']:.2f} times as fast, {ratio['planned']:.2f} planned"]
     if ratio["by_processor_time"] is not None:

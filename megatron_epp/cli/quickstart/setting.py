@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.launch.runs import WARM_UP, Run, tiny_gpt, train
 from megatron_epp.mcore.pinned import RECORD
@@ -30,7 +30,6 @@ class Setting:
         context: tokens of the longest document.
         iterations: of a training whose time counts, after `WARM_UP` others.
         rounds: trainings with each schedule.
-        note: called with what is next.
     """
 
     folder: Path
@@ -38,7 +37,6 @@ class Setting:
     context: int
     iterations: int
     rounds: int
-    note: Callable[[str], None]
 
     @property
     def batch(self) -> int:
@@ -55,7 +53,6 @@ class Setting:
             record: write the gradients of the first iteration.
             changes: flags.
         """
-        self.note(name.replace("-", " "))
         settings = tiny_gpt(
             data_path=data,
             train_iters=iterations,
@@ -66,7 +63,8 @@ class Setting:
         settings |= {"seq_length": self.context, "max_position_embeddings": self.context} | changes
         folder = self.folder / "trainings" / name
         environment = {RECORD: str(folder)} if record else {}
-        return train(folder, self.num_ranks, settings, program="megatron_epp.mcore.pinned", environment=environment)
+        with progress(f"training: {name.replace('-', ' ')}"):
+            return train(folder, self.num_ranks, settings, program="megatron_epp.mcore.pinned", environment=environment)
 
     def traced(self, name: str) -> list[tuple[Plan, Measured]]:
         """Read plans and times of the counted iterations of a training with `every_iteration`."""
