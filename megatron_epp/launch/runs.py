@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_epp.cost.library import load_flags
@@ -22,6 +23,8 @@ from megatron_epp.plan.reading import naming, parse_json, read_text
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """Pattern of the reason of a failure in a log. torch puts the rank in front of every line of a traceback."""
+WARM_UP = 2
+"""Iterations at the start of a run that do not count: memory is new, and Megatron prints their times together."""
 _LIMIT_S = 3600.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Default environment variables of a run."""
@@ -47,14 +50,15 @@ class Run:
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.lines]
 
-    def tokens_per_second(self, skip: int = 2) -> float:
-        """Tokens per second of the median iteration after the first ones.
+    @property
+    def counted(self) -> slice:
+        """Iterations that count: those after `WARM_UP`, or the last one of a run that has no more."""
+        return slice(min(WARM_UP, len(self.lines) - 1), None)
 
-        The first `skip` are omitted because Megatron prints the mean of the first two as the time of the second. For a run with
-        no more iterations than that, it is the rate of the last one.
-        """
-        rates = [int(line["tokens"]) / ms for line, ms in zip(self.lines, self.iteration_ms, strict=True)]
-        return 1e3 * statistics.median(rates[min(skip, len(rates) - 1) :])
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over the iterations that count."""
+        return 1e3 * sum(int(line["tokens"]) for line in self.lines[self.counted]) / sum(self.iteration_ms[self.counted])
 
     @property
     def peak_activation_bytes(self) -> list[int]:
@@ -73,7 +77,14 @@ def pipeline_size(wanted: int) -> int:
     return min(wanted, count_gpus() or wanted)
 
 
-def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S, program: str = OURS) -> Run:
+def train(
+    folder: Path,
+    num_ranks: int,
+    settings: dict[str, Any],
+    timeout_s: float = _LIMIT_S,
+    program: str = OURS,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Run:
     """Train on this machine and read the figures: with torchrun on GPUs, otherwise in forked processes, which start faster.
 
     Args:
@@ -82,6 +93,7 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
         settings: flags, `--epp` ones included.
         timeout_s: limit in seconds for the whole run.
         program: module that trains with the flags.
+        environment: variables set for the ranks.
 
     Raises:
         RunError: the run failed, or takes longer than `timeout_s`.
@@ -95,11 +107,11 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
         torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
         command = [*torchrun, "--master-port", str(usable_port(0)), *words]
         log.write_text(" ".join(command) + "\n", encoding="utf-8")
-        code = _exit_code(command, log, timeout_s)
+        code = _exit_code(command, log, timeout_s, environment)
     else:
         command = [sys.executable, *words]
         log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
-        code = _forked(num_ranks, words, log, timeout_s)
+        code = _forked(num_ranks, words, log, timeout_s, environment)
     if code is None:
         raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
@@ -113,11 +125,11 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
 
 
-def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float) -> int | None:
+def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
     """Run forked ranks and return their exit code, like `_exit_code`. Raises `RunError` if the forking process has ended."""
     forks = _forks()
     try:
-        return forks.run(num_ranks, program, {}, log, limit_s)
+        return forks.run(num_ranks, program, environment, log, limit_s)
     except BaseException as error:  # after an interrupt too: the next job would be given this one's answer
         _forks.cache_clear()
         forks.close()
@@ -131,13 +143,12 @@ def _forks() -> Forks:
     return Forks({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
 
 
-def _exit_code(command: list[str], log: Path, limit_s: float) -> int | None:
+def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
     """Run a command that appends to a log and return its exit code; None if it takes longer than the limit."""
     with open(log, "a", encoding="utf-8") as output:
         try:
-            done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=_ENVIRONMENT | os.environ, timeout=limit_s, check=False
-            )
+            variables = {**_ENVIRONMENT, **os.environ, **environment}
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=variables, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
             return None
     return done.returncode

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import Op, Plan
@@ -89,6 +87,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.training import training
 
     from megatron_epp.mcore.training import forward_backward as schedule
+    from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 
     step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor
 
@@ -140,46 +139,6 @@ def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
     args.save = str(folder)
     save_checkpoint(0, model, optimizer, scheduler, 0)
     args.save = None  # or the end of the run would save too
-
-
-def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """All parameters of a rank, with layers numbered through the whole model. A copy has the name of what it copies: the output
-    layer's weight, where it is tied to the embedding's and on another rank. A part of a weight has its rows behind the name.
-    """
-    from megatron.core.utils import get_attr_wrapped_model, unwrap_model
-
-    from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
-
-    for chunk in model:
-        numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
-        for name, parameter in chunk.named_parameters():
-            if (
-                isinstance(shard := getattr(unwrap_model(chunk), "output_layer", None), VocabularyShard)
-                and parameter is shard.weight
-            ):
-                name = f"{name}[{shard.vocabulary.own.start}:{shard.vocabulary.own.stop}]"
-            if getattr(parameter, "shared", False) or ("[" in name and shard.vocabulary.is_tied):
-                name = name.replace("output_layer", "embedding.word_embeddings")
-            yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
-
-
-def reduced_gradients(model: Sequence[Any]) -> Tensors:
-    """Every parameter's gradient over all replicas. The distributed optimizer reduces a part on each; put them together."""
-    whole = {}
-    for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
-        whole[buffer] = buffer.grad_data.clone()
-        if buffer.ddp_config.use_distributed_optimizer:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-                part = whole[buffer][bucket.offset : bucket.offset + bucket.grad_data.numel()]
-                dist.all_gather_into_tensor(part, mine.clone(), group=group)
-    gradients = {}
-    for name, p in parameters(model):
-        buffer = next(b for b in whole if p in b.param_index_map)
-        start, end, _ = buffer.param_index_map[p]
-        gradients[name] = whole[buffer][start:end].view(p.shape)
-    return gradients
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-pytestmark = pytest.mark.slow  # `test_bench_fidelity_error.py` has how a run is compared with its plan
+pytestmark = pytest.mark.slow  # `test_report_fidelity.py` has how a run is compared with its plan
 ITERATIONS = 2
 
 

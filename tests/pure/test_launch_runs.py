@@ -21,7 +21,7 @@ def test_the_reason_is_the_line_that_names_it(line, reason):
 
 
 def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
-    def stand_in(command, log, limit_s):
+    def stand_in(command, log, limit_s, environment):
         assert command[1:5] == ["-m", "megatron_epp.launch.torchrun", "--nproc-per-node", "2"]
         assert command[-4:] == ["--num-layers", "4", "--epp-report-dir", str(tmp_path)]
         (tmp_path / "iterations.jsonl").write_text('{"iteration": 1, "tokens": 50, "loss": 2.5}\n')
@@ -33,7 +33,7 @@ def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monke
     monkeypatch.setattr(runs, "_exit_code", stand_in)
     run = runs.train(tmp_path, 2, {"epp": True, "num_layers": 4})
     assert run.losses == [2.5]
-    assert run.tokens_per_second() == 5000
+    assert run.tokens_per_second == 5000
 
 
 class Fork:
@@ -93,5 +93,5 @@ def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tm
 def test_what_a_command_says_is_in_the_log_however_it_ends(tmp_path, script, limit_s, code):
     log = tmp_path / "log"
     log.write_text("first\n")
-    assert runs._exit_code(["sh", "-c", script], log, limit_s) == code
+    assert runs._exit_code(["sh", "-c", script], log, limit_s, {}) == code
     assert log.read_text() == "first\nwhy\n"

@@ -1,10 +1,10 @@
 """Compares what plans predict with what training takes on this machine: time of an iteration, and peak bytes.
 
-Trains a small GPT on the quickstart's documents with costs measured at its start, once as fast as it goes and once under a
-memory cap that asks for recompute, and keeps plan and times of every iteration. Costs are measured again at the end: what
-changed meanwhile is the machine, not the model. `megatron-epp profile` is asked too: it times the parts in plain torch, without
-the host time of Megatron's layers, which counts on a CPU and in small models. Memory is counted in runs of their own, because
-counting takes time. The first iteration of a run is left out: it meets memory for the first time.
+Trains a small GPT on the standard library's source files with costs measured at its start, once as fast as it goes and once
+under a memory cap that asks for recompute, and keeps plan and times of every iteration. Costs are measured again at the end:
+what changed meanwhile is the machine, not the model. `megatron-epp profile` is asked too: it times the parts in plain torch,
+without the host time of Megatron's layers, which counts on a CPU and in small models. Memory is counted in runs of their own,
+because counting takes time. The first iteration of a run is left out: it meets memory for the first time.
 
 A machine that runs other programs takes cores away in the middle of actions. Processor times tell how much; both figures are
 given, with and without that.
@@ -23,13 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.quickstart import corpus
+from megatron_epp.cli.quickstart.documents import source_files
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
+from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import Messages, Op, Plan, Step, simulate
+from megatron_epp.report.fidelity import Comparison, compare, traces
 from megatron_epp.report.measured import Measured
-from scripts.bench.fidelity.error import Comparison, compare, traces
 from scripts.bench.fidelity.report import markdown
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_fidelity"
@@ -185,6 +186,14 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
         "free": compare_times(free, after, parts) | {"peaks": free_peaks},
         "capped": compare_times(capped, after, parts) | {"peaks": capped_peaks},
     }
+
+
+def corpus(folder: Path) -> str:
+    """Prepare the standard library's source files, a document each, once; return the prefix for --data-path."""
+    prefix = folder / "corpus" / "stdlib"
+    if not prefix.with_suffix(".idx").exists():
+        say(str(prepare(source_files(), prefix)))
+    return str(prefix)
 
 
 def say(text: str) -> None:

@@ -126,7 +126,7 @@ class Launched:
     @property
     def tokens_per_second(self) -> float:
         """Without the first two iterations: kernels are chosen, proven and built in them, and memory is met."""
-        return self.run.tokens_per_second()
+        return self.run.tokens_per_second
 
     @property
     def device_peak_bytes(self) -> int | None:

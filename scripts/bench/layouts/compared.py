@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from megatron_epp.report.rounds import Rounds, doubt
 from megatron_epp.report.table import table
 
 EVEN, AUTO, VOCABULARY = "even", "auto", "vocabulary"
 """Even layers, a searched layout, and one searched with the vocabulary over all ranks."""
 CLOSE = 0.05
 """Largest error of a measured ratio, as a share of the planned one, that counts as agreement."""
-_LOAD_MARGIN = 0.5
-"""Load average, besides that of the benchmark's own ranks, from which on the machine counts as busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,9 @@ class Measured:
         return median(getattr(one, figure) for one in self.rounds)
 
     @property
-    def range_us(self) -> tuple[float, float]:
-        """Shortest and longest measured makespan."""
-        times = [one.measured_us for one in self.rounds]
-        return min(times), max(times)
-
-    @property
-    def spread(self) -> float:
-        """Distance between the longest and the shortest measured makespan, as a share of the median."""
-        least_us, most_us = self.range_us
-        return (most_us - least_us) / self.median_us("measured_us")
+    def measured_us(self) -> Rounds:
+        """Measured makespan of every round."""
+        return Rounds(tuple(one.measured_us for one in self.rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +81,6 @@ def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio
     return Ratio(planned, measured)
 
 
-def is_busy(load: float, own: int) -> bool:
-    """Return whether a load average during a run is more than its own ranks', or than there are cores for them."""
-    return load > own + _LOAD_MARGIN
-
-
 def verdict(found: Measured, base: Measured, load: float, num_ranks: int) -> str:
     """Say whether the measured ratio is the planned one, or why that is not known.
 
@@ -104,11 +91,8 @@ def verdict(found: Measured, base: Measured, load: float, num_ranks: int) -> str
     """
     if found.layers == base.layers:
         return f"the same layers as {base.name}"
-    if is_busy(load, num_ranks):
-        return f"inconclusive: the machine was busy (load {load:.1f} with {num_ranks} ranks)"
-    (a, b), (c, d) = found.range_us, base.range_us
-    if a <= d and c <= b:
-        return "inconclusive: the machine was busy (the layouts' measured times overlap)"
+    if reason := doubt(found.measured_us, base.measured_us, load, num_ranks):
+        return reason
     error = ratio(found, base).error
     return f"{'as planned, within' if abs(error) <= CLOSE else 'not as planned: more than'} {CLOSE:.0%}"
 
@@ -120,7 +104,7 @@ def lines_of(found: Sequence[Measured], load: float, num_ranks: int) -> list[str
     rows = []
     for one in found:
         planned, measured, iteration, own = (f"{one.median_us(name) / 1e3:.0f}" for name in figures)
-        rows.append([one.name, one.layers, planned, measured, f"{one.spread:.0%}", iteration, own])
+        rows.append([one.name, one.layers, planned, measured, f"{one.measured_us.spread:.0%}", iteration, own])
     base = next(one for one in found if one.name == EVEN)
     lines = table(header, rows, left=(0, 1))
     for one in found:

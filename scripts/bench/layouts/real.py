@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import machine
+from megatron_epp.report.rounds import is_busy
 from scripts.bench.layouts import compared, emulated
 from scripts.bench.layouts.trained import CASES, RANKS, measure
 
@@ -69,7 +70,7 @@ def emulation(sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
         loads.append(os.getloadavg()[0])
     if found:
         print("\n".join([f"\n{emulated.MODEL}, emulated", *emulated.lines_of(found)]), flush=True)
-        if compared.is_busy(max(loads), cores):
+        if is_busy(max(loads), cores):
             print(f"inconclusive: the machine was busy (load {max(loads):.1f} on {cores} cores)", flush=True)
     return [one._asdict() for one in found]
 

@@ -17,7 +17,8 @@ import yaml
 from megatron_epp.cost.library import even_layers
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.plan.layout import layers_text
-from scripts.bench.fidelity.error import compare, traces
+from megatron_epp.report.fidelity import compare, traces
+from megatron_epp.report.rounds import turns
 from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Measured, Trained
 from scripts.bench.microbatches.batches import batch
 
@@ -115,10 +116,10 @@ def measure(
     }
     found: dict[str, list[Trained]] = {name: [] for name in layouts}
     layers, loads = {}, []
-    for turn in range(rounds):
-        for name in (*layouts[turn % len(layouts) :], *layouts[: turn % len(layouts)]):
-            note(f"round {turn + 1} of {rounds}, {name}")
-            run = train(folder / name, RANKS, settings | flags_of(name), program="scripts.bench.pinned")
+    for number, order in enumerate(turns(layouts, rounds), start=1):
+        for name in order:
+            note(f"round {number} of {rounds}, {name}")
+            run = train(folder / name, RANKS, settings | flags_of(name), program="megatron_epp.mcore.pinned")
             loads.append(os.getloadavg()[0])
             found[name].append(summary(folder / name, run.iteration_ms))
             layers[name] = chosen_layers(case, name, (folder / name / "train.log").read_text(errors="replace"))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_epp.mcore.pinned import pin
+from megatron_epp.report.rounds import turns
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from scripts.bench.pinned import pin
 
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 8, 512
 STOCK, FULL, PLANNED, CAPPED = "1F1B", "1F1B, full recompute", "plans", "plans under the cap"
@@ -52,10 +53,9 @@ def run(rank: int, batches: Sequence[Sequence[int]], rounds: int, cap_share: flo
         held[name] = max(_peak_bytes(lambda: contenders[name](one), model) for one in batches)  # noqa: B023
     times: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in contenders}
     losses: dict[str, list[float]] = {name: [0.0] * len(batches) for name in contenders}
-    for turn in range(rounds):
+    for order in turns(tuple(contenders), rounds):
         for number, one in enumerate(batches):
-            names = list(contenders)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in order:
                 dist.barrier()
                 start_s = time.perf_counter()
                 results = contenders[name](one)

@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def undisturbed_error(self) -> float | None:
-        """The same with `taken_us` taken off the measured time."""
+        """``planned / measured - 1`` with `taken_us` subtracted from the measured time."""
         return None if self.undisturbed_us is None else self.planned_us / (self.measured_us - self.taken_us) - 1
 
 

@@ -8,8 +8,8 @@ from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Messages
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.report.fidelity import RECOMPUTING, compare
 from megatron_epp.report.measured import Measured
-from scripts.bench.fidelity.error import RECOMPUTING, compare
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
 
