@@ -152,6 +152,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_data_token_mask.py": (),
     "pure/test_data_token_record.py": (),
     "pure/test_docs_plan.py": (),
+    "pure/test_docs_site.py": ("test_the_site_builds_and_every_link_leads_to_a_page_and_a_heading",),
     "pure/test_doctor.py": (),
     "pure/test_exact_refine.py": ("test_the_same_lengths_in_another_order_get_the_refined_plan",),
     "pure/test_launch_command.py": (),
