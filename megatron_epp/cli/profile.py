@@ -9,18 +9,24 @@ import os
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cli.inputs import add_model, flags_of, of_model
 from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
+from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.report.table import table
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_epp.runtime.tools.profiling import Grid
 
 _EXAMPLE = """\
 example: the model of the quickstart, here, then a plan with what was measured
@@ -72,22 +78,43 @@ def _by_formula(args: argparse.Namespace) -> Profile:
 
 
 def _measured(args: argparse.Namespace) -> Profile:
-    try:
-        import torch
-
-        from megatron_epp.runtime.links.processes import measure_link
-        from megatron_epp.runtime.tools.profiling import Grid, measure
-    except ImportError as error:
-        raise EppError(f"profile needs torch: {error}") from error
     with of_model(args):
         shape = shape_of(flags_of(args))
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    try:
+        from megatron_epp.runtime.tools.profiling import Grid
+    except ImportError as error:
+        raise EppError(f"profile needs torch: {error}") from error
+    device = measured_device(args.device)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
+    return measure_profile(shape, device, grid)
+
+
+def measured_device(name: str | None) -> torch.device:
+    """Return the named device, or a GPU if there is one. Raises `EppError` if torch finds none that is asked for."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return device
+
+
+def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:
+    """Measure a model's parts and the link between two ranks, and fit a profile.
+
+    Args:
+        shape: of the model; one rank's share is measured.
+        device: where to measure.
+        grid: sizes of chunks, slices and copies.
+    """
+    import torch
+
+    from megatron_epp.runtime.links.processes import measure_link
+    from megatron_epp.runtime.tools.profiling import measure
+
     now = ["starting"]
     with progress("profiling", lambda: now[0]):
         points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))

@@ -79,7 +79,7 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
     """
     if (cluster := settings.get("cluster")) is not None:
         find("clusters", str(cluster))
-    with _quietly():
+    with quietly():
         from megatron_epp.mcore import entry
 
         parser = entry.megatron_parser()
@@ -94,7 +94,7 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Suppress what Megatron's imports say about packages that are not installed: the run itself will say it."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

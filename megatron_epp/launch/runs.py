@@ -101,7 +101,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     figures = folder / "iterations.jsonl"
     figures.unlink(missing_ok=True)
-    words = ["-m", program, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
+    words = ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     log = folder / "train.log"
     if count_gpus():
         torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
@@ -160,7 +160,7 @@ def reason_in(log: str) -> str | None:
     return found[1] if found else None
 
 
-def _flags_of(settings: dict[str, Any]) -> list[str]:
+def flag_words(settings: dict[str, Any]) -> list[str]:
     """Convert ``{"num_layers": 4, "swiglu": True}`` to ``["--num-layers", "4", "--swiglu"]``; False and None are omitted."""
     flags: list[str] = []
     for name, value in settings.items():

@@ -1,9 +1,14 @@
-"""Every shipped recipe has plans for batches like those it is for, up to a document as long as its context."""
+"""Shipped recipes have plans for batches like those they are for, and the parallel sizes that `advise` finds best."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron_epp.advice.search import advise
+from megatron_epp.cli import main as cli
+from megatron_epp.cli.advise import question_of
 from megatron_epp.cost import analytic_profile
 from megatron_epp.cost.library import even_layers, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
@@ -13,7 +18,22 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from tests.support.plan.planner_cases import web_lengths
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))
+ADVISED = [recipe for recipe in RECIPES if recipe.stem != "tiny-cpu"]
+"""It says of itself why it is not advised."""
 GPUS_PER_NODE = 8
+CLOSE = 1.02
+"""Largest time of a step over that of the best layout."""
+
+
+def includes(recipe: Path) -> list[str]:
+    """Names of the files that a recipe includes."""
+    return str(re.findall(r"^include: \[(.*)\]$", recipe.read_text(), re.MULTILINE)[0]).split(", ")
+
+
+def advice_of(recipe: Path):
+    """The parsed command by which a recipe says that it was advised."""
+    (command,) = re.findall(r"^#   megatron-epp (advise .*)$", recipe.read_text(), re.MULTILINE)
+    return cli._parser().parse(shlex.split(command))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -28,7 +48,7 @@ def test_a_recipe_plans(recipe: Path):
     assert flags["global_batch_size"] % replicas == 0
     profile = analytic_profile(shape, cluster.rates)
     layers = even_layers(shape.num_layers, stages)
-    shared = replicas if flags.get("use_distributed_optimizer") else 1
+    shared = replicas * flags.get("context_parallel_size", 1) if flags.get("use_distributed_optimizer") else 1
     costs = profile.costs(layers, state_bytes_per_parameter=6 + 12 / shared)
     cap_gb = settings["epp"].get("memory_cap_gb")
     cap = UNLIMITED_BYTES if cap_gb is None else int(cap_gb * 2**30)
@@ -37,3 +57,31 @@ def test_a_recipe_plans(recipe: Path):
         lengths = (longest, *web_lengths(flags["global_batch_size"] // replicas - 1, 1, context))
         made = plan(Problem(lengths, tuple(range(stages)), (cap,) * stages, shape.ranks), costs, Options())
         assert not check(made)
+
+
+@pytest.mark.parametrize("recipe", ADVISED, ids=lambda path: path.stem)
+def test_a_recipe_names_the_advice_that_it_follows_for_its_own_model_machine_and_batch(recipe: Path):
+    settings, asked = load_settings([recipe]), advice_of(recipe)
+    flags, launch = settings["megatron"], Launch.of(settings)
+    assert asked.model in [Path(name).name for name in includes(recipe)]
+    assert asked.cluster == settings["cluster"]
+    assert asked.devices == launch.nodes * GPUS_PER_NODE
+    assert asked.memory_cap_gb == settings["epp"]["memory_cap_gb"]
+    assert (asked.context, asked.global_batch_size) == (flags["seq_length"], flags["global_batch_size"])
+
+
+@pytest.mark.slow  # a whole search of sizes for each
+@pytest.mark.parametrize("recipe", ADVISED, ids=lambda path: path.stem)
+def test_a_recipe_is_as_fast_as_the_advice_that_it_follows(recipe: Path):
+    flags, question = load_settings([recipe])["megatron"], question_of(advice_of(recipe))
+    sizes = [flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "pipeline_model")]
+    found = advise(question)
+    of_recipe = [
+        entry.parts.step_us
+        for entry in (*found.best, *found.slower)
+        if [entry.layout.tensor, entry.layout.context, entry.layout.pipeline] == sizes
+        and entry.layout.virtual == 1
+        and len(set(entry.layout.layers)) == 1
+    ]
+    assert of_recipe
+    assert min(of_recipe) <= CLOSE * found.best[0].parts.step_us

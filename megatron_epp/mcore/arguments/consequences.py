@@ -28,7 +28,7 @@ _NEVER = """
     --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
     --external-cuda-graph --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
     --rampup-batch-size --step-batch-size-schedule --phase-transition-iterations --full-validation
-    --multiple-validation-sets --logits-load-dir --perform-rl-step
+    --multiple-validation-sets --logits-load-dir --perform-rl-step --enable-mhc-connections --output-logit-dtype
 """
 """Flags that plans cannot honour with any value."""
 CONFLICTS = (

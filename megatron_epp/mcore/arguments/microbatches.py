@@ -23,6 +23,7 @@ CONFLICTS = (
     MegatronFlag("--cuda-graph-impl", ("none", None), _SHAPES),
     MegatronFlag("--enable-cuda-graph", advice=_SHAPES),
     MegatronFlag("--external-cuda-graph", advice=_SHAPES),
+    MegatronFlag("--enable-mhc-connections", advice="leave it out: messages of plans have --hidden-size values a token"),
     MegatronFlag("--use-megatron-fsdp"),
     MegatronFlag("--use-torch-fsdp2"),
     MegatronFlag("--hybrid-context-parallel"),

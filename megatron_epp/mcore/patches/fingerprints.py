@@ -1,8 +1,8 @@
 """Fingerprints of Megatron's code: how they are taken of a function's source, and those that this package knows.
 
 Those of Megatron's own functions are `patching.fingerprint` in releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and
-0.19.2, in this order, each different text once. Those of training scripts (`SCRIPTS`) do not depend on comments, docstrings and
-formatting.
+0.19.2, and in main of 22 August 2026 (0.20.0, d98e8a64ddf3), in this order, each different text once. Those of training scripts
+(`SCRIPTS`) do not depend on comments, docstrings and formatting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.training.initialize:set_jit_fusion_options": ("2bbb86ed2859", "fe3ec3dcf2af"),
     "megatron.training.utils:get_device_arch_version": ("b7e375abfdb1",),
     "megatron.core.datasets.utils:compile_helpers": ("84029a50ae8c",),
-    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": ("d3dc509021de",),
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": ("d3dc509021de", "ca188ccbd7ed"),
     f"{_OPTIMIZER}.state_dict": ("fe621ae6a622",),
     f"{_OPTIMIZER}.load_state_dict": ("15f257b4c4f9", "5c1ad081423b", "7e5f988b86b4"),
     f"{_OPTIMIZER}._set_main_param_and_optimizer_states": ("ad03a66fb809", "40cab7846597"),
@@ -38,40 +38,50 @@ PATCHED: dict[str, tuple[str, ...]] = {
 """Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 
 RELIED_ON: dict[str, tuple[str, ...]] = {
-    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": ("79bb2ba211d5", "c8fd558b6fdc", "772d6b7d8182"),
-    f"{_SCHEDULES}:forward_step": ("24c526af4445",),
-    f"{_SCHEDULES}:backward_step": ("435628e2479e",),
+    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": (
+        "79bb2ba211d5",
+        "c8fd558b6fdc",
+        "772d6b7d8182",
+        "b2582d25713c",
+    ),
+    f"{_SCHEDULES}:forward_step": ("24c526af4445", "d24e8a478a19"),
+    f"{_SCHEDULES}:backward_step": ("435628e2479e", "b767f2485190"),
     f"{_SCHEDULES}:check_first_val_step": ("04a8a2d43b70",),
     f"{_SCHEDULES}:custom_backward": ("134012de6fb7",),
     f"{_SCHEDULES}:deallocate_output_tensor": ("ec45aab59f27",),
-    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": ("8e8e2bb919cc", "1ea6af88d1ec", "36d18a1e1730"),
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (
+        "8e8e2bb919cc",
+        "1ea6af88d1ec",
+        "36d18a1e1730",
+        "8c9cea1ccd91",
+    ),
     "megatron.core.distributed.finalize_model_grads:_get_shared_word_embedding_weight": ("862c0ffef65a",),
-    "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca"),
-    "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6"),
+    "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca", "eceb93d8c2a7"),
+    "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6", "797a0aac5e02"),
     "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
     "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": ("4ae592221f4f", "de4dbfb0d7d4", "41700c5f809c"),
     f"{_LANGUAGE}.compute_language_model_loss": ("86cf8e890a0f", "7ab354400f22", "cfdd820917a2"),
     f"{_LANGUAGE}._scale_logits": ("8eb5ca0ddad5",),
     "megatron.core.transformer.transformer_block:get_num_layers_to_build": ("d5e27af88de0",),
     f"{_LAYER}:get_transformer_layer_offset": ("841de49f82bd",),
-    f"{_LAYER}:TransformerLayer.forward": ("bdb067023a17", "bdfecfb342cb"),
-    f"{_LAYER}:TransformerLayer._forward_attention": ("84325c3feef8", "e4ad2634e735", "257c7c162bd0"),
-    f"{_LAYER}:TransformerLayer._forward_mlp": ("0bab7b2854ee", "03f314c685ca", "04ae2df5a64a"),
-    f"{_LAYER}:MoETransformerLayer._forward_mlp": ("71a44c4d7a84", "4a944ed851f2", "4e2bba56ad0e"),
+    f"{_LAYER}:TransformerLayer.forward": ("bdb067023a17", "bdfecfb342cb", "dd702f1c85bc"),
+    f"{_LAYER}:TransformerLayer._forward_attention": ("84325c3feef8", "e4ad2634e735", "257c7c162bd0", "cd954b04f33b"),
+    f"{_LAYER}:TransformerLayer._forward_mlp": ("0bab7b2854ee", "03f314c685ca", "04ae2df5a64a", "c3fba511c02a"),
+    f"{_LAYER}:MoETransformerLayer._forward_mlp": ("71a44c4d7a84", "4a944ed851f2", "4e2bba56ad0e", "674b35f91893"),
     f"{_RANDOM}:checkpoint": ("b094083fd3bf", "b1b936f81b48"),
-    f"{_RANDOM}:CheckpointFunction": ("17827ea9250b",),
+    f"{_RANDOM}:CheckpointFunction": ("17827ea9250b", "0229852a984f"),
     f"{_LAYOUT}.__init__": ("1459655caf39",),
     f"{_LAYOUT}.get_layer_offset": ("b0c0cf472aee",),
     f"{_LANGUAGE}.setup_embeddings_and_output_layer": ("9a0d917e3308", "9cdf2778ee6d"),
     f"{_LANGUAGE}.sharded_state_dict": ("10e15ea625fa",),
     f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict": ("8775811a92fe",),
     f"{_LAYERS}:VocabParallelEmbedding.forward": ("efb6ff221727", "aebc86ce7d99", "417ff87fe913"),
-    f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4"),
+    f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4", "43a9d792d308"),
     f"{_LAYERS}:RowParallelLinear.forward": ("959fc4b4dbb9", "d98cea58261a"),
     f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": ("79c20a0283c0",),
     "megatron.core.rerun_state_machine:RerunDataIterator.__init__": ("b5bab67a492c",),
     "megatron.training.training:build_train_valid_test_data_iterators": ("32c668d9ab0e", "d12ed278f953"),
-    "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23"),
+    "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23", "29bb2196b79a"),
 }
 """Functions that our schedule replaces or calls: other code there may still work, and causes a warning."""
 

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ import torch
 from megatron_epp.launch.machine import machine
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
+from megatron_epp.report.parity import TIMES, deviation
 from scripts.bench.gpu.report import markdown
 from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "runs" / "bench_gpu"
-GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_floor": 1e-2}
+GOALS = {"speed": 0.95, "peak": 0.05, "parity": TIMES, "loss_floor": 1e-4, "norm_floor": 1e-2}
 """Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
 how far is near enough anyway, of the loss and of the gradients' norm, which Megatron logs with three decimals."""
 _CAP_SHARE = 0.6
@@ -67,11 +68,11 @@ class Bench:
         theirs = self.launches.run("stock in bf16", stock, lengths)
         ours = self.launches.run("sliced in bf16", self.mixed(lengths), lengths)
         rows = {
-            "loss": _relative_error(exact.losses, theirs.losses, ours.losses, GOALS["loss_floor"]),
-            "norm of the gradients": _relative_error(exact.grad_norms, theirs.grad_norms, ours.grad_norms, GOALS["norm_floor"]),
+            "loss": deviation(exact.losses, theirs.losses, ours.losses, GOALS["loss_floor"]),
+            "norm of the gradients": deviation(exact.grad_norms, theirs.grad_norms, ours.grad_norms, GOALS["norm_floor"]),
         }
-        met = all(row["ours"] <= row["allowed"] for row in rows.values())
-        return {"iterations": len(exact.losses), "rows": rows, "met": met}
+        met = all(row.holds for row in rows.values())
+        return {"iterations": len(exact.losses), "rows": {name: asdict(row) for name, row in rows.items()}, "met": met}
 
     def slices(self) -> Part:
         context, every_layer = self.sizes.context, {"epp_recompute": self.sizes.layers}
@@ -131,12 +132,6 @@ def hidden_copies(iterations: Sequence[Measured]) -> Part:
             copying += copy.took_us
             hidden_us += sum(max(0.0, min(copy.end_us, e.end_us) - max(copy.start_us, e.start_us)) for e in compute)
     return {"copies_us": copying, "hidden_share": hidden_us / copying if copying else None}
-
-
-def _relative_error(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:
-    """Largest relative differences of Megatron's bf16 and of ours from fp32 over the iterations."""
-    far = [max(abs(x / wanted - 1) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
-    return {"theirs": far[0], "ours": far[1], "allowed": max(GOALS["parity"] * far[0], floor)}
 
 
 def _speeds(runs: dict[str, Launched]) -> Part:

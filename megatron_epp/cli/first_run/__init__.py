@@ -1,0 +1,210 @@
+"""The command for the first hour on a machine: checks from the software to a plan, each with what to expect, and one report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from megatron_epp.cli.first_run import checks
+from megatron_epp.cli.first_run.gain import gain
+from megatron_epp.cli.first_run.launch import example_launch, read_launch
+from megatron_epp.cli.first_run.outcome import (
+    FAILED,
+    REDUCED,
+    Done,
+    Outcome,
+    Step,
+    heading,
+    outcome_lines,
+    report_json,
+    report_text,
+    verdict,
+)
+from megatron_epp.cli.first_run.setting import Setting
+from megatron_epp.cli.first_run.training import parity
+from megatron_epp.cli.lengths import SOURCES
+from megatron_epp.cli.terminal import Command, Parser, progress, say
+from megatron_epp.cli.train import quietly
+from megatron_epp.cost.library import load_cluster, load_flags, shipped
+from megatron_epp.launch.command import versions
+from megatron_epp.launch.machine import count_gpus, machine
+from megatron_epp.launch.settings import nearest
+from megatron_epp.plan.errors import EppError
+
+_EXAMPLE = """\
+example: everything, for your documents and your launch command as it is today
+  megatron-epp first-run --lengths documents.idx -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
+only links and kernels, with the sizes of a shipped model
+  megatron-epp first-run --steps links,kernels
+"""
+STEPS = (
+    Step(
+        "doctor",
+        "what this machine has, lacks and should change",
+        "no problem; warnings name what would be faster",
+        "do what stands behind the arrow, then run it again",
+        1,
+        checks.doctor,
+    ),
+    Step(
+        "links",
+        "messages between ranks, and whole plans of messages in the order in which training posts them",
+        "every plan ends, every value arrives; GB/s of large messages near what the link can do",
+        "run it again with NCCL_DEBUG=INFO; if a plan hangs, send the report: training would hang, too",
+        4,
+        checks.links,
+    ),
+    Step(
+        "kernels",
+        "attention kernels against attention in fp64",
+        "every kernel that runs holds; on GPUs one of cuDNN and FlashAttention is chosen in bf16",
+        "install one of the kernels that do not run, or choose by --attention-backend",
+        2,
+        checks.kernels,
+    ),
+    Step(
+        "profile",
+        "a short profile of your model's parts",
+        "median errors of the fits below 10% on a quiet GPU",
+        "lower the model's size by --model, or free the GPU's memory, and run it again",
+        4,
+        checks.profile,
+    ),
+    Step(
+        "parity",
+        "a tiny model with Megatron's own schedule and with plans",
+        "losses agree: to rounding in fp32, and in bf16 as closely as Megatron's own agree with fp32",
+        "the log that the message names has the reason; send the report with it",
+        8,
+        parity,
+    ),
+    Step(
+        "plan",
+        "your lengths, planned at your sizes, against Megatron's own schedule",
+        "a gain above 1 for skewed lengths, a tie for even ones; then the lines to change in your launch command",
+        "the message names what would fit",
+        2,
+        gain,
+    ),
+)
+_FOLDER = "runs/first-run"
+_EXAMPLE_SIZES = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+"""Sizes for users who give no launch command: a pipeline on a node of eight GPUs."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags."""
+    add = parser.add_argument
+    add("--lengths", default="wikipedia", metavar="FILE|N,N,...|NAME", help=f"{SOURCES} (default: %(default)s)")
+    clusters = (
+        f"machine that the plan is for; shipped: {', '.join(shipped('clusters'))} (default: this one with GPUs, else h100x8)"
+    )
+    add("--cluster", metavar="NAME|FILE", help=clusters)
+    model = "model to use without a launch command (default: llama3-8b on GPUs, tiny-gpt without)"
+    add("--model", metavar="NAME|FILE", help=model)
+    add(
+        "--steps",
+        type=_names,
+        metavar="NAME,...",
+        help=f"only these of {', '.join(step.name for step in STEPS)} (default: all)",
+    )
+    add("--reduced", action="store_true", help="everything tiny, in a minute or two: what runs on a CPU in any case")
+    add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs and the report go (default: %(default)s)")
+    add(
+        "launch", nargs="*", metavar="-- COMMAND", help="your launch command as it is today, behind --, with variables replaced"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the steps, write the report, and return 1 if a step failed. Raises `EppError` if there is nothing to begin with."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in training: the strictest order of launches
+    with progress("reading Megatron's flags"), quietly():
+        setting = _setting(args)
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    say(f"megatron-epp first-run on {setting.machine}" + f"\n{REDUCED}" * setting.is_reduced, flush=True)
+    steps = [step for step in STEPS if step.name in (args.steps or {step.name for step in STEPS})]
+    done: list[Done] = []
+    for number, step in enumerate(steps, start=1):
+        say(heading(number, len(steps), step, setting.is_reduced), flush=True)
+        done.append(_done(step, setting))
+        say(outcome_lines(done[-1]), flush=True)
+        _write(setting, done)
+    say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.txt'} and report.json")
+    return int(any(one.outcome.status == FAILED for one in done))
+
+
+def _done(step: Step, setting: Setting) -> Done:
+    """Run a step. An error is its result, so that the others run all the same."""
+    start_s = time.monotonic()
+    try:
+        with quietly():
+            outcome = step.run(setting)
+    except EppError as error:
+        outcome = Outcome(FAILED, (str(error),), step.on_failure)
+    except Exception as error:  # whatever a broken installation or device raises; the report is for finding out
+        outcome = Outcome(FAILED, (f"{type(error).__name__}: {error}",), step.on_failure)
+    if setting.num_gpus:
+        import torch
+
+        torch.cuda.empty_cache()  # the ranks of the next step need the memory
+    return Done(step.name, step.purpose, outcome, time.monotonic() - start_s)
+
+
+def _write(setting: Setting, done: list[Done]) -> None:
+    """Write both forms of the report, after every step: a machine that hangs leaves those that it has done."""
+    found = versions()
+    report = json.dumps(report_json(setting, found, done), indent=1, default=str)
+    (setting.folder / "report.json").write_text(report + "\n", encoding="utf-8")
+    (setting.folder / "report.txt").write_text(report_text(setting, found, done), encoding="utf-8")
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    try:
+        num_gpus, here = count_gpus(), machine()
+    except ImportError as error:
+        raise EppError(f"first-run needs torch: {error}") from error
+    is_reduced = args.reduced or not num_gpus
+    words = args.launch or example_launch(_example_flags(args.model, is_reduced), 2 if is_reduced else 8)
+    return Setting(
+        folder=Path(args.output),
+        machine=here,
+        num_gpus=num_gpus,
+        is_reduced=is_reduced,
+        num_ranks=num_gpus or 4,
+        launch=read_launch(words),
+        cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),
+        plans_for_here=args.cluster is None and (num_gpus > 0 or not args.launch),
+        lengths_from=args.lengths,
+    )
+
+
+def _example_flags(model: str | None, is_reduced: bool) -> dict[str, object]:
+    flags = load_flags(model or ("tiny-gpt" if is_reduced else "llama3-8b"))
+    if is_reduced:
+        return flags | {"pipeline_model_parallel_size": 2, "seq_length": 4096, "global_batch_size": 16}
+    return flags | _EXAMPLE_SIZES | {"seq_length": 32768, "global_batch_size": 64}
+
+
+def _cluster_of(here: str, num_gpus: int, has_launch: bool) -> str:
+    """Return the shipped cluster file of this machine's GPUs; that of an H100 for others, and for a launch command on a CPU."""
+    if not num_gpus and not has_launch:
+        return "this-machine"
+    found = re.search(r"[AH]\d{3}", here)
+    name = f"{found[0].lower()}x8" if found else ""
+    return name if name in shipped("clusters") else "h100x8"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names, known = tuple(text.split(",")), [step.name for step in STEPS]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no step {name}{nearest(name, known)}; there are {', '.join(known)}")
+    return names
+
+
+_PURPOSE = "check a machine step by step, from its software to a plan of your lengths, and write a report"
+COMMAND = Command("first-run", _PURPOSE, add_arguments, run, _EXAMPLE)

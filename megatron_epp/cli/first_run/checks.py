@@ -1,0 +1,120 @@
+"""Steps that need no training: the machine's software, links and queues, kernels, and a short profile."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_epp.cli.doctor import PROBLEM, WARNING, look
+from megatron_epp.cli.doctor import text as doctor_text
+from megatron_epp.cli.first_run.gain import layout_of, question_of
+from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
+from megatron_epp.cli.first_run.setting import Setting
+from megatron_epp.cli.profile import measure_profile, measured_device
+from megatron_epp.cli.terminal import progress
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.report.table import format_bytes, format_us, table
+
+_WIDTHS = {"cuda": 16384, "cpu": 64}
+"""fp32 values of a token in a message of the queue check: on GPUs the largest has about 60 MB."""
+_LIMIT_S = {"cuda": 60.0, "cpu": 30.0}
+"""Seconds without progress after which a message counts as stuck."""
+_GOOD_FIT = 0.25
+"""Largest median error of a fit for which a profile is taken as sound."""
+
+
+def doctor(setting: Setting) -> Outcome:
+    """Look at the machine as `megatron-epp doctor` does."""
+    findings = list(look())
+    failed = [one for one in findings if one.status == PROBLEM]
+    odd = failed + [one for one in findings if one.status == WARNING]
+    found = [
+        *doctor_text(odd or findings).split("\n")[:-2],
+        f"{len(findings)} subjects looked at; `megatron-epp doctor` lists all",
+    ]
+    todo = f"{failed[0].subject}: {failed[0].todo or 'see above'}" if failed else ""
+    return Outcome(FAILED if failed else PASSED, tuple(found), todo, {"findings": [asdict(one) for one in findings]})
+
+
+def links(setting: Setting) -> Outcome:
+    """Send messages of several sizes between two ranks, and run whole plans over all ranks."""
+    if setting.num_gpus == 1:
+        return Outcome(SKIPPED, ("one GPU: no messages to send",), "run it again on a node with two GPUs or more")
+    from megatron_epp.runtime.links.processes import measure_link
+    from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
+
+    gpus, device = bool(setting.num_gpus), setting.device
+    with progress("sending messages"):
+        points = measure_link(gpus)
+    with progress("running plans"):
+        runs = check_queues(queue_plans(setting.num_ranks), _WIDTHS[device], gpus, _LIMIT_S[device])
+    rows = [[format_bytes(one.tokens), format_us(one.time_us), f"{one.tokens / one.time_us / 1e3:.2f}"] for one in points]
+    ran = [[one.name, str(one.num_messages), format_bytes(one.message_bytes), format_us(one.time_us)] for one in runs]
+    wrong = [one for one in runs if one.num_wrong]
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    found = [
+        *table(("message", "time", "GB/s"), rows),
+        "",
+        f"plans over {setting.num_ranks} ranks ({'NCCL' if gpus else 'gloo'}, CUDA_DEVICE_MAX_CONNECTIONS {queues}):",
+        *table(("plan", "messages", "largest", "time"), ran),
+        f"{sum(one.num_wrong for one in runs)} values arrived other than they were sent",
+    ]
+    todo = f"messages are mixed up ({', '.join(one.name for one in wrong)}): send this report, and do not train"
+    figures = {"messages": [point._asdict() for point in points], "plans": [asdict(one) for one in runs]}
+    return Outcome.judged(not wrong, found, todo, figures)
+
+
+def kernels(setting: Setting) -> Outcome:
+    """Prove every attention kernel against attention in fp64, with the heads of the user's model, or of a tiny one."""
+    from megatron_epp.runtime.tools.kernel_proofs import prove
+
+    flags = setting.launch.flags
+    ranks = int(flags.get("tensor_model_parallel_size") or 1)
+    heads = int(flags["num_attention_heads"])
+    channels = int(flags.get("kv_channels") or flags["hidden_size"] // heads)
+    groups = int(flags.get("num_query_groups") or heads) if flags.get("group_query_attention") else heads
+    with progress("running kernels"):
+        tokens = 96 if setting.is_reduced else 1024
+        proofs = list(prove(setting.device, channels, max(1, heads // ranks), max(1, groups // ranks), tokens))
+    rows = [
+        [
+            one.dtype,
+            one.kernel + " (chosen)" * one.is_chosen,
+            "-" if one.error is None else f"{one.error:.1e}",
+            f"{one.tolerance:.0e}",
+            one.obstacle or ("holds" if one.holds else "does NOT hold"),
+        ]
+        for one in proofs
+    ]
+    wrong = [one for one in proofs if one.is_chosen and not one.holds]
+    found = table(("type", "kernel", "error", "allowed", ""), rows, left=(0, 1, 4))
+    todo = f"train with another --attention-backend, and send this report: {', '.join(one.kernel for one in wrong)}"
+    return Outcome.judged(not wrong, found, todo, {"proofs": [asdict(one) for one in proofs]})
+
+
+def profile(setting: Setting) -> Outcome:
+    """Measure the parts of the user's model at a few sizes, of a tiny one where plans are for another machine.
+
+    The profile is kept for the plan where it is of the machine that plans are for.
+    """
+    from megatron_epp.runtime.tools.profiling import Grid
+
+    grid = Grid((64, 256), (0, 512), (1 << 20,)) if setting.is_reduced else Grid((512, 2048, 8192), (0, 16384, 65536))
+    if setting.plans_for_here or not setting.is_reduced:
+        question = question_of(setting)
+        shape = question.shape(layout_of(question, setting.launch))
+    else:
+        shape = shape_of(load_flags("tiny-gpt"))
+    made = measure_profile(shape, measured_device(None), grid)
+    setting.profile = made if setting.plans_for_here else None
+    path = Path(setting.folder, "profile.json")
+    path.write_text(made.to_json() + "\n", encoding="utf-8")
+    residuals = made.origin["residuals"]
+    rows = [[kind, str(one["points"]), f"{one['median']:.1%}", f"{one['worst']:.1%}"] for kind, one in residuals.items()]
+    off = [kind for kind, one in residuals.items() if one["median"] > _GOOD_FIT]
+    found = [*table(("kind", "points", "median error of the fit", "worst"), rows), f"written to {path}"]
+    if setting.is_reduced or not off:
+        return Outcome(PASSED, tuple(found), "", {"residuals": residuals})
+    todo = f"{', '.join(off)} fit badly: was the machine busy? measure at more sizes with `megatron-epp profile`"
+    return Outcome(FAILED, tuple(found), todo, {"residuals": residuals})

@@ -1,0 +1,146 @@
+"""The last step: plans for the user's lengths against Megatron's own schedule with the sizes of the user's launch command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass, replace
+
+from megatron_epp.advice.judge import Entry, Plain, exactly, gib, plain, shares_by_work
+from megatron_epp.advice.question import Layout, Question
+from megatron_epp.cli.first_run.launch import StockLaunch
+from megatron_epp.cli.first_run.outcome import Outcome
+from megatron_epp.cli.first_run.setting import Setting
+from megatron_epp.cli.inputs import cap_of
+from megatron_epp.cli.lengths import limited, read_lengths
+from megatron_epp.cli.terminal import progress
+from megatron_epp.plan.errors import EppError
+from megatron_epp.planner import Options
+from megatron_epp.report.table import format_us, table
+
+_NOTICED = 1.03
+"""Smallest gain that is not called a tie."""
+_FILLS = {"1f1b-padded": "each padded", "1f1b-packed": "packed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Prediction for one layout; `stock` is None if no microbatches of Megatron's schedule fit."""
+
+    stock: Plain | None
+    elastic: Entry
+
+    @property
+    def speedup(self) -> float:
+        """Time of Megatron's schedule over that of the plan; infinite if it does not fit."""
+        return math.inf if self.stock is None else self.stock.step_us / self.elastic.parts.step_us
+
+
+def question_of(setting: Setting) -> Question:
+    """Return the planning question of the user's launch command and lengths."""
+    launch = setting.launch
+    batch = int(launch.flags.get("global_batch_size") or 1)
+    drawn = read_lengths(setting.lengths_from, batch)
+    lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split"))
+    return Question(
+        flags=launch.flags,
+        cluster=setting.cluster,
+        devices=launch.devices,
+        cap_bytes=cap_of(None, setting.cluster),
+        lengths=lengths[:batch],
+        context=launch.context,
+        options=Options(context=launch.context),
+    )
+
+
+def layout_of(question: Question, launch: StockLaunch) -> Layout:
+    """Return the parallel sizes of a launch command, with equal numbers of layers in all stages."""
+    flags = launch.flags
+    tensor, context, pipeline, expert = (
+        int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
+    )
+    data = max(1, launch.devices // (tensor * context * pipeline))
+    layout = Layout(tensor, context, pipeline, data, expert)
+    return replace(layout, layers=question.layers(layout, "even"))
+
+
+def evaluate(question: Question, layout: Layout) -> Gain:
+    """Plan the batch as training would, and as Megatron's 1F1B in the way to fill microbatches that is best for it.
+
+    Raises `InfeasibleError` if no plan fits.
+    """
+    return Gain(plain(question, layout, shares_by_work(question, layout)), exactly(question, layout))
+
+
+def gain(setting: Setting) -> Outcome:
+    """Plan the user's lengths, compare, and end with the lines to change in the launch command."""
+    question = question_of(setting)
+    layout = layout_of(question, setting.launch)
+    if setting.profile is not None:
+        question = replace(question, measured={layout.sharing: setting.profile})
+    with progress("planning"):
+        found = evaluate(question, layout)
+    costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
+    lines = [
+        f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
+        f"{max(question.lengths):,}; {layout.name}; costs {costs}",
+        *_rows(question, found),
+        _said(found.speedup),
+        *_refusals(setting.launch),
+        "",
+        "the lines to change in your launch command:",
+        *setting.launch.changes(),
+    ]
+    figures = {
+        "layout": asdict(layout),
+        "speedup": found.speedup if math.isfinite(found.speedup) else None,
+        "elastic": asdict(found.elastic.parts) | {"peak_bytes": found.elastic.peak_bytes},
+        "stock": None if found.stock is None else {"step_us": found.stock.step_us, "planner": found.stock.planner},
+        "changes": setting.launch.changes(),
+    }
+    return Outcome("passed", tuple(lines), "", figures)
+
+
+def _rows(question: Question, found: Gain) -> list[str]:
+    rows = []
+    if found.stock is not None:
+        fill = f"1F1B, {_FILLS[found.stock.planner]} to {found.stock.contexts * question.context:,}"
+        rows.append(
+            [fill, format_us(found.stock.step_us), f"{1e6 * question.tokens / found.stock.step_us:,.0f}", "-", "-", "-"]
+        )
+    else:
+        rows.append([f"1F1B: does not fit {gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
+    parts = found.elastic.parts
+    rows.append(
+        [
+            "elastic",
+            format_us(parts.step_us),
+            f"{1e6 * question.tokens / parts.step_us:,.0f}",
+            f"{parts.bubble_us / parts.step_us:.1%}",
+            f"{parts.recompute_us / parts.step_us:.1%}",
+            gib(found.elastic.peak_bytes),
+        ]
+    )
+    return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)
+
+
+def _said(speedup: float) -> str:
+    if math.isinf(speedup):
+        return "your sizes do not fit with Megatron's own schedule; with plans they do"
+    even = ", a tie: these lengths are even enough for 1F1B" if speedup < _NOTICED else ""
+    return f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
+
+
+def _refusals(launch: StockLaunch) -> list[str]:
+    """Return what else `--epp` refuses: flags that a plan cannot honour, and combinations of them."""
+    refused = launch.refused()
+    if not refused:
+        from megatron_epp.mcore import entry
+
+        known, _ = entry.megatron_parser().parse_known_args(launch.elastic_argv())
+        try:
+            entry.check_run(known, launch.devices)
+        except EppError as error:
+            refused = str(error).split("\n")
+    lines = [f"  {line}" for line in refused]
+    return ["", "flags to change besides, as a plan cannot honour them:", *lines] if lines else []

@@ -1,0 +1,130 @@
+"""The launch command of a training as its user has it: its model, sizes and batch, and the lines to change in it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.launch.command import world_of
+from megatron_epp.mcore.arguments.consequences import CONFLICTS
+from megatron_epp.plan.errors import EppError
+
+_OURS = ["-m", "megatron_epp.run"]
+_CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
+"""Flags that a plan needs at one value."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockLaunch:
+    """A command that trains with Megatron's own schedule.
+
+    Attributes:
+        words: of the command line.
+        script: position of the training script among them.
+        flags: Megatron's flags with underscores, its defaults included.
+        devices: that the command starts.
+    """
+
+    words: tuple[str, ...]
+    script: int
+    flags: dict[str, Any]
+    devices: int
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """Arguments of the training script."""
+        return self.words[self.script + 1 :]
+
+    @property
+    def context(self) -> int:
+        return int(self.flags["seq_length"])
+
+    def elastic_argv(self) -> list[str]:
+        """Return the script's arguments with the changes of `changes`."""
+        argv = [*self.argv, "--epp"]
+        for flag, value in _changed(self):
+            if flag in argv:
+                argv[argv.index(flag) + 1] = value
+            else:
+                argv += [flag, value]
+        return argv
+
+    def changes(self) -> list[str]:
+        """Return the lines to change, in the form of a diff: the launcher's, and those of flags that a plan needs otherwise."""
+        script = self.words[self.script]
+        lines = [
+            f"-{shlex.join(self.words[: self.script + 1])} \\",
+            f"+{shlex.join([*self.words[: self.script], *_OURS, script])} --epp \\",
+        ]
+        for flag, value in _changed(self):
+            if flag in self.argv:
+                lines.append(f"-    {flag} {self.argv[self.argv.index(flag) + 1]} \\")
+            lines.append(f"+    {flag} {value} \\")
+        return lines
+
+    def refused(self) -> list[str]:
+        """Return the flags, besides those of `changes`, that a plan cannot honour, with what to do about each."""
+        args = argparse.Namespace(**self.flags)
+        return [f"{one.flag}: {one.advice}" for one in CONFLICTS if one.flag not in _CHANGED and one.is_given(args)]
+
+
+def read_launch(words: Sequence[str]) -> StockLaunch:
+    """Read a launch command. Imports Megatron.
+
+    Args:
+        words: a launcher such as torchrun with its flags, a script of Megatron, and the script's flags.
+
+    Raises:
+        EppError: it names no script, or no model, or a value does not fit its flag.
+    """
+    from megatron_epp.mcore import entry
+
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        raise EppError(
+            "the launch command names no script: give it as in `-- torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS`"
+        )
+    known, _ = entry.megatron_parser().parse_known_args(list(words[script + 1 :]))
+    flags = vars(known)
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if flags.get(name) is None]
+    if missing:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise EppError(f"the launch command lacks {given}: give it as it is expanded, with every variable replaced")
+    if flags.get("vocab_size") is None:
+        flags["vocab_size"] = VOCABULARY
+    replica, started = world_of(flags), _started(words[:script])
+    return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
+
+
+VOCABULARY = 128256
+"""Vocabulary that is assumed where only the tokenizer knows it."""
+
+
+def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
+    """Return a launch command for a model, for users who have none yet.
+
+    Args:
+        flags: Megatron's, with underscores.
+        processes: of the one node.
+    """
+    from megatron_epp.launch.runs import flag_words
+
+    return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]
+
+
+def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
+    """Yield flags, and the values that they need, of which the command has others."""
+    args, conflicts = argparse.Namespace(**launch.flags), {one.flag: one for one in CONFLICTS}
+    return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
+
+
+def _started(words: Sequence[str]) -> int:
+    """Return the number of processes that a launcher's flags ask for; 1 where they do not say."""
+    pairs = [
+        word.partition("=")[::2] if "=" in word else (word, after) for word, after in zip(words, [*words[1:], ""], strict=True)
+    ]
+    given = {name.replace("_", "-"): int(value) for name, value in pairs if value.isdecimal()}
+    return given.get("--nproc-per-node", 1) * given.get("--nnodes", 1)

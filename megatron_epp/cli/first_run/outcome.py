@@ -1,0 +1,114 @@
+"""Steps of the first run on a machine, what each found, and the report of all of them as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_epp.cli.first_run.setting import Setting
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a step.
+
+    Attributes:
+        status: ``passed``, ``failed`` or ``skipped``.
+        found: lines for people.
+        todo: what to do about a failure or a skip; empty where nothing is to be done.
+        figures: the same for programs, with units in the names.
+    """
+
+    status: str
+    found: tuple[str, ...]
+    todo: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def judged(holds: bool, found: Sequence[str], todo: str, figures: dict[str, Any]) -> Outcome:
+        """Make the result of a step that passes if a condition holds; `todo` is for the case that it does not."""
+        return Outcome(PASSED if holds else FAILED, tuple(found), "" if holds else todo, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: one word, by which ``--steps`` selects it.
+        purpose: what it does.
+        expect: what one sees where all is well.
+        on_failure: what to do where the step ends in an error.
+        gpu_minutes: estimated time on a node of GPUs.
+        run: does it. Raises `EppError`.
+    """
+
+    name: str
+    purpose: str
+    expect: str
+    on_failure: str
+    gpu_minutes: int
+    run: Callable[[Setting], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was run, and the seconds that it took."""
+
+    name: str
+    purpose: str
+    outcome: Outcome
+    time_s: float
+
+
+def heading(number: int, total: int, step: Step, is_reduced: bool) -> str:
+    """Format the lines that announce a step."""
+    time = "" if is_reduced else f" (about {step.gpu_minutes} min)"
+    return f"\n[{number}/{total}] {step.name}: {step.purpose}{time}\n  expect: {step.expect}"
+
+
+def outcome_lines(done: Done) -> str:
+    """Format a step's result, indented below its heading."""
+    lines = [*done.outcome.found, f"{done.outcome.status}, {done.time_s:.1f} s"]
+    if done.outcome.todo:
+        lines.append(f"-> {done.outcome.todo}")
+    return "\n".join(f"  {line}".rstrip() for text in lines for line in text.split("\n"))
+
+
+def verdict(steps: Sequence[Done]) -> str:
+    """Summarize all steps in a line."""
+    named = {status: [one.name for one in steps if one.outcome.status == status] for status in (PASSED, FAILED, SKIPPED)}
+    counts = [
+        f"{len(names)} {status}" + f" ({', '.join(names)})" * (status != PASSED) for status, names in named.items() if names
+    ]
+    return f"{', '.join(counts)}, {sum(one.time_s for one in steps):.0f} s in all"
+
+
+def report_json(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> dict[str, Any]:
+    """Return the report as it is written to a file."""
+    return {
+        "machine": setting.machine,
+        "is_reduced": setting.is_reduced,
+        "versions": versions,
+        "launch": setting.launch.words,
+        "verdict": verdict(steps),
+        "steps": [asdict(one) for one in steps],
+    }
+
+
+def report_text(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> str:
+    """Format the report for people, with the facts that maintainers ask for first."""
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    lines = [f"megatron-epp first-run on {setting.machine}", known]
+    if setting.is_reduced:
+        lines.append(REDUCED)
+    lines += ["", verdict(steps)]
+    for done in steps:
+        lines += ["", f"{done.name}: {done.purpose}", outcome_lines(done)]
+    return "\n".join(lines) + "\n"
+
+
+REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"

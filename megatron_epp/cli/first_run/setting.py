@@ -1,0 +1,44 @@
+"""State that the steps of a first run share: machine, launch command, lengths, and a measured profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_epp.cli.first_run.launch import StockLaunch
+from megatron_epp.cost.library import Cluster
+from megatron_epp.cost.profile import Profile
+
+
+@dataclass(slots=True)
+class Setting:
+    """State of a first run.
+
+    Attributes:
+        folder: where logs and reports go.
+        machine: name of this machine's GPUs or processor.
+        num_gpus: GPUs of this machine.
+        is_reduced: everything is tiny, as on a CPU.
+        num_ranks: ranks of the steps that exchange messages.
+        launch: the user's launch command, as it is today.
+        cluster: kind of machine that plans are for.
+        plans_for_here: plans are for this machine, so costs that are measured here apply.
+        lengths_from: source of the lengths, a value of ``--lengths``.
+        profile: result of the step that measures; None before it.
+    """
+
+    folder: Path
+    machine: str
+    num_gpus: int
+    is_reduced: bool
+    num_ranks: int
+    launch: StockLaunch
+    cluster: Cluster
+    plans_for_here: bool
+    lengths_from: str
+    profile: Profile | None = None
+
+    @property
+    def device(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return "cuda" if self.num_gpus else "cpu"

@@ -1,0 +1,88 @@
+"""The step that trains: a tiny model with Megatron's own schedule and with plans, whose losses must agree."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cli.first_run.outcome import Outcome
+from megatron_epp.cli.first_run.setting import Setting
+from megatron_epp.cli.terminal import progress
+from megatron_epp.launch.runs import pipeline_size, tiny_gpt, train
+from megatron_epp.report.parity import Deviation, deviation
+from megatron_epp.report.table import table
+
+_LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 31, 17, 9, 5)}
+"""Tokens of the documents of a batch, in full and reduced."""
+_ITERATIONS = {False: 5, True: 2}
+_FP32_ALLOWED = 1e-5
+"""Largest relative difference of a loss in fp32."""
+_BF16_FLOOR = 1e-4
+"""Difference of a loss in bf16 that is near enough however near Megatron's own is."""
+
+
+def parity(setting: Setting) -> Outcome:
+    """Train from the same weights on the same documents.
+
+    In fp32 losses must be equal to rounding. In bf16, on GPUs, they must be as near to a run in fp32 as Megatron's own are.
+    """
+    folder, lengths = Path(setting.folder, "parity"), _LENGTHS[setting.is_reduced]
+    context, ranks = max(lengths), pipeline_size(2)
+    iterations = _ITERATIONS[setting.is_reduced]
+    settings = tiny_gpt(
+        data_path=_documents(folder, lengths, iterations + 1),
+        train_iters=iterations,
+        lr_warmup_iters=1,
+        seq_length=context,
+        max_position_embeddings=context,
+        global_batch_size=len(lengths),
+        pipeline_model_parallel_size=ranks,
+        epp_documents="truncate",
+    )
+    runs: dict[str, dict[str, Any]] = {"stock": {"epp_schedule": "stock"}, "elastic": {"epp_slices": 3}}
+    if settings.get("bf16"):
+        runs["stock in fp32"] = {"epp_schedule": "stock", "bf16": False}
+    losses = {}
+    for name, changes in runs.items():
+        with progress(f"training {iterations} iterations, {name}"):
+            losses[name] = train(folder / name.replace(" ", "-"), ranks, settings | changes, timeout_s=600.0).losses
+    exact = losses.get("stock in fp32", losses["stock"])
+    found = deviation(exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED)
+    return Outcome.judged(
+        found.holds,
+        _lines(losses, found, ranks),
+        f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
+        {"losses": losses, "deviation": {"stock": found.theirs, "elastic": found.ours, "allowed": found.allowed}},
+    )
+
+
+def _lines(losses: dict[str, list[float]], found: Deviation, ranks: int) -> list[str]:
+    columns = list(losses)
+    rows = [
+        [str(number), *(f"{value:.7f}" for value in row)] for number, row in enumerate(zip(*losses.values(), strict=True), 1)
+    ]
+    exact = "Megatron's run in fp32" if "stock in fp32" in losses else "Megatron's run"
+    return [
+        *table(("iteration", *columns), rows, left=()),
+        f"on {ranks} pipeline ranks; largest difference of the elastic run's loss from {exact}: {found.ours:.1e} "
+        f"(allowed {found.allowed:.1e})",
+    ]
+
+
+def _documents(folder: Path, lengths: Sequence[int], copies: int) -> str:
+    """Write text documents that train so many positions each, in bytes, and prepare them; returns the prefix."""
+    from megatron_epp.mcore.data.prepare import prepare
+
+    texts = folder / "texts"
+    shutil.rmtree(texts, ignore_errors=True)
+    texts.mkdir(parents=True)
+    letters = np.random.RandomState(0)
+    for number, length in enumerate(tuple(lengths) * copies):  # Megatron asks for more documents than it trains on
+        (texts / f"{number:04}.txt").write_bytes(bytes(letters.randint(97, 123, length).tolist()))
+    prefix = folder / "documents"
+    prepare([texts], prefix)
+    return str(prefix)

@@ -1,0 +1,207 @@
+"""Check of links and of the premise of every plan: messages posted in the plan's order complete, and arrive as they were sent.
+
+Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
+whole plans with the runtime's own executor and links. Compute is a small matrix product, so that the host runs ahead of the
+device as in training; a message has the size that training gives it and carries the number of its chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import plan as make_plan
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.processes import run_ranks
+from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
+
+_LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)
+"""Tokens of the sequences of every plan: a long one in slices, and short ones."""
+_GRADIENT = 0.5
+"""Offset of the values of gradients, so that none passes for an activation."""
+_REPEATS = 3
+_START_S = 60.0
+"""Seconds in which ranks have to start."""
+
+type RankRun = Callable[[int, Sequence[Plan], int, bool, float, str], list[tuple[float, int]]]
+"""Function of the rank and the arguments of `run_rank`."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRun:
+    """A plan that ran to its end on all ranks.
+
+    Attributes:
+        name: of the plan.
+        num_messages: messages of one run, over all ranks.
+        message_bytes: size of the largest.
+        time_us: of the fastest run on the slowest rank.
+        num_wrong: values that did not arrive as they were sent, in all runs.
+    """
+
+    name: str
+    num_messages: int
+    message_bytes: int
+    time_us: float
+    num_wrong: int
+
+
+def queue_plans(num_ranks: int) -> dict[str, Plan]:
+    """Return plans by name: one stage per rank, two per rank looped and in a V, over `num_ranks` ranks."""
+    found = {}
+    for name, placement in (
+        ("one stage per rank", Placement("looped", num_ranks, 1)),
+        ("two stages per rank, looped", Placement("looped", num_ranks, 2)),
+        ("two stages per rank, v", Placement("v", num_ranks, 2)),
+    ):
+        ranks = placement.rank_of
+        shape = ModelShape(num_layers=len(ranks), hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256)
+        costs = analytic_costs(shape, CPU, [1] * len(ranks))
+        problem = Problem(_LENGTHS, ranks, (UNLIMITED_BYTES,) * num_ranks)
+        found[name] = make_plan(problem, costs, Options(slices=4, context=max(_LENGTHS), steps=1))
+    return found
+
+
+def check_queues(
+    plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, run: RankRun | None = None
+) -> list[QueueRun]:
+    """Run plans on ranks of this machine.
+
+    Args:
+        plans: by name, all over the same number of ranks.
+        width: fp32 values of a token in a message.
+        gpus: one rank on each GPU over NCCL; otherwise processes over gloo.
+        limit_s: limit in seconds of an action without progress.
+        run: the part of one rank; `run_rank` if None.
+
+    Raises:
+        EppError: a rank failed, or a message did not complete; the message says which action waits for what.
+    """
+    num_ranks = next(iter(plans.values())).num_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if gpus else "gloo"
+        rows = list(plans.values())
+        try:
+            found = run_ranks(
+                run or run_rank,
+                num_ranks,
+                rows,
+                width,
+                gpus,
+                limit_s,
+                folder,
+                backend=backend,
+                timeout_s=_START_S + 10 * limit_s,
+            )
+        except EppError as error:
+            reasons = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
+            told = [reason.partition("\n")[0].replace(" (--epp-wait-limit-seconds)", "") for reason in reasons]
+            raise EppError("; ".join([str(error), *told])) from error
+    return [
+        QueueRun(
+            name,
+            sum(plan.placement[stage] != plan.placement[stage + 1] for stage in range(plan.num_stages - 1))
+            * 2
+            * len(plan.chunks),
+            4 * width * max(map(plan.padded_tokens, range(len(plan.chunks)))),
+            max(times_us),
+            sum(wrong),
+        )
+        for (name, plan), times_us, wrong in zip(plans.items(), *_by_plan(found), strict=True)
+    ]
+
+
+def _by_plan(found: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[float]], list[list[int]]]:
+    """Turn ``(time, wrong)`` by rank and plan into times and counts by plan and rank."""
+    columns = list(zip(*found, strict=True))
+    return [[time_us for time_us, _ in column] for column in columns], [[wrong for _, wrong in column] for column in columns]
+
+
+class EchoStage:
+    """Implements `runtime.context.Stage` by messages that carry the number of their chunk, which it compares on arrival."""
+
+    def __init__(self, stage: int, width: int, device: torch.device) -> None:
+        self.stage, self.relay = stage, KVRelay()
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self._shape, self._inputs = width, dict[int, Tensor]()
+        self._square = torch.full((2048 if device.type == "cuda" else 64,) * 2, 1e-3, device=device)
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        if hidden is not None:
+            self._compare(hidden, context.chunk)
+            self._inputs[context.chunk] = hidden
+        return self._message(context, 0.0)
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+        if grad is not None:
+            self._compare(grad, context.chunk + _GRADIENT)
+        if (hidden := self._inputs.pop(context.chunk, None)) is not None:
+            hidden.backward(self._message(context, _GRADIENT))
+
+    def _message(self, context: ChunkContext, offset: float) -> Tensor:
+        """Compute for a while, longer for some chunks than for others, and return what is sent."""
+        for _ in range(1 + context.chunk % 3):
+            self._square = (self._square @ self._square).clamp_(1e-4, 1e-3)
+        shape, dtype, device = self.message(context.table.num_tokens)
+        return torch.full(shape, context.chunk + offset, dtype=dtype, device=device)
+
+    def _compare(self, found: Tensor, value: float) -> None:
+        self.wrong += (found.detach() != value).sum()
+
+    def weight(self, chunk: int) -> None:
+        """Do nothing: there are no weights."""
+
+    def before_last_gradient(self) -> None:
+        """Do nothing: there are no gradients to reduce."""
+
+    reduce_gradients = before_last_gradient
+
+    def release_output(self, output: Tensor) -> None:
+        """Do nothing: the next stage may be on this rank and share the storage."""
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        return (num_tokens, self._shape), torch.float32, self.wrong.device
+
+
+def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:
+    """Run every plan as one rank; return the time of the fastest run in microseconds, and the number of wrong values."""
+    device, everyone = torch.device("cuda", rank) if gpus else torch.device("cpu"), range(plans[0].num_ranks)
+    links = Links.create(everyone, everyone, Groups(timedelta(seconds=2 * limit_s)), both_ways=True)
+    links.connect(device)
+    watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")))
+    found = []
+    for plan in plans:
+        times_us, wrong = [], 0
+        for _ in range(_REPEATS):
+            stages = {stage: EchoStage(stage, width, device) for stage, on in enumerate(plan.placement) if on == rank}
+            executor = Executor(plan, rank, stages, links, watchdog=watchdog)
+            dist.barrier(group=links.control)
+            start_s = time.perf_counter()
+            executor.run()
+            wrong += sum(int(stage.wrong) for stage in stages.values())  # waits for the device
+            times_us.append(1e6 * (time.perf_counter() - start_s))
+        found.append((min(times_us), wrong))
+    return found
+
+
+def _leave(note: Path, message: str) -> None:
+    """Leave a note that says what this rank waits for, and end its process: what hangs in native code takes no exception."""
+    note.write_text(message, encoding="utf-8")
+    os._exit(EXIT_CODE)

@@ -1,0 +1,34 @@
+"""Hooks of the documentation's site (mkdocs.yml): the README is its first page, and code blocks lose the words for tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_MARKED_FENCE = re.compile(r"^(\s*```\w+) \w+$", re.MULTILINE)
+"""First line of a code block with a word behind its language, which marks it for tests."""
+_ELSEWHERE = re.compile(r"\[([^\]]*)\]\((?!docs/|\.github/|https?:|#)[^)]*\)")
+"""Links to files of the repository that are not pages."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the README as the first page, and its pictures."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "index.md", content=first_page()))
+    for picture in sorted((ROOT / ".github").glob("*.png")):
+        files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
+    return files
+
+
+def first_page() -> str:
+    """Return the README with links as they are from inside `docs`."""
+    text = _ELSEWHERE.sub(r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return text.replace("](docs/", "](").replace("](.github/", "](")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Remove the words behind the languages of code blocks, which only tests read."""
+    return _MARKED_FENCE.sub(r"\1", markdown)

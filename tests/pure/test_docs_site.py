@@ -1,0 +1,67 @@
+"""The documentation as a site: every page is in its navigation, links lead somewhere, and pages list what the code has."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+README = (ROOT / "README.md").read_text()
+FAQ = (ROOT / "docs" / "faq.md").read_text()
+
+
+def test_the_readme_is_short_and_leads_with_one_picture_and_one_table():
+    assert len(README.splitlines()) < 120
+    assert README.index("![") < README.index("\n| ") < README.index("\n## ")
+    assert len(re.findall(r"!\[", README)) == len(re.findall(r"^\|(?:---\|)+$", README, re.MULTILINE)) == 1
+
+
+def test_every_figure_of_the_readmes_table_names_its_command():
+    table = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| ")][1:]
+    assert len(table) > 4
+    for what, figure, command in table:
+        assert re.search(r"\d", figure), what
+        module, script = re.search(r"`python -m ([\w.]+)", command), re.search(r"`pytest ([\w./]+)`", command)
+        assert module or script, what
+        assert importlib.util.find_spec(module[1]) if module else (ROOT / script[1]).is_file()
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
+def test_the_workflow_installs_what_the_extra_says():
+    extra = re.search(r'^DOCS = \["(.+)"\]$', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert f'pip install "{extra[1]}"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install '.[docs]'")
+def test_the_site_builds_and_every_link_leads_to_a_page_and_a_heading(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+def test_the_questions_list_the_metrics_that_training_writes():
+    source = (ROOT / "megatron_epp" / "mcore" / "training" / "loggers.py").read_text()
+    written = [re.sub(r"\\\{\w+\\\}", r"\\w+", re.escape(name)) for name in re.findall(r'f?"(epp/[^"]+)"', source)]
+    section = FAQ[FAQ.index("## What are the metrics called?") : FAQ.index("**Prometheus**")]
+    listed = re.findall(r"`(epp/[^`]+)`", section)
+    assert len(written) > 10
+    assert [name for name in written if not any(re.fullmatch(name, one) for one in listed)] == []
+    assert [one for one in listed if not any(re.fullmatch(name, one) for name in written)] == []
+
+
+def test_the_questions_name_fields_that_a_report_has():
+    source = (ROOT / "megatron_epp" / "mcore" / "training" / "report.py").read_text()
+    command = next(line for line in FAQ.splitlines() if "jq -r" in line)
+    fields = re.findall(r"\\\(\.([\w.]+)\)", command)
+    assert "makespan_us.measured" in fields
+    for field in fields:
+        assert all(f'"{part}"' in source for part in field.split(".")), field
