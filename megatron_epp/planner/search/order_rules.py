@@ -39,6 +39,8 @@ LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(0.5),
 )
 """Rules for any other placement than one stage per rank in order, the first two for every grain."""
+WIDE_V = ListScheduling(2.5, alternating=True)
+"""Further rule for every grain of V placements: with it a coarser grain may be the best than with the others."""
 SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(1.25, alternating=True, waiting=1),
     ListScheduling(1, waiting=0.75),
@@ -106,7 +108,7 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         return ONE_STAGE_PER_RANK
     more = SPLIT_LIST_SCHEDULES if split else ()
     return OrderRules(
-        first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else ()), *more[:1]),
+        first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else (WIDE_V,)), *more[:1]),
         second=(*more[1:], *(V_PATTERNS if is_v(problem) else ()), *LIST_SCHEDULES[2:]),
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
