@@ -17,7 +17,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import naming, parse_json, read_text, shown
+from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
 from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
 from megatron_epp.report.table import format_us
 
@@ -158,7 +158,8 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     except (OSError, ValueError):
         is_file = False
     if not is_file:
-        raise EppError(f"--layout {shown(text)}: {_wanted(args.stages or _STAGES, num_layers)}")
+        wanted = _wanted(args.stages or _STAGES, num_layers)
+        raise EppError(f"--layout {shown(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
     with naming(f"--layout {text}"):
         layout = Layout.from_json(parse_json(read_text(text), "the layout"))
         if args.stages is not None and args.stages != layout.placement.num_ranks:

@@ -5,10 +5,11 @@ Every reader of JSON and YAML in this package goes through these functions: size
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -116,6 +117,22 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits
         return f"a {type(value).__name__} too long to print"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
+    similar = _similar(name, known)
+    return f"; did you mean {similar!r}?" if similar else ""
+
+
+def found_as(name: str, given: Mapping[str, Any]) -> str:
+    """Return ``; there is 'num_layer'`` for a missing name under which a similar one is given, or an empty text."""
+    similar = _similar(name, given)
+    return f"; there is {similar!r}" if similar else ""
+
+
+def _similar(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:
