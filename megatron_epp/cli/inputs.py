@@ -98,7 +98,7 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
     """The problem of a batch. Raises `EppError` for a bad cluster file."""
-    cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
+    cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
         lengths=lengths,
         placement=placement.rank_of,
@@ -187,12 +187,13 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
     return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | None:
+def cluster_of(args: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that the flags name. Raises `EppError` for a bad file."""
     return None if args.cluster is None else load_cluster(args.cluster)
 
 
 def _rates(args: argparse.Namespace) -> Rates:
     if args.cluster is not None and args.rates is not None:
         raise EppError("--cluster and --rates both name a machine; give one of them")
-    cluster = _cluster(args)
+    cluster = cluster_of(args)
     return RATES[args.rates or "h100"] if cluster is None else cluster.rates

@@ -20,7 +20,17 @@ from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.plan import EppError, Remedy
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_VALUES, check_nested, found_as, naming, nearest, number, read_text, shown
+from megatron_epp.plan.reading import (
+    MOST_LAYERS,
+    MOST_VALUES,
+    check_nested,
+    found_as,
+    naming,
+    nearest,
+    number,
+    read_text,
+    shown,
+)
 
 RATES = {"h100": H100, "cpu": CPU}
 """Rates by name, from which a cluster file starts."""
@@ -112,7 +122,8 @@ def find(kind: str, name: str) -> Path:
     if (path := locate(name, kind)) is not None:
         return path
     names = shipped(kind)
-    raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {', '.join(names)}{nearest(name, names)}")
+    told = f"{', '.join(names)}{nearest(name, names)}"
+    raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {told}")
 
 
 def load_flags(name: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 class TrainingParser(SuggestingParser):
-    """Parser of a training script. It raises `SettingsError` where argparse prints its usage, here hundreds of lines, and exits."""
+    """Parser of a training script that raises `SettingsError` where argparse exits with its usage, here hundreds of lines."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Raises `SettingsError` for a word that no flag takes."""

@@ -42,7 +42,8 @@ def prepare() -> None:
 def errors_in_one_line() -> Iterator[None]:
     """End the process with exit code 1 and only the message if this package raises an `EppError`.
 
-    The launcher gets the message too. If it is this package's own, it prints the message at the end, once for all ranks. If the error was caused by another kind of error, the traceback of that one is printed first, for debugging.
+    The launcher gets the message too. If it is this package's own, it prints the message at the end, once for all ranks. If the
+    error was caused by another kind of error, the traceback of that one is printed first, for debugging.
     """
     try:
         yield
@@ -58,7 +59,9 @@ def megatron_parser() -> argparse.ArgumentParser:
     prepare()
     from megatron.training import arguments
 
-    return arguments.add_megatron_arguments(TrainingParser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve"))
+    return arguments.add_megatron_arguments(
+        TrainingParser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve")
+    )
 
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

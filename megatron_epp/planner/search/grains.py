@@ -235,7 +235,7 @@ def _search_unsliced(trials: Trials) -> None:
 
 
 def whole_bytes(trials: Trials) -> int:
-    """Bytes that the longest sequence needs in one chunk, if the batch has no other. A table in which it runs whole needs more."""
+    """Compute the bytes that the longest sequence needs alone, in one chunk: a table in which it runs whole needs no less."""
     problem = trials.problem
     longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
     alone = replace(problem.part((longest,)), cap_bytes=(1,) * problem.num_ranks)

@@ -1,8 +1,8 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Found by trying, with the planner itself, or where that says the same with one order of every chunk table (`search.least`). Which
-sizes fit is a little ragged at the edge, for planners search tables of chunks and not all of them; what is named fits, and one
-step more does not.
+Found by trying, with the planner itself, or where that says the same with one order of every chunk table (`search.least`).
+Which sizes fit is a little ragged at the edge, for planners search tables of chunks and not all of them; what is named fits,
+and one step more does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Options, Problem, static_bytes
 from megatron_epp.planner.search.least import least_cap_bytes, least_plan
 
 LONGEST = 1 << 25
@@ -135,7 +135,7 @@ class Limits:
                     made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
         step = step or 1 << max(0, named.bit_length() - 11)
-        low, high = max(self._static_bytes(max(lengths))) // step, -(-named // step)
+        low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(lengths, question, middle * step) else (middle, high)
@@ -154,13 +154,6 @@ class Limits:
             return error.least_cap_bytes
         return 1
 
-    def _static_bytes(self, longest: int) -> list[int]:
-        """Bytes that each rank holds throughout, by the costs for a longest sequence."""
-        costs, ranks = self.costs_for(longest), [0] * self.problem.num_ranks
-        for stage, rank in enumerate(self.problem.placement):
-            ranks[rank] += costs.static_bytes(stage)
-        return ranks
-
     def _guessed_tokens(self, longest: int, others: Sequence[int]) -> int:
         """Guess the longest sequence that fits: what a sequence needs grows about as its length does."""
         cap = min(self.problem.cap_bytes)
@@ -171,7 +164,7 @@ class Limits:
             named = self._named_cap((longest, *others))
         except InfeasibleError:
             return longest
-        static = max(self._static_bytes(longest))
+        static = max(static_bytes(self.problem, self.costs_for(longest)))
         return round(longest * (cap - static) / max(1, named - static))
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
