@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
@@ -66,6 +66,7 @@ def compare(args: argparse.Namespace) -> str:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
     chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
+    tell_sharing(args)
     costs = costs_of(args, [length for _, lengths in batches for length in lengths], chosen.layout)
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []

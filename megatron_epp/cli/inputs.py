@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
-from megatron_epp.cli.terminal import Parser
+from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
@@ -21,7 +21,7 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
-from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
@@ -89,6 +89,18 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "sequence_parallel": args.sequence_parallel or None,
     }
     return flags | {name: value for name, value in given.items() if value is not None}
+
+
+def tell_sharing(args: argparse.Namespace) -> None:
+    """Tell how many ranks share a layer where the model's file says it and no flag does."""
+    if args.model is None or getattr(args, "costs", None) is not None:
+        return
+    given, names = load_flags(args.model), names_of(args.parser)
+    for setting in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        ranks = given.get(ROWS[setting].dest)
+        if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
+            what, flag = setting.replace("_parallel", " parallelism"), names[setting]
+            tell(f"{PROGRAM}: model {args.model}: {what} over {ranks} ranks, as its file says; {flag} changes it")
 
 
 def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:

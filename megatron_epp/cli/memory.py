@@ -9,7 +9,8 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of
+from megatron_epp.cli.alternatives import with_alternatives
+from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
@@ -49,6 +50,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print each part as soon as it is known. Raises `EppError`."""
     lengths, options = lengths_of(args), options_from(args)
+    tell_sharing(args)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal, made = "", None
@@ -56,7 +58,7 @@ def run(args: Namespace) -> int:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
             made = plan(problem, costs, options)
     except InfeasibleError as error:
-        refusal = error.text(names_of(args.parser))
+        refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
     reaches: dict[str, Reach] = {}
     if made is None:
         reaches = _reaches(args, problem, chosen.layout, options)
@@ -117,7 +119,7 @@ def _plan_blocks(args: Namespace, account: Account, refusal: str) -> list[list[s
     """Return what is said of the plan itself."""
     blocks = [headline(account.timeline.plan)]
     if refusal:
-        blocks = [[refusal.splitlines()[0], "What follows is of the smallest cap with which the batch fits."], *blocks]
+        blocks = [[*refusal.splitlines(), "What follows is of the smallest cap with which the batch fits."], *blocks]
     return [*blocks, peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _LABEL_WIDTH))]
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.cli.alternatives import with_alternatives
-from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
@@ -64,6 +64,7 @@ def _text_of(made: Plan, args: argparse.Namespace) -> str:
 
 def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
+    tell_sharing(args)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     made = _planned(problem, costs, args)
