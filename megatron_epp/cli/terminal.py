@@ -41,6 +41,7 @@ class Parser(SuggestingParser):
 
         The subcommand reports words that it does not know, and output files that it could not write.
         """
+        found: argparse.Namespace
         found, unknown = self.parse_known_args(argv)
         command: Parser = found.parser
         if unknown:
