@@ -14,7 +14,7 @@ from megatron_epp.data.documents import document_tokens, sequences_of, stream_le
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_BYTES, naming, nearest, read_text, shown
+from megatron_epp.plan.reading import MOST_BYTES, in_units, naming, nearest, read_text, shown
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
@@ -101,7 +101,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
             f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
-            f"{', '.join(LIKE)}{nearest(source, LIKE)}"
+            f"{', '.join(LIKE)}{in_units(wrong) or nearest(source, LIKE)}"
         )
     if path.suffix == ".idx":
         return _index(path)
@@ -123,7 +123,7 @@ def _stdin() -> str:
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
+        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))

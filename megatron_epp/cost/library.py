@@ -25,6 +25,7 @@ from megatron_epp.plan.reading import (
     MOST_VALUES,
     check_nested,
     found_as,
+    missing_file,
     naming,
     nearest,
     number,
@@ -96,6 +97,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
     with naming(path):
         text = read_text(path, MOST_YAML_BYTES)
+    if not text.strip():
+        raise EppError(f"{path} is empty")
     body = parse_yaml(text, str(path))
     if not isinstance(body, dict):
         raise EppError(f"{path} holds no `name: value` pairs")
@@ -123,7 +126,7 @@ def find(kind: str, name: str) -> Path:
         return path
     names = shipped(kind)
     told = f"{', '.join(names)}{nearest(name, names)}"
-    raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {told}")
+    raise EppError(f"{missing_file(name)}, and there is no such name among the shipped {kind}: {told}")
 
 
 def load_flags(name: str) -> dict[str, Any]:

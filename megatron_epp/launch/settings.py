@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import nearest, shown
+from megatron_epp.plan.reading import missing_file, nearest, shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
@@ -84,7 +84,7 @@ def _found(name: str, includer: Path | None) -> Path:
     asked = "" if includer is None else f", which {includer} includes"
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in FOLDERS for p in (f / "recipes").glob("*.yaml"))
     hint = nearest(name, names)
-    raise SettingsError(f"there is no file {name}{asked}{hint}; shipped recipes are {', '.join(names) or 'none'}")
+    raise SettingsError(f"{missing_file(name)}{asked}{hint}; shipped recipes are {', '.join(names) or 'none'}")
 
 
 def read_settings(path: Path) -> Settings:
