@@ -61,7 +61,7 @@ def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monke
         failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
         raise ChildFailedError("script", failures)
 
-    with pytest.raises(SystemExit, match="^megatron_epp, rank 0: too few layers\nLower --stages.$"):
+    with pytest.raises(SystemExit, match=r"^megatron_epp, rank 0: too few layers\nLower --stages\.$"):
         launched(refuse)
 
 
