@@ -29,7 +29,7 @@ def infeasible(
     whose = "" if planner == "greedy" else f" of {planner!r}"
     if least_host:
         given = format_gib(problem.host_cap_bytes)
-        alternative = f", or {format_gib(least_host)} GiB in host memory, where it may have {given}"
+        alternative = f", or {format_gib(least_host)} GiB ({least_host} bytes) in host memory, where it may have {given}"
     static = static_bytes(problem, costs)
     rank = max(range(problem.num_ranks), key=static.__getitem__)
     if static[rank] > cap:
