@@ -43,8 +43,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(case, capsys):
 def test_unknown_keys_of_files_are_refused_with_the_nearest(tmp_path, capsys):
     cluster = written(tmp_path / "cluster.yaml", "linear_flop: 1e15\ndevice_memory_gb: 80\n")
     assert "did you mean 'linear_flops'?" in error_line(capsys, ["plan", "--lengths", "5", "--cluster", cluster])
-    model = written(tmp_path / "model.yaml", "megatron: {num_layer: 4}\n")
-    assert "there is 'num_layer'" in error_line(capsys, ["plan", "--lengths", "5", "--model", model])
+    model = written(tmp_path / "model.yaml", "megatron: {hidden_sise: 64}\n")
+    assert "there is 'hidden_sise'" in error_line(capsys, ["plan", "--lengths", "5", "--model", model])
     profile = json.loads(load_costs("llama3-8b-h100").to_json())
     profile["mesage_latency_us"] = profile.pop("message_latency_us")
     path = written(tmp_path / "profile.json", json.dumps(profile))
