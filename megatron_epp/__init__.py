@@ -4,6 +4,8 @@ from typing import Any
 
 __all__ = ["wrap"]
 __version__ = "0.2.0"
+COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
+"""Environment variable; 0 runs the planner's inner loops in plain Python."""
 
 
 def wrap(**settings: Any) -> Any:

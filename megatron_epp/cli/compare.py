@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, USUAL, layout_for
@@ -70,6 +70,7 @@ def compare(args: argparse.Namespace) -> str:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or USUAL))
     chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
+    tell_sharing(args)
     tokens = [length for _, lengths in batches for length in lengths]
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []

@@ -30,6 +30,7 @@ from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
+_PROFILE = "profile"
 
 _CHANNELS = (64, 128, 256)
 """Common head dimensions (channels per head), for which kernels are checked."""
@@ -49,7 +50,8 @@ class Finding:
 
     Attributes:
         subject: what was looked at.
-        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
+        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run, or
+            not with the profile that was asked about.
         found: what is there.
         todo: what to do about it; empty where nothing is.
     """
@@ -141,7 +143,9 @@ def text(findings: list[Finding]) -> str:
         if finding.todo:
             lines.append(f"{'':<8} {'':<{width}}  -> {finding.todo}")
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, WARNING)}
-    verdict = "training cannot run here" if counts[PROBLEM] else "training can run here"
+    stopping = {finding.subject for finding in findings if finding.status == PROBLEM}
+    verdict = "training cannot run here" if stopping - {_PROFILE} else "training can run here"
+    verdict += ", but not with this profile" if stopping == {_PROFILE} else ""
     return "\n".join([*lines, "", f"{verdict}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s)"])
 
 
@@ -162,7 +166,7 @@ def look(profile: str | None = None) -> Iterator[Finding]:
         yield from _guarded("loss by blocks", lambda: _loss_by_blocks(torch, has_gpu))
     yield from _environment(os.environ, has_gpu)
     if profile is not None:
-        yield from _guarded("profile", lambda: _profile(profile, torch, has_gpu))
+        yield from _guarded(_PROFILE, lambda: _profile(profile, torch, has_gpu))
 
 
 def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -288,17 +292,17 @@ def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
     try:
         costs = load_costs(name)
     except (EppError, OSError) as error:
-        yield Finding("profile", PROBLEM, f"{name}: {error}", "megatron-epp profile -o FILE")
+        yield Finding(_PROFILE, PROBLEM, str(error), "give another file, or measure one: megatron-epp profile -o FILE")
         return
     if not isinstance(costs, Profile):
-        yield Finding("profile", OK, f"{name}: costs of a whole pipeline of {len(costs.stages)} stages")
+        yield Finding(_PROFILE, OK, f"{name}: costs of a whole pipeline of {len(costs.stages)} stages")
         return
     source, machine = (str(costs.origin.get(key, "unknown")) for key in ("source", "machine"))
     here = torch.cuda.get_device_name(0) if has_gpu else cpu_name()
     fits = source == "measured" and machine == here
     todo = "" if fits else "measure here: megatron-epp profile -o FILE"
-    yield Finding("profile", OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)
+    yield Finding(_PROFILE, OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)
 
 
-_PURPOSE = "say what this machine has, lacks and should change to train; exit code 1 where it cannot"
+_PURPOSE = "say what this machine has, lacks and should change to train; exit code 1 where it cannot, or not with --profile"
 COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)

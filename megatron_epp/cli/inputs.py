@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
-from megatron_epp.cli.terminal import Parser
+from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
@@ -21,7 +21,7 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
-from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
@@ -91,6 +91,18 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     return flags | {name: value for name, value in given.items() if value is not None}
 
 
+def tell_sharing(args: argparse.Namespace) -> None:
+    """Tell how many ranks share a layer where the model's file says it and no flag does."""
+    if args.model is None or getattr(args, "costs", None) is not None:
+        return
+    given, names = load_flags(args.model), names_of(args.parser)
+    for setting in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        ranks = given.get(ROWS[setting].dest)
+        if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
+            what, flag = setting.replace("_parallel", " parallelism"), names[setting]
+            tell(f"{PROGRAM}: model {args.model}: {what} over {ranks} ranks, as its file says; {flag} changes it")
+
+
 def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
     """Names the model's file in errors about its shape."""
     return nullcontext() if args.model is None else naming(f"--model {args.model}")
@@ -98,7 +110,7 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
     """The problem of a batch. Raises `EppError` for a bad cluster file."""
-    cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
+    cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
         lengths=lengths,
         placement=placement.rank_of,
@@ -187,12 +199,13 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
     return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | None:
+def cluster_of(args: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that the flags name. Raises `EppError` for a bad file."""
     return None if args.cluster is None else load_cluster(args.cluster)
 
 
 def _rates(args: argparse.Namespace) -> Rates:
     if args.cluster is not None and args.rates is not None:
         raise EppError("--cluster and --rates both name a machine; give one of them")
-    cluster = _cluster(args)
+    cluster = cluster_of(args)
     return RATES[args.rates or "h100"] if cluster is None else cluster.rates

@@ -17,7 +17,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import naming, parse_json, read_text, shown
+from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
 from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
 from megatron_epp.report.table import format_us
 
@@ -62,6 +62,11 @@ def even(num_layers: int, num_ranks: int) -> Layout:
     return Layout.of_layers(even_layers(num_layers, num_ranks), Placement("looped", num_ranks, 1))
 
 
+def pipeline_ranks(args: argparse.Namespace) -> int:
+    """Return the number of pipeline ranks that the flags ask for."""
+    return args.stages or _STAGES
+
+
 def chosen_layout(
     args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
 ) -> Chosen:
@@ -76,7 +81,7 @@ def chosen_layout(
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
     """
     source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
-    text, ranks = args.layout, args.stages or _STAGES
+    text, ranks = args.layout, pipeline_ranks(args)
     if isinstance(source, PipelineCosts):
         return Chosen(_of_stages(args, source, ranks))
     with nullcontext() if args.costs is None else naming(f"--costs {args.costs}"):
@@ -104,7 +109,7 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
         lengths: tokens of sequences like those to come.
         shards: the vocabulary is over all ranks.
     """
-    ranks = args.stages or _STAGES
+    ranks = pipeline_ranks(args)
     if args.layout not in (EVEN, BALANCED):
         given = _given(args, num_layers)
         return replace(given, shards_vocabulary=given.shards_vocabulary or shards)
@@ -122,7 +127,7 @@ def _sample(
     planners: Sequence[str],
 ) -> Sample:
     """Return batches, costs, and what a layout may be."""
-    own = even(num_layers, args.stages or _STAGES) if args.layout in (AUTO, EVEN, BALANCED) else _given(args, num_layers)
+    own = even(num_layers, pipeline_ranks(args)) if args.layout in (AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
@@ -158,7 +163,8 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     except (OSError, ValueError):
         is_file = False
     if not is_file:
-        raise EppError(f"--layout {shown(text)}: {_wanted(args.stages or _STAGES, num_layers)}")
+        wanted = _wanted(pipeline_ranks(args), num_layers)
+        raise EppError(f"--layout {shown(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
     with naming(f"--layout {text}"):
         layout = Layout.from_json(parse_json(read_text(text), "the layout"))
         if args.stages is not None and args.stages != layout.placement.num_ranks:

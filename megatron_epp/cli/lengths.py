@@ -14,14 +14,14 @@ from megatron_epp.data.documents import document_tokens, sequences_of, stream_le
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_BYTES, naming, read_text, shown
+from megatron_epp.plan.reading import MOST_BYTES, in_units, naming, nearest, read_text, shown
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
 SOURCES = (
-    "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
-    f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
+    "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file or its "
+    f"prefix, - for stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
 )
 """Help text for the sources that `read_lengths` accepts."""
 
@@ -91,6 +91,8 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         with naming("--lengths -"):
             return _numbers(_stdin())
     path = Path(source)
+    if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
+        return _index(Path(f"{source}.idx"))
     if path.is_dir():
         raise EppError(
             f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
@@ -99,10 +101,14 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
             f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
-            f"{', '.join(LIKE)}"
+            f"{', '.join(LIKE)}{in_units(wrong) or nearest(source, LIKE)}"
         )
     if path.suffix == ".idx":
         return _index(path)
+    if path.suffix == ".bin":
+        index = path.with_suffix(".idx")
+        missing = "" if index.is_file() else "; it is not there"
+        raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
     with naming(f"--lengths {source}"):
         return _numbers(read_text(path))
 
@@ -117,7 +123,7 @@ def _stdin() -> str:
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
+        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))

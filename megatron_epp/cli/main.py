@@ -8,53 +8,47 @@ is a fault of this package; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import megatron_epp
-from megatron_epp.cli import (
-    advise,
-    compare,
-    doctor,
-    emulate,
-    first_run,
-    memory,
-    plan,
-    prepare,
-    profile,
-    quickstart,
-    schedules,
-    train,
-)
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
-from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.plan.errors import EppError
 
-COMMANDS: tuple[Command, ...] = (
-    plan.COMMANDS[0],
-    memory.COMMAND,
-    *plan.COMMANDS[1:3],
-    compare.COMMAND,
-    schedules.COMMAND,
-    advise.COMMAND,
-    *plan.COMMANDS[3:],
-    profile.COMMAND,
-    emulate.COMMAND,
-    prepare.COMMAND,
-    train.COMMAND,
-    quickstart.COMMAND,
-    doctor.COMMAND,
-    first_run.COMMAND,
-)
+MODULES = {
+    "plan": "plan",
+    "memory": "memory",
+    "check": "plan",
+    "simulate": "plan",
+    "compare": "compare",
+    "schedules": "schedules",
+    "advise": "advise",
+    "show": "plan",
+    "profile": "profile",
+    "emulate": "emulate",
+    "prepare": "prepare",
+    "train": "train",
+    "quickstart": "quickstart",
+    "doctor": "doctor",
+    "first-run": "first_run",
+}
+"""The file of each command, in the order of the list; only that of the command that runs is imported."""
 OLD_NAMES = {"rehearse": "emulate"}
 """Names of commands that work for one more release, and the new ones."""
+_HELP = frozenset({"-h", "--help"})
 _UNFORESEEN = 70
 _REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors print one or two lines on stderr, a traceback only with ``--debug``."""
-    argv, parser = _renamed(sys.argv[1:] if argv is None else argv), _parser()
+    argv = _renamed(sys.argv[1:] if argv is None else argv)
+    if not argv or not _HELP.isdisjoint(argv):
+        os.environ.setdefault(megatron_epp.COMPILED_VARIABLE, "0")  # help compiles nothing, and importing numba takes long
+    named = next((word for word in argv if not word.startswith("-")), "")
+    parser = _parser([named] if named in MODULES else MODULES)
     try:
         args = parser.parse(argv)
         parser = args.parser
@@ -81,6 +75,8 @@ def _renamed(argv: Sequence[str]) -> Sequence[str]:
 def _refused(error: Exception, parser: Parser) -> int:
     """Say what ended a command in a line or two, with the flags that the command has; the exit code."""
     if isinstance(error, EppError):
+        from megatron_epp.mcore.arguments.parser import names_of
+
         tell_error(error.text(names_of(parser)))
         return 2
     if isinstance(error, OSError):
@@ -94,7 +90,14 @@ def _refused(error: Exception, parser: Parser) -> int:
     return _UNFORESEEN
 
 
-def _parser() -> Parser:
+def _command(name: str) -> Command:
+    module = importlib.import_module(f"megatron_epp.cli.{MODULES[name]}")
+    commands: Sequence[Command] = module.COMMANDS if hasattr(module, "COMMANDS") else (module.COMMAND,)
+    return next(one for one in commands if one.name == name)
+
+
+def _parser(names: Iterable[str] = MODULES) -> Parser:
+    """Return the parser of these commands."""
     parser = Parser(
         prog=PROGRAM,
         description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
@@ -103,7 +106,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}")
     _add_debug(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for one in COMMANDS:
+    for one in map(_command, names):
         added = commands.add_parser(
             one.name,
             help=one.purpose,

@@ -9,7 +9,8 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of
+from megatron_epp.cli.alternatives import with_alternatives
+from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
@@ -47,8 +48,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Plan, account for the plan's memory, search for limits, and print. Raises `EppError`."""
+    """Plan, account for the plan's memory, search for limits, and print each part as soon as it is known. Raises `EppError`."""
     lengths, options = lengths_of(args), options_from(args)
+    tell_sharing(args)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal, made = "", None
@@ -56,19 +58,34 @@ def run(args: Namespace) -> int:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
             made = plan(problem, costs, options)
     except InfeasibleError as error:
-        refusal = error.text(names_of(args.parser))
-    reaches = {} if args.quick and made is not None else _reaches(args, problem, chosen.layout, options)
+        refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
+    reaches: dict[str, Reach] = {}
     if made is None:
+        reaches = _reaches(args, problem, chosen.layout, options)
         made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
     account = account_of(made, costs)
-    megatron = None if args.no_megatron else _megatrons(args, problem)
     if args.output:
         save_memory_picture(account, args.output)
+    if not args.json:
+        _say_blocks(_plan_blocks(args, account, refusal))
+    if not args.quick:
+        reaches = reaches or _reaches(args, problem, chosen.layout, options)
+    if reaches and not args.json:
+        _say_blocks([_reach_table(reaches)])
+    megatron = None if args.no_megatron else _megatrons(args, problem)
     if args.json:
         say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
-    else:
-        say("\n".join([_text(args, account, refusal, reaches, megatron), *chosen.lines()]))
+        return 0
+    if megatron is not None:
+        _say_blocks([[megatron] if isinstance(megatron, str) else _megatron_lines(account, megatron)])
+    if lines := chosen.lines():
+        _say_blocks([lines])
     return 0
+
+
+def _say_blocks(blocks: list[list[str]]) -> None:
+    """Print blocks of lines, with an empty line after each."""
+    say("\n".join("\n".join([*lines, ""]) for lines in blocks), flush=True)
 
 
 def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options) -> dict[str, Reach]:
@@ -98,20 +115,12 @@ def _megatrons(args: Namespace, problem: Problem) -> dict[str, Any] | str:
     return found
 
 
-def _text(
-    args: Namespace, account: Account, refusal: str, reaches: dict[str, Reach], megatron: dict[str, Any] | str | None
-) -> str:
+def _plan_blocks(args: Namespace, account: Account, refusal: str) -> list[list[str]]:
+    """Return what is said of the plan itself."""
     blocks = [headline(account.timeline.plan)]
     if refusal:
-        blocks = [[refusal.splitlines()[0], "What follows is of the smallest cap with which the batch fits."], *blocks]
-    blocks += [peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _LABEL_WIDTH))]
-    if reaches:
-        blocks.append(_reach_table(reaches))
-    if isinstance(megatron, str):
-        blocks.append([megatron])
-    elif megatron is not None:
-        blocks.append(_megatron_lines(account, megatron))
-    return "\n\n".join("\n".join(lines) for lines in blocks)
+        blocks = [[*refusal.splitlines(), "What follows is of the smallest cap with which the batch fits."], *blocks]
+    return [*blocks, peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _LABEL_WIDTH))]
 
 
 def _reach_table(reaches: dict[str, Reach]) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.alternatives import with_alternatives
+from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
+from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, options_from
@@ -16,7 +18,7 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
-from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.pipelining import PIPELINING, from_pipelining
 from megatron_epp.plan.plan import Plan
@@ -24,7 +26,7 @@ from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
-from megatron_epp.planner import plan
+from megatron_epp.planner import Problem, plan
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.table import format_bytes, format_us, table
@@ -63,10 +65,10 @@ def _text_of(made: Plan, args: argparse.Namespace) -> str:
 
 def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
+    tell_sharing(args)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
-    with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
-        made = plan(problem, costs, options_from(args))
+    made = _planned(problem, costs, args)
     if args.output:
         save(made, args.output)
     if args.layout_out:
@@ -78,6 +80,15 @@ def _plan(args: argparse.Namespace) -> int:
     if hint and args.layout != AUTO and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
+
+
+def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan:
+    """Plan. Raises `InfeasibleError` with what would fit."""
+    try:
+        with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
+            return plan(problem, costs, options_from(args))
+    except InfeasibleError as error:
+        raise with_alternatives(error, args, problem.lengths) from None
 
 
 def add_plan_file(parser: Parser) -> None:

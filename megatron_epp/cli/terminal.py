@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron_epp.launch.settings import nearest
+from megatron_epp.launch.flags import SuggestingParser
 from megatron_epp.report.table import clip, printable
 
 PROGRAM = "megatron-epp"
@@ -29,7 +29,7 @@ _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(SuggestingParser):
     """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
 
         The subcommand reports words that it does not know, and output files that it could not write.
         """
+        found: argparse.Namespace
         found, unknown = self.parse_known_args(argv)
         command: Parser = found.parser
         if unknown:
@@ -53,11 +54,11 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the words that this command does not know."""
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        told = [f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown
-        self.error(f"this command knows no {' '.join(told)}")
+        self.error(f"this command knows no {self.named(unknown)}")
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required") and (unknown := self.unknown_flags()):
+            self.refuse(unknown)
         self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")
 
 

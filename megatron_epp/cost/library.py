@@ -20,7 +20,18 @@ from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.plan import EppError, Remedy
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_VALUES, check_nested, naming, number, read_text, shown
+from megatron_epp.plan.reading import (
+    MOST_LAYERS,
+    MOST_VALUES,
+    check_nested,
+    found_as,
+    missing_file,
+    naming,
+    nearest,
+    number,
+    read_text,
+    shown,
+)
 
 RATES = {"h100": H100, "cpu": CPU}
 """Rates by name, from which a cluster file starts."""
@@ -86,6 +97,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
     with naming(path):
         text = read_text(path, MOST_YAML_BYTES)
+    if not text.strip():
+        raise EppError(f"{path} is empty")
     body = parse_yaml(text, str(path))
     if not isinstance(body, dict):
         raise EppError(f"{path} holds no `name: value` pairs")
@@ -111,15 +124,17 @@ def find(kind: str, name: str) -> Path:
     """
     if (path := locate(name, kind)) is not None:
         return path
-    raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {', '.join(shipped(kind))}")
+    names = shipped(kind)
+    told = f"{', '.join(names)}{nearest(name, names)}"
+    raise EppError(f"{missing_file(name)}, and there is no such name among the shipped {kind}: {told}")
 
 
 def load_flags(name: str) -> dict[str, Any]:
     """Megatron's flags of a model, a dictionary with underscores in the names. Raises `EppError`."""
     path = find("models", name)
-    flags = read_yaml(path).get("megatron")
-    if not isinstance(flags, dict):
-        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it")
+    body = read_yaml(path)
+    if not isinstance(flags := body.get("megatron"), dict):
+        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{found_as('megatron', body)}")
     return flags
 
 
@@ -130,15 +145,16 @@ def load_cluster(name: str) -> Cluster:
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if not isinstance(base, str) or base not in RATES:
-        raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}")
+        raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}{nearest(str(base), RATES)}")
     sharing = RATES[base].host_sharing if sharing is None else sharing
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
             raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
     known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
     if unknown := sorted(set(entries) - known):
-        there = ", ".join(("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known)))
-        raise EppError(f"{path}: unknown {', '.join(unknown)}; known are {there}")
+        there = ("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
+        told = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
+        raise EppError(f"{path}: unknown {told}; known are {', '.join(there)}")
     numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
@@ -227,7 +243,8 @@ def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if value is None else value
     most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
     if type(value) is not int or not 1 <= value <= most:
-        raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}; got {shown(value)}")
+        got = f"; got {shown(value)}" if value is not None else found_as(name, flags) or "; it is missing"
+        raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}{got}")
     return value
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_typ
 
 from megatron_epp.cost.work import Line
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, parse_json, shown, whole
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, nearest, number, parse_json, shown, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -74,7 +74,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
             function `upgraded`, that turns the objects of older files into those of today.
         body: the JSON object; null stands for a missing field.
         where: path of the object inside the file, for errors; empty at the top.
-        ignore_unknown: ignore names that are not fields.
+        ignore_unknown: ignore names that are not fields, unless they resemble a field that is missing.
 
     Raises:
         EppError: it is not an object, or a field is missing, unknown, of another type, negative or above its limit. The message
@@ -85,8 +85,11 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     body = getattr(kind, "upgraded", dict)(body)
     at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
     given = {name: value for name, value in body.items() if value is not None}
-    if unknown := [name for name in given if name not in hints and not ignore_unknown]:
-        raise EppError(f"{at}{unknown[0]} is unknown")
+    absent = [name for name in hints if name not in given]
+    for name in given:
+        hint = "" if name in hints else nearest(name, absent)
+        if hint or not (name in hints or ignore_unknown):
+            raise EppError(f"{at}{name} is unknown{hint}")
     made = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in given:

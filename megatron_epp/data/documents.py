@@ -45,6 +45,8 @@ def read_header(path: str) -> Header:
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as stream:
         raw = stream.read(_HEADER.size)
+    if not raw:
+        raise EppError(f"{path} is empty; {REMAKE}")
     if not raw.startswith(_MAGIC):
         raise EppError(f"{path} is not a Megatron index (its first bytes are {raw[: len(_MAGIC)]!r}); {REMAKE}")
     if len(raw) < _HEADER.size:

@@ -18,7 +18,8 @@ import megatron_epp
 from megatron_epp.launch.environment import check_environment, exports, is_secret
 from megatron_epp.launch.machine import usable_port, version_of
 from megatron_epp.launch.rendezvous import WAIT_S
-from megatron_epp.launch.settings import Settings, SettingsError, nearest
+from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.plan.reading import nearest
 
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Parallel sizes whose product is the number of ranks of one data-parallel replica."""

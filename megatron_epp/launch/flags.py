@@ -4,16 +4,58 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-from megatron_epp.launch.settings import Settings, SettingsError, nearest
+from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.plan.reading import nearest
 
 EPP_PREFIX = "epp_"
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Pattern of negative numbers, which argparse reads as values."""
 type Option = tuple[str, argparse.Action]
 """A flag of the training script as on the command line, ``--num-layers``, and what it does there."""
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """Argument parser that names the nearest of the names it knows where it is given another one."""
+
+    def named(self, unknown: Sequence[str]) -> str:
+        """Format the words that no argument takes: flags with the nearest ones, or all words if none of them is a flag."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        return " ".join([f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and keep the words for errors."""
+        self.words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def unknown_flags(self) -> list[str]:
+        """Return the flags among the words that this parser does not know, not even shortened."""
+        flags = (word.partition("=")[0] for word in self.words if word.startswith("--") and word != "--")
+        return [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest(str(value), map(str, action.choices or ()))
+            raise
+
+
+class TrainingParser(SuggestingParser):
+    """Parser of a training script that raises `SettingsError` where argparse exits with its usage, here hundreds of lines."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Raises `SettingsError` for a word that no flag takes."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"there is no {self.named(unknown)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"the training script refuses this: {message}")
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, Option]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import missing_file, nearest, shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
@@ -29,12 +28,6 @@ Settings = dict[str, Any]
 
 class SettingsError(EppError):
     """A file, key or value cannot be used. The message names it and states what is valid."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:
@@ -90,7 +83,8 @@ def _found(name: str, includer: Path | None) -> Path:
         return path.resolve()
     asked = "" if includer is None else f", which {includer} includes"
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in FOLDERS for p in (f / "recipes").glob("*.yaml"))
-    raise SettingsError(f"there is no file {name}{asked}; shipped recipes are {', '.join(names) or 'none'}")
+    hint = nearest(name, names)
+    raise SettingsError(f"{missing_file(name)}{asked}{hint}; shipped recipes are {', '.join(names) or 'none'}")
 
 
 def read_settings(path: Path) -> Settings:

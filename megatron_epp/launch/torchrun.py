@@ -1,4 +1,4 @@
-"""torchrun that ends with a one-line message if one of its processes fails; that process has printed the reason.
+"""torchrun that ends with the reason if one of its processes fails: its refusal, or where to find what it printed.
 
 Temporary files of its processes are in a folder that it removes at its end.
 
@@ -11,6 +11,7 @@ import contextlib
 import sys
 
 from megatron_epp.launch.lifetime import launcher_folder
+from megatron_epp.launch.refusal import handed_over
 
 
 def main() -> None:
@@ -32,6 +33,8 @@ def _run(arguments: list[str]) -> None:
         torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if (refusal := handed_over(failure.message)) is not None:
+            sys.exit(refusal)
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")

@@ -8,9 +8,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from megatron_epp.launch import lifetime
+from megatron_epp.launch import lifetime, refusal
+from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.launch.settings import SettingsError
 from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
@@ -41,21 +42,16 @@ def prepare() -> None:
 def errors_in_one_line() -> Iterator[None]:
     """End the process with exit code 1 and only the message if this package raises an `EppError`.
 
-    If the error was caused by another kind of error, the traceback of that one is printed first, for debugging.
+    The launcher gets the message too. If it is this package's own, it prints the message at the end, once for all ranks. If the
+    error was caused by another kind of error, the traceback of that one is printed first, for debugging.
     """
     try:
         yield
     except EppError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
-        raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}") from None
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises `SettingsError` where argparse would print its usage, here hundreds of lines, and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"the training script refuses this: {message}")
+        text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}"
+        raise SystemExit(1 if refusal.hand_over(text) else text) from None
 
 
 def megatron_parser() -> argparse.ArgumentParser:
@@ -63,7 +59,9 @@ def megatron_parser() -> argparse.ArgumentParser:
     prepare()
     from megatron.training import arguments
 
-    return arguments.add_megatron_arguments(_Parser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve"))
+    return arguments.add_megatron_arguments(
+        TrainingParser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve")
+    )
 
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -79,6 +79,14 @@ class EppError(Exception):
             return f"{self.message}{advice[0].upper()}{advice[1:]}.{self.after}"
         return f"{self.message}; {advice}{self.after}"
 
+    def without(self, *settings: str) -> Self:
+        """Return a copy that does not advise to change these settings: the same type and attributes."""
+        made = copy.copy(self)
+        made.remedies = tuple(remedy for remedy in self.remedies if remedy.setting not in settings)
+        if made.message.endswith("\n") and not made.remedies:
+            made.message = made.message.rstrip("\n")
+        return made
+
     def within(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
         """Return a copy with more text around its message: the same type, remedies and attributes.
 

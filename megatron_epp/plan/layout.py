@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import MOST_LAYERS, shown
+from megatron_epp.plan.reading import MOST_LAYERS, nearest, shown
 
 SCHEMA, VERSION = "megatron-epp/layout", 1
 _SHARDED = "sharded"
+_KEYS = ("schema", "version", "layers_per_stage", "rank_of", "vocabulary")
 
 
 class StageLayers(NamedTuple):
@@ -131,6 +132,8 @@ class Layout:
         """Read the parsed text of a layout file. Raises `EppError` if it is something else."""
         if not isinstance(body, dict):
             raise EppError(f"a layout is not an object: {shown(body)}")
+        if unknown := [key for key in body if key not in _KEYS]:
+            raise EppError(f"a layout has no {shown(unknown[0])}{nearest(unknown[0], _KEYS)}; it has {', '.join(_KEYS)}")
         if (found := (body.get("schema"), body.get("version"))) != (SCHEMA, VERSION):
             raise EppError(
                 f"a layout has schema {shown(found[0])} version {shown(found[1])}, where this reads {SCHEMA!r} {VERSION}"

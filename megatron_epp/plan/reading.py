@@ -5,10 +5,12 @@ Every reader of JSON and YAML in this package goes through these functions: size
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -44,7 +46,7 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise kind(f"{path}: {error}") from error
+        raise kind(f"{path}: {error}; a text file is expected") from error
     except EppError as error:
         raise kind(f"{path}: {error.message}", *error.remedies).within(after=error.after) from error
     except Exception as error:
@@ -75,8 +77,10 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
         with_nan: accept NaN and Infinity, which are not part of JSON but are often written.
 
     Raises:
-        EppError: it is not JSON, or nested deeper than `MOST_DEPTH`.
+        EppError: it is empty, or not JSON, or nested deeper than `MOST_DEPTH`.
     """
+    if not text.strip():
+        raise EppError(f"{what} is empty")
     try:
         value = json.loads(text, parse_constant=None if with_nan else _no_constant)
     except RecursionError:
@@ -116,6 +120,36 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits
         return f"a {type(value).__name__} too long to print"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
+    similar = _similar(name, known)
+    return f"; did you mean {similar!r}?" if similar else ""
+
+
+def in_units(text: str) -> str:
+    """Return ``; did you mean 8192?`` for a number with a unit, as in ``8k``, ``2M`` and ``80GB``, or an empty text."""
+    found = re.fullmatch(r"(\d{1,6})\s*(k|M|g|Gi?B)", text, re.IGNORECASE)
+    if found is None:
+        return ""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(found[2].lower(), 1)
+    return f"; did you mean {int(found[1]) * factor}?"
+
+
+def missing_file(name: str) -> str:
+    """Say that there is no file of a name, or that it is a folder."""
+    return f"{name} is a folder, not a file" if os.path.isdir(name) else f"there is no file {name}"
+
+
+def found_as(name: str, given: Mapping[str, Any]) -> str:
+    """Return ``; there is 'num_layer'`` for a missing name under which a similar one is given, or an empty text."""
+    similar = _similar(name, given)
+    return f"; there is {similar!r}" if similar else ""
+
+
+def _similar(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:

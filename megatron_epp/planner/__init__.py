@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
@@ -106,7 +106,8 @@ def _planner(name: str) -> Planner:
     module, colon, function = name.partition(":")
     if not colon:
         raise PlanError(
-            f"no planner {name!r}; there are {', '.join(sorted(PLANNERS))}, or one of your own as module:function",
+            f"no planner {name!r}{nearest(name, PLANNERS)}; there are {', '.join(sorted(PLANNERS))}, or one of your own as "
+            "module:function",
             Remedy("change", "planner"),
         )
     try:

@@ -117,6 +117,14 @@ class Options:
         return costs.recompute_modes if self.recompute == "auto" and self.recompute_modes == "all" else FULL_ONLY
 
 
+def static_bytes(problem: Problem, costs: Costs) -> list[int]:
+    """Return the bytes that each rank holds throughout: weights, gradients, optimizer state and buffers."""
+    ranks = [0] * problem.num_ranks
+    for stage, rank in enumerate(problem.placement):
+        ranks[rank] += costs.static_bytes(stage)
+    return ranks
+
+
 def require_one_stage_per_rank(problem: Problem, options: Options) -> None:
     """Raise `PlanError` where a planner that knows only one stage on each rank, in order, is asked for another placement."""
     if not problem.has_one_stage_per_rank:

@@ -9,7 +9,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_epp.launch import torchrun
+from megatron_epp.launch import refusal, torchrun
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 
 
@@ -49,3 +49,27 @@ def test_a_signal_is_named_in_one_line(launched):
 
     with pytest.raises(SystemExit, match="megatron-epp: stopped by signal SIGTERM"):
         launched(stop)
+
+
+def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monkeypatch, tmp_path):
+    files = [tmp_path / f"{rank}.json" for rank in range(2)]
+
+    def refuse(arguments):
+        for rank, file in enumerate(files):
+            monkeypatch.setenv(refusal.FILE_VARIABLE, str(file))
+            assert refusal.hand_over(f"megatron_epp, rank {rank}: too few layers\nLower --stages.")  # so the rank is silent
+        failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
+        raise ChildFailedError("script", failures)
+
+    with pytest.raises(SystemExit, match=r"^megatron_epp, rank 0: too few layers\nLower --stages\.$"):
+        launched(refuse)
+
+
+def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_prints_it_too(monkeypatch, tmp_path):
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv(refusal.FILE_VARIABLE, str(tmp_path / "error.json"))
+    assert not refusal.hand_over("megatron_epp, rank 0: too few layers")
+    failed = ChildFailedError("script", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
+    assert "megatron_epp, rank 0: too few layers" in str(failed).splitlines()[-2]
+    monkeypatch.delenv(refusal.FILE_VARIABLE)
+    assert not refusal.hand_over("without torchrun it is printed as well")

@@ -177,7 +177,7 @@ BREAKAGES = {
     "no bin": (lambda p: os.remove(f"{p}.bin"), r"there is no file .*corpus\.bin"),
     "index without an end": (lambda p: truncate(f"{p}.idx", 200), r"corpus\.idx is truncated: 200 bytes where its header"),
     "index cut in its header": (lambda p: truncate(f"{p}.idx", 20), r"corpus\.idx is truncated: 20 bytes, less than a header"),
-    "empty index": (lambda p: truncate(f"{p}.idx", 0), r"corpus\.idx is not a Megatron index"),
+    "empty index": (lambda p: truncate(f"{p}.idx", 0), r"corpus\.idx is empty"),
     "text as index": (lambda p: overwrite(f"{p}.idx", 0, b'{"text": "hello"}'), "is not a Megatron index"),
     "unknown token type": (lambda p: overwrite(f"{p}.idx", 17, b"\x63"), "token type 99"),
     "index with a tail": (lambda p: append(f"{p}.idx", b"x" * 7), "is too long"),

@@ -134,7 +134,7 @@ def test_a_mistake_is_refused_with_what_would_do(parser, override, words):
             "the run has 2 processes, but --tensor-model-parallel-size 1 x --pipeline-model-parallel-size 3",
         ),
         (["num_layers=null", "hidden_size=null"], "there is no model, hidden_size, num_layers missing: include one"),
-        (["cluster=h900"], "there is no file h900, and no such name among the shipped clusters"),
+        (["cluster=h900"], "there is no file h900, and there is no such name among the shipped clusters"),
         (["epp.enabled=maybe"], "epp.enabled is 'maybe'; give true or false"),
     ],
 )

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from megatron_epp.planner.kernels.compiled import SWITCH, is_compiled
+from megatron_epp import COMPILED_VARIABLE
+from megatron_epp.planner.kernels.compiled import is_compiled
 
 PLANNING = """
 from dataclasses import replace
@@ -30,7 +31,7 @@ for lengths, stages, options in [
 
 
 def plans(compiled: str) -> list[str]:
-    environment = {**os.environ, SWITCH: compiled, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, COMPILED_VARIABLE: compiled, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PLANNING], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
 

@@ -166,7 +166,7 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
 
 def named_host_bytes(error: Exception) -> int:
     """The host memory that an infeasibility message names."""
-    found = re.search(r"(\d+) bytes \([\d.]+ GiB\) in host memory", str(error))
+    found = re.search(r"GiB \((\d+) bytes\) in host memory", str(error))
     assert found is not None, str(error)
     return int(found[1])
 

@@ -163,7 +163,7 @@ def test_the_error_names_the_flags_and_a_value_for_the_cap_that_fits():
     with pytest.raises(InfeasibleError) as caught:
         plan(problem(WHALE, 4, 9 * GIB), pipeline(4))
     message = caught.value.text(TRAINING)
-    assert all(flag in message for flag in ("--epp-memory-cap-gb", "--epp-chunk-tokens", "--seq-length"))
+    assert all(flag in message for flag in ("--epp-memory-cap-gb", "--pipeline-model-parallel-size", "--seq-length"))
     gib = float(message.split("--epp-memory-cap-gb to ")[1].split(",")[0])
     assert check(plan(problem(WHALE, 4, int(gib * GIB)), pipeline(4))) == []
 

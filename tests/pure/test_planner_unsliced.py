@@ -7,7 +7,7 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.whole import MOST_WHOLE, tables_with_whole
-from tests.support.plan.planner_cases import named_cap_bytes, problem
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem
 
 LENGTHS = (100_000, 30_000, 20_000, *[700] * 80)
 """More than are tried whole in every order anyway."""
@@ -62,5 +62,7 @@ def test_beside_them_the_others_are_packed_which_is_faster_than_plain_1f1b_in_ei
 
 def test_an_error_of_a_planner_that_cuts_nothing_does_not_advise_smaller_chunks():
     with pytest.raises(InfeasibleError, match="no plan of '1f1b' fits a memory cap") as refused:
-        plan(problem(LENGTHS, STAGES, 1), COSTS, Options(planner="1f1b"))
-    assert str(refused.value).endswith("or lower context, or set planner to greedy.")
+        plan(problem(LENGTHS, STAGES, 8 * GIB), COSTS, Options(planner="1f1b"))
+    said = str(refused.value)
+    assert ", or set planner to greedy, or lower context, " in said
+    assert "chunk_tokens" not in said

@@ -21,7 +21,7 @@ from megatron_epp.planner.memory.messages import MessageRoomError
 ROOT = Path(megatron_epp.__file__).parent
 PURE = ("plan", "cost", "planner", "data")
 FIELDS = {field.name for kind in (Options, Problem, ModelShape) for field in fields(kind)}
-MEGATRONS = {"global_batch_size", "num_stages", "eod_mask_loss", "tokenizer_type", "tokenizer_model"}
+MEGATRONS = {"global_batch_size", "num_stages", "vocab_parallel", "eod_mask_loss", "tokenizer_type", "tokenizer_model"}
 """Settings of errors that are no field of the planner's own, but a flag of Megatron, or a number of fields."""
 COMMAND_LINE = {
     "plan": {

@@ -32,8 +32,8 @@ from megatron_epp.cli.train import quietly
 from megatron_epp.cost.library import load_cluster, load_flags, shipped
 from megatron_epp.launch.command import versions
 from megatron_epp.launch.machine import count_gpus, machine
-from megatron_epp.launch.settings import nearest
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import nearest
 
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today

@@ -10,7 +10,7 @@ from dataclasses import field as default_of
 from typing import Any, NamedTuple
 
 from megatron_epp.cost.head import AUTO
-from megatron_epp.plan.reading import MOST_LAYERS, shown
+from megatron_epp.plan.reading import MOST_LAYERS, in_units, nearest, shown
 from megatron_epp.planner import PLANNERS
 
 MOST = (1 << 31) - 1
@@ -44,7 +44,7 @@ class Number:
         except ValueError:
             value = math.nan
         if not self.holds(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}{in_units(text)}")
         return value
 
     def holds(self, value: float) -> bool:
@@ -94,7 +94,8 @@ BLOCK = Number(0, MOST, of_what="tokens, 0 for no blocks")
 def planner(text: str) -> str:
     """Read a planner's name."""
     if ":" not in text and text not in PLANNERS:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
+        none = f"{shown(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function"
+        raise argparse.ArgumentTypeError(none + nearest(text, PLANNERS))
     return text
 
 

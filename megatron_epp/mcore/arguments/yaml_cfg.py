@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.flags import EPP_PREFIX, flags_of, takes_several, words_of
-from megatron_epp.launch.settings import nearest, read_settings
+from megatron_epp.launch.settings import read_settings
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import nearest, shown
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.links import from_each
 
 _MINUTES = 30
@@ -40,7 +41,9 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
     minutes = settings.pop("distributed_timeout_minutes", _MINUTES)
     if unknown := [name for name in settings if not hasattr(defaults, f"epp_{name}")]:
-        raise EppError(f"wrap has no setting {', '.join(unknown)}: settings have the names of flags behind --epp-")
+        known = [name.removeprefix("epp_") for name in vars(defaults)]
+        told = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
+        raise EppError(f"wrap has no setting {told}: settings have the names of flags behind --epp-")
     given = vars(defaults) | {f"epp_{name}": value for name, value in settings.items()}
     check_settings(given)
     given |= {"epp": True, "epp_microbatches": "user", "distributed_timeout_minutes": minutes}

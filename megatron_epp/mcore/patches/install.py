@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
@@ -27,9 +29,11 @@ def apply(*, allow_unknown: bool = False) -> None:
 
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
-    """Add the --epp flags."""
+    """Add the --epp flags. If --epp is given, a flag that does not exist is refused in a line, with the nearest one."""
     from megatron_epp.mcore.arguments.parser import add_epp_args
 
+    if "--epp" in sys.argv and type(parser) is argparse.ArgumentParser:
+        parser.__class__ = TrainingParser
     return add_epp_args(original(parser))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES, room_bytes
-from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.runtime.offload.host import host_limit
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,14 @@ def cap_bytes(args: argparse.Namespace) -> int:
         return wanted
     free, _ = torch.cuda.mem_get_info()
     return min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
+
+
+def possible_on_device(error: EppError) -> EppError:
+    """Return the error without the advice to raise the cap if that would be above the memory of this rank's device."""
+    if not isinstance(error, InfeasibleError) or not torch.cuda.is_initialized():
+        return error
+    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return error.without("cap_bytes") if error.least_cap_bytes > total_bytes else error
 
 
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:

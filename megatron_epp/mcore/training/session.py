@@ -31,7 +31,7 @@ from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
-from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
+from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible_on_device, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
@@ -243,7 +243,9 @@ class Session:
         try:
             return planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only, trained=trained))
         except EppError as error:
-            raise error.within(after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING) from error
+            raise possible_on_device(error).within(
+                after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING
+            ) from error
 
     def _exchange(self, items: list[Item]) -> list[Item]:
         assert self.links is not None

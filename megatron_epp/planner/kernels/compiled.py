@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-SWITCH = "MEGATRON_EPP_COMPILED"
-"""Environment variable; 0 runs the inner loops in plain Python."""
+from megatron_epp import COMPILED_VARIABLE
 
 _njit: Any = None
-if os.environ.get(SWITCH) != "0":
+if os.environ.get(COMPILED_VARIABLE) != "0":
     try:
         from numba import njit as _njit
     except ImportError:

@@ -10,9 +10,9 @@ from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
-from megatron_epp.planner.search.trials import infeasible
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -50,7 +50,7 @@ class Contest:
         """The fastest candidate. Raises `InfeasibleError` with a cap that would have let one through."""
         if self.best is not None:
             return self.best
-        raise infeasible(self.problem, self.needed_bytes, planner=self.options.planner)
+        raise infeasible(self.problem, self.costs, self.options, self.needed_bytes)
 
 
 def own_recompute_only(options: Options) -> None:

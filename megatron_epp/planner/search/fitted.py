@@ -11,13 +11,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us, play, split_off
+from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.trials import infeasible
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8
@@ -67,7 +67,7 @@ def fitted(
         return Decisions(made.chunks, order, one.recompute_steps, made.modes, copies=one.copies, offload=one.shares)
     if fit.recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
-        raise infeasible(problem, fit.needed_bytes, least_host, planner)
+        raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
     return Decisions(made.chunks, order, fit.recompute_steps, made.modes)
 
 

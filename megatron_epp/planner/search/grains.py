@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
 from megatron_epp.planner.chunks.starts import started
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
@@ -128,7 +129,8 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
         trials.better(tables[count], rules.least)
         if trials.best is not None and trials.best.table == tables[count]:
             trials.better(tables[count], rules.second)
-    if max(problem.lengths) <= chunkers.each[0].token_cap and len(problem.lengths) <= FEW and problem.has_one_stage_per_rank:
+    is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
+    if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and _whole_may_fit(trials):
         longest_first = plainly(problem.lengths)[0]
         trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
         for whole in permutations(longest_first) if len(problem.lengths) <= HANDFUL else ():
@@ -223,11 +225,28 @@ def _search_starts(trials: Trials) -> None:
 def _search_unsliced(trials: Trials) -> None:
     """Try tables in which the longest sequences run whole: with ranks that never starve, and if need be with least alive."""
     replicas, rules = trials.replicas, trials.rules
+    if not _whole_may_fit(trials):
+        return
     whole = tables_with_whole(trials.problem, replicas.costs, replicas.options.chunk_tokens)
     tables = [Aligned((table,)) for table in whole]
     for tried in ((*rules.first, *ROOMY_LISTED), (*rules.least, *LEAST_LISTED)):
         for table in tables if trials.best is None else ():
             trials.better(table, dict.fromkeys(tried))
+
+
+def whole_bytes(trials: Trials) -> int:
+    """Compute the bytes that the longest sequence needs alone, in one chunk: a table in which it runs whole needs no less."""
+    problem = trials.problem
+    longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
+    alone = replace(problem.part((longest,)), cap_bytes=(1,) * problem.num_ranks)
+    own = Trials(replace(trials.replicas, problems=(alone,)))
+    own.better(Aligned((whole_sequences(alone.lengths),)), trials.rules.least)
+    return own.least_cap
+
+
+def _whole_may_fit(trials: Trials) -> bool:
+    """True if the longest sequence may run whole under the caps, or under the smallest cap that is known to do."""
+    return whole_bytes(trials) < max(trials.least_cap, 1 + max(trials.problem.cap_bytes))
 
 
 def _search_copies(trials: Trials, chunkers: Chunkers) -> None:

@@ -1,7 +1,8 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Found by trying, with the planner itself. Which sizes fit is a little ragged at the edge, for planners search tables of chunks
-and not all of them; what is named fits, and one step more does not.
+Found by trying, with the planner itself, or where that says the same with one order of every chunk table (`search.least`).
+Which sizes fit is a little ragged at the edge, for planners search tables of chunks and not all of them; what is named fits,
+and one step more does not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Options, Problem, static_bytes
+from megatron_epp.planner.search.least import least_cap_bytes, least_plan
 
 LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
@@ -77,28 +79,39 @@ class Limits:
         rest = sorted(self.problem.lengths)[:-1]
         is_capped = not is_unlimited(max(self.problem.cap_bytes))
         cap, cap_plan = self.cap()
-        alone = self.context() if is_capped else None
-        return Reach(
-            alone, self.context(rest) if is_capped and rest else alone, self.batch() if is_capped else None, cap, cap_plan
-        )
+        if not is_capped:
+            return Reach(None, None, None, cap, cap_plan)
+        alone = self.context()
+        return Reach(alone, self.context(rest, alone.value) if rest else alone, self.batch(), cap, cap_plan)
 
-    def context(self, others: Sequence[int] = ()) -> Limit:
-        """Find the longest sequence, in tokens, that fits together with others."""
-        guess = self._guessed_tokens(max(self.problem.lengths), others)
+    def context(self, others: Sequence[int] = (), guess: int | None = None) -> Limit:
+        """Find the longest sequence, in tokens, that fits together with others.
+
+        Args:
+            others: tokens of the other sequences of the batch.
+            guess: tokens at which to begin; None for an estimate.
+        """
+        guess = guess or self._guessed_tokens(max(self.problem.lengths), others)
         question = "longest sequence"
-        return _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess)
+        return self._proven(
+            lambda n: (n, *others),
+            _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess),
+        )
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
         lengths = self.problem.lengths
         most = BATCHES * len(lengths)
 
+        def taken(count: int) -> tuple[int, ...]:
+            rounds, rest = divmod(count, len(lengths))
+            return lengths * rounds + lengths[:rest]
+
         @cache
         def fits(count: int) -> bool:
-            rounds, rest = divmod(count, len(lengths))
-            return self._fits(lengths * rounds + lengths[:rest], "largest batch")
+            return self._fits(taken(count), "largest batch")
 
-        return Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths))
+        return self._proven(taken, Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths)))
 
     def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
@@ -114,13 +127,15 @@ class Limits:
         question, lengths = "smallest cap", self.problem.lengths
         named = self._named_cap(lengths)
         if not self.options.offload:
-            made = self._plan(lengths, question, named)
+            made = self._plan_of_cap(lengths, named)
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
-                    made, named = self._plan(lengths, question, peak), peak
+                    if self._is_quick:
+                        self._least(lengths, question, peak)
+                    made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
         step = step or 1 << max(0, named.bit_length() - 11)
-        low, high = max(self._static_bytes(max(lengths))) // step, -(-named // step)
+        low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(lengths, question, middle * step) else (middle, high)
@@ -132,28 +147,25 @@ class Limits:
         Raises `InfeasibleError` if it names none.
         """
         try:
-            self._plan(lengths, "smallest cap", 1, replace(self.options, offload=False))
+            (self._least if self._is_quick else self._plan)(lengths, "smallest cap", 1, replace(self.options, offload=False))
         except InfeasibleError as error:
             if not error.least_cap_bytes:
                 raise
             return error.least_cap_bytes
         return 1
 
-    def _static_bytes(self, longest: int) -> list[int]:
-        """Bytes that each rank holds throughout, by the costs for a longest sequence."""
-        costs, ranks = self.costs_for(longest), [0] * self.problem.num_ranks
-        for stage, rank in enumerate(self.problem.placement):
-            ranks[rank] += costs.static_bytes(stage)
-        return ranks
-
     def _guessed_tokens(self, longest: int, others: Sequence[int]) -> int:
         """Guess the longest sequence that fits: what a sequence needs grows about as its length does."""
+        cap = min(self.problem.cap_bytes)
+        if self._is_quick:
+            low, high = (self._least_cap((tokens, *others)) for tokens in (longest, 2 * longest))
+            return round(longest * (1 + (cap - low) / max(1, high - low)))
         try:
             named = self._named_cap((longest, *others))
         except InfeasibleError:
             return longest
-        static = max(self._static_bytes(longest))
-        return round(longest * (min(self.problem.cap_bytes) - static) / max(1, named - static))
+        static = max(static_bytes(self.problem, self.costs_for(longest)))
+        return round(longest * (cap - static) / max(1, named - static))
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
         """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know.
@@ -163,20 +175,63 @@ class Limits:
             question: the limit that the plan serves.
             cap_bytes: of every rank; None for those of the problem.
         """
+        if self._is_quick:
+            self.tried(question)
+            enough = min(self.problem.cap_bytes) if cap_bytes is None else cap_bytes
+            return self._least_cap(lengths, enough) <= enough
         for offload in (False, True) if self.options.offload else (False,):
             with suppress(InfeasibleError):
                 self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
                 return True
         return False
 
+    @property
+    def _is_quick(self) -> bool:
+        """True if one order of every chunk table tells what fits."""
+        options = self.options
+        return options.planner == "greedy" and not options.offload and self.problem.has_one_stage_per_rank
+
+    def _least_cap(self, lengths: tuple[int, ...], enough_bytes: int = 0) -> int:
+        problem = replace(self.problem, lengths=lengths)
+        return least_cap_bytes(problem, self.costs_for(max(lengths)), self.options, enough_bytes)
+
+    def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
+        """Prove by a plan that a number fits, and lower it by its step where messages need more than was set aside for them."""
+        while self._is_quick and found.value is not None:
+            try:
+                self._least(lengths_for(found.value), "proof of a limit")
+            except InfeasibleError:
+                lower, step = found.value - max(found.step, 1), max(found.step, 1)
+                found = Limit(lower if lower > 0 else None, step)
+            else:
+                break
+        return found
+
+    def _plan_of_cap(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
+        """Plan under the smallest cap: a fast plan if the search finds one that has room for its messages."""
+        try:
+            return self._plan(lengths, "smallest cap", cap_bytes)
+        except InfeasibleError:
+            if not self._is_quick:
+                raise
+        return self._least(lengths, "smallest cap", cap_bytes)
+
+    def _least(
+        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
+    ) -> Plan:
+        self.tried(question)
+        return least_plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
+
+    def _problem(self, lengths: tuple[int, ...], cap_bytes: int | None) -> Problem:
+        """Return the problem of other lengths, and of other caps if given."""
+        problem = replace(self.problem, lengths=lengths)
+        return problem if cap_bytes is None else replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
+
     def _plan(
         self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
     ) -> Plan:
         self.tried(question)
-        problem = replace(self.problem, lengths=lengths)
-        if cap_bytes is not None:
-            problem = replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
-        return plan(problem, self.costs_for(max(lengths)), options or self.options)
+        return plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
 
 
 def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) -> Limit:

@@ -8,18 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from megatron_epp.plan import InfeasibleError, Remedy
-from megatron_epp.plan.errors import format_gib
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.split_weight import peaks
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search.order_rules import rules_for
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.tables import Tables
@@ -275,37 +273,11 @@ class Trials:
         """Return the best. Raises `InfeasibleError` with the smallest caps that would have let a candidate through."""
         if self.best is not None:
             return self.best
-        raise infeasible(self.problem, self.least_cap, self.least_host, planner)
+        replicas = self.replicas
+        raise infeasible(self.problem, replicas.costs, replicas.options, self.least_cap, self.least_host, planner)
 
 
 def busiest_us(tables: Tables) -> float:
     """Time of the rank with the most work, in microseconds, without recompute."""
     passes = [tables.forward_us, tables.backward_us] if tables.backward_us else [tables.forward_us]
     return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
-
-
-def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: str = "greedy") -> InfeasibleError:
-    """Build the error of a batch that fits no cap.
-
-    Args:
-        problem: the batch.
-        least_cap: bytes of each rank that would suffice.
-        least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
-        planner: name of the planner, for the message.
-    """
-    remedies, alternative = [Remedy("raise", "cap_bytes", least_cap)], ""
-    if least_host:
-        remedies.append(Remedy("raise", "host_cap_bytes", least_host))
-        in_gib = format_gib(least_host)
-        alternative = f", or {least_host} bytes ({in_gib} GiB) in host memory, where it may have {problem.host_cap_bytes}"
-    if planner == "greedy":
-        whose, instead = "", (Remedy("lower", "chunk_tokens"), Remedy("lower", "context"))
-    else:
-        whose, instead = f" of {planner!r}", (Remedy("lower", "context"), Remedy("set", "planner", "greedy"))
-    return InfeasibleError(
-        f"no plan{whose} fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
-        f"{least_cap} bytes ({format_gib(least_cap)} GiB){alternative}.\n",
-        *remedies,
-        *instead,
-        least_cap_bytes=least_cap,
-    )

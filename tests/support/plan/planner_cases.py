@@ -39,6 +39,6 @@ def web_lengths(count: int, seed: int, longest: int = 131072) -> tuple[int, ...]
 
 def named_cap_bytes(error: Exception) -> int:
     """The smallest cap that an infeasibility message names."""
-    found = re.search(r"(\d+) bytes \(", str(error))
+    found = re.search(r"would do is \S+ GiB \((\d+) bytes\)", str(error))
     assert found is not None, str(error)
     return int(found[1])

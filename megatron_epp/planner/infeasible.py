@@ -1,0 +1,69 @@
+"""The error of a batch that fits no memory cap: the figures, and only settings whose change can help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import InfeasibleError, Remedy
+from megatron_epp.plan.errors import format_gib
+from megatron_epp.planner.problem import Options, Problem, static_bytes
+
+
+def infeasible(
+    problem: Problem, costs: Costs, options: Options, least_cap: int, least_host: int = 0, planner: str = ""
+) -> InfeasibleError:
+    """Build the error of a batch that fits no cap.
+
+    Args:
+        problem: the batch.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        least_cap: bytes of each rank that would suffice.
+        least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
+        planner: name of the planner, for the message; empty for that of the options.
+    """
+    planner = planner or options.planner
+    cap, alternative = min(problem.cap_bytes), ""
+    whose = "" if planner == "greedy" else f" of {planner!r}"
+    if least_host:
+        given = format_gib(problem.host_cap_bytes)
+        alternative = f", or {format_gib(least_host)} GiB ({least_host} bytes) in host memory, where it may have {given}"
+    static = static_bytes(problem, costs)
+    rank = max(range(problem.num_ranks), key=static.__getitem__)
+    if static[rank] > cap:
+        alternative += (
+            f"; weights, gradients and optimizer alone are {format_gib(static[rank])} GiB on rank {rank}, whatever the batch"
+        )
+    return InfeasibleError(
+        f"no plan{whose} fits a memory cap of {format_gib(cap)} GiB per rank ({cap} bytes): the least that would do is "
+        f"{format_gib(least_cap)} GiB ({least_cap} bytes){alternative}.\n",
+        Remedy("raise", "cap_bytes", least_cap),
+        *([Remedy("raise", "host_cap_bytes", least_host)] if least_host else []),
+        *([] if static[rank] > cap else _for_the_batch(costs, options, planner)),
+        *_for_the_model(problem, costs, static),
+        least_cap_bytes=least_cap,
+    )
+
+
+def _for_the_batch(costs: Costs, options: Options, planner: str) -> Iterator[Remedy]:
+    """Yield what lowers the bytes of activations."""
+    if planner != "greedy":
+        yield Remedy("set", "planner", "greedy")
+    elif options.slices is not None:
+        yield Remedy("drop", "slices")
+    if options.recompute != "auto":
+        yield Remedy("set", "recompute", "auto")
+    elif planner == "greedy" and not options.offload and math.isfinite(costs.host_us(1)):
+        yield Remedy("add", "offload")
+    yield Remedy("lower", "context")
+
+
+def _for_the_model(problem: Problem, costs: Costs, static: list[int]) -> Iterator[Remedy]:
+    """Yield what divides the model over more ranks."""
+    if problem.num_stages < sum(costs.num_layers):
+        yield Remedy("raise", "num_stages")
+    yield Remedy("raise", "tensor_parallel")
+    if problem.num_ranks > 1 and costs.vocabulary is None and max(static) == static[problem.placement[-1]]:
+        yield Remedy("set", "vocab_parallel", "on")
