@@ -130,8 +130,12 @@ class Shades:
         self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
         self._has_batched = any(s is None for s in slices)
 
+    def strength(self, chunk: int) -> float:
+        """Strength of the colours of a chunk's actions, for `tint`."""
+        return self._strength[chunk]
+
     def colour(self, action: Action) -> str:
-        return tint(operation(action.op).colour, self._strength[action.chunk])
+        return tint(operation(action.op).colour, self.strength(action.chunk))
 
     @staticmethod
     def kinds() -> list[tuple[str, str]]:

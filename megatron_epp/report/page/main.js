@@ -1,0 +1,146 @@
+// Start: panes, legend, keys and buttons.
+
+const KEYS = [
+  ["← →", "pan"], ["↑ ↓", "choose a rank: its memory is drawn, its actions are stepped through"], ["+ −", "zoom"],
+  ["0", "whole iteration"], [", .", "previous and next action of the chosen rank"], ["z", "zoom to the selected action"],
+  ["c", "critical path on and off"], ["s", "every iteration as wide as the page, or one time axis"], ["t", "light or dark"],
+  ["Tab", "through timelines, buttons and the table; there ↑ ↓ choose a chunk"], ["Esc", "end the selection, or close this"], ["?", "this help"],
+];
+const MOUSE = [
+  ["move", "what a box is, or what an idle rank waits for; the arrow comes from what ended last"], ["click", "select an action and its chunk"],
+  ["drag", "pan"], ["Ctrl + wheel", "zoom at the pointer"], ["Shift + wheel", "pan"], ["double click", "zoom to a box"],
+];
+
+function onSelection() {
+  markRow();
+  showDetails();
+  redraw();
+}
+
+function showDetails() {
+  const details = document.getElementById("details");
+  if (state.selected) return fill(details, describeBox(state.selected.pane, state.selected.box));
+  const plan = PLANS[state.plan];
+  if (state.chunk) {
+    const {chunk} = state.chunk, tokens = plan.chunks.tokens[chunk];
+    const rows = [["kind", plan.chunks.kind[chunk]], ["tokens", formatCount(tokens)], ["compute", `${formatUs(plan.times[chunk])} over all ranks`]];
+    return fill(details, {title: `chunk ${chunk}`, rows: [...rows, ["sequences", sequencesText(plan, chunk, 12).join("; ")]]});
+  }
+  fill(details, {title: plan.name, rows: plan.data.headline.map((line, i) => [i ? "" : "plan", line])});
+}
+
+function addLegend() {
+  const legend = document.getElementById("legend"), present = new Set(), kinds = new Set(PLANS.flatMap((plan) => plan.chunks.kind));
+  const isMixed = kinds.has("batched") && kinds.size > 1;
+  for (const {boxes} of PANES) for (const op of boxes.op) present.add(op);
+  const entry = (text, ...colours) => {
+    const item = document.createElement("span"), swatch = document.createElement("i");
+    swatch.style.background = colours.length > 1 ? `linear-gradient(90deg, ${colours[0]} 50%, ${colours[1]} 50%)` : colours[0];
+    item.append(swatch, text);
+    legend.append(item);
+    return swatch;
+  };
+  for (const op of [...present].sort((a, b) => a - b)) {
+    const isCompute = PANES.some(({boxes}) => boxes.op.some((each, i) => each === op && boxes.isCompute(i)));
+    entry(OPERATIONS[op].text, ...(isCompute && isMixed ? [tint(op, 1).css, tint(op, 0.5).css] : [tint(op, isMixed || !isCompute ? 1 : 0.8).css]));
+  }
+  if (PANES.some(({boxes}) => boxes.recompute.size)) entry("recompute, at the start of its backward", OPERATIONS.find((each) => each.op === "R").colour);
+  entry("idle", "var(--lane)");
+  entry("critical path", "none").className = "line";
+  if (isMixed) legend.append(Object.assign(document.createElement("span"), {textContent: "strong colour: slice of a long sequence; pale: whole sequences"}));
+}
+
+function press(id, isOn) { document.getElementById(id).setAttribute("aria-pressed", isOn); }
+
+const COMMANDS = {
+  "zoom-in": () => zoom(2),
+  "zoom-out": () => zoom(0.5),
+  "whole": () => show(0, 1),
+  "critical": () => { press("critical", state.showsCritical = !state.showsCritical); redraw(); },
+  "own-scale": () => { press("own-scale", state.ownScale = !state.ownScale); redraw(); },
+  "theme": () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; onTheme(); },
+  "help": () => document.getElementById("keys").showModal(),
+};
+const KEY_COMMANDS = {"+": "zoom-in", "=": "zoom-in", "-": "zoom-out", "_": "zoom-out", "0": "whole", "c": "critical", "s": "own-scale", "t": "theme", "?": "help"};
+
+function onTheme() {
+  readTheme();
+  document.getElementById("theme").textContent = isDark() ? "light" : "dark";
+  redraw();
+}
+
+// Pane of the selection, or the first of the listed plan.
+const currentPane = () => state.selected?.pane ?? PANES.find((pane) => pane.plan.number === state.plan);
+
+function chooseRank(by) {
+  state.rank = Math.min(currentPane().boxes.numRanks - 1, Math.max(0, state.rank + by));
+  redraw();
+}
+
+// Select the next or previous action of the chosen rank; at first the first visible one.
+function step(by) {
+  const pane = currentPane(), {boxes} = pane, box = state.selected?.box;
+  const isHere = box !== undefined && boxes.rank(box) === state.rank;
+  const first = Math.min(boxes.firstEndingAfter(state.rank, scaleOf(pane).from), boxes.first[state.rank + 1] - 1);
+  const next = isHere ? boxes.neighbour(box, by) : first;
+  if (next < boxes.first[state.rank]) return;
+  selectBox(pane, next);
+  reveal(pane, next);
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input") || document.getElementById("keys").open) return;
+  const command = KEY_COMMANDS[event.key];
+  const actions = {
+    ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), ArrowUp: () => chooseRank(-1), ArrowDown: () => chooseRank(1),
+    ",": () => step(-1), ".": () => step(1), "z": () => state.selected && zoomTo(state.selected.pane, state.selected.box),
+    Escape: () => { hover(null); selectChunk(PLANS[state.plan], null); },
+  };
+  const action = command ? COMMANDS[command] : actions[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+function addHelp() {
+  const dialog = document.getElementById("keys");
+  for (const [title, rows] of [["Keys", KEYS], ["Mouse", MOUSE]]) {
+    const section = document.createElement("section");
+    fill(section, {title, rows});
+    dialog.append(section);
+  }
+  dialog.addEventListener("click", () => dialog.close());
+}
+
+function listenToOverview() {
+  const holder = document.getElementById("overview");
+  const move = (event) => {
+    const share = (event.clientX - holder.getBoundingClientRect().left - GUTTER) / (holder.clientWidth - GUTTER - MARGIN);
+    pan((share - (state.from + state.to) / 2) / (state.to - state.from));
+  };
+  holder.addEventListener("pointerdown", (event) => { holder.setPointerCapture(event.pointerId); move(event); });
+  holder.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
+}
+
+function start() {
+  document.getElementById("title").textContent = DATA.title;
+  PLANS.forEach(addPanes);
+  longestUs = Math.max(...PANES.map((pane) => pane.makespanUs)) || 1;
+  document.getElementById("own-scale").hidden = new Set(PANES.map((pane) => pane.makespanUs)).size < 2;
+  addLegend();
+  addHelp();
+  for (const [id, command] of Object.entries(COMMANDS)) document.getElementById(id).addEventListener("click", command);
+  document.addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onTheme);
+  addEventListener("resize", resize);
+  listenToOverview();
+  startTable();
+  showDetails();
+  onTheme();
+  resize();
+}
+
+start();
+
+// What tests and the console can read: nothing on the page depends on it.
+window.epp = {state, plans: PLANS, panes: PANES, hit, scaleOf, laneBox};
