@@ -11,7 +11,7 @@ from typing import Any
 from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
+from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
@@ -21,6 +21,8 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, Problem, plan
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import side_by_side
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import comparison
 
 
@@ -45,8 +47,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME",
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
     )
-    below = "a picture of the plans of one batch below each other, .png, .svg or .pdf (default: none)"
-    add_output(parser, below, type=picture)
+    below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
+    add_output(parser, below, type=picture_or_page)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> str:
-    """The table of all batches and planners, as text or with ``--json`` as JSON; with ``--output`` a picture of one batch's.
+    """The table of all batches and planners, as text or with ``--json`` as JSON; ``--output`` draws those of one batch.
 
     Raises:
         EppError: the arguments make no sense, or matplotlib is missing.
@@ -74,7 +76,7 @@ def compare(args: argparse.Namespace) -> str:
             for name in names:
                 made.append(_entry(args, problem_of(args, lengths, chosen.layout.placement), costs, name))
     if args.output:
-        side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
+        _draw(args.output, [(one.planner, one.plan) for one in made if one.plan is not None])
     for number, (name, lengths) in enumerate(batches):
         tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
     if args.json:
@@ -82,6 +84,14 @@ def compare(args: argparse.Namespace) -> str:
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
     lines = chosen.lines()
     return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
+
+
+def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
+    """Write a page or a picture of plans below each other."""
+    if is_page(path):
+        save_page([Shown(name, made) for name, made in plans], path)
+    else:
+        side_by_side(plans).savefig(path)
 
 
 def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, name: str) -> Entry:

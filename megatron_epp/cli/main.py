@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron_epp
-from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, train
+from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, show, train
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.plan.errors import EppError
@@ -19,10 +19,10 @@ from megatron_epp.plan.errors import EppError
 COMMANDS: tuple[Command, ...] = (
     plan.COMMANDS[0],
     memory.COMMAND,
-    *plan.COMMANDS[1:3],
+    *plan.COMMANDS[1:],
     compare.COMMAND,
     advise.COMMAND,
-    *plan.COMMANDS[3:],
+    show.COMMAND,
     profile.COMMAND,
     emulate.COMMAND,
     prepare.COMMAND,

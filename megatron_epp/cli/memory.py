@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
+from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.account import Account
@@ -22,6 +22,8 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import headline
 
@@ -39,7 +41,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     add_problem(parser)
     add(parser, "planner")
-    add_output(parser, "also draw it over time: .png, .svg or .pdf (default: do not)", type=picture)
+    drawn = "also draw it over time: .html for a page to explore, .png, .svg or .pdf for a picture (default: do not)"
+    add_output(parser, drawn, type=picture_or_page)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
@@ -63,7 +66,10 @@ def run(args: Namespace) -> int:
     account = account_of(made, costs)
     megatron = None if args.no_megatron else _megatrons(args, problem)
     if args.output:
-        save_memory_picture(account, args.output)
+        if is_page(args.output):
+            save_page([Shown(args.planner, made, account=account)], args.output)
+        else:
+            save_memory_picture(account, args.output)
     if args.json:
         say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
     else:

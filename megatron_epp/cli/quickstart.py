@@ -24,6 +24,8 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.serialize import load
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.table import table
 from megatron_epp.report.text import summary
 
@@ -135,15 +137,18 @@ def text(report: dict[str, Any]) -> str:
 
 
 def _leave(folder: Path) -> str:
-    """Copy plan and trace of the elastic run to where they are found, and draw it where matplotlib is; what was drawn."""
+    """Copy plan and trace of the elastic run to where they are found, and draw it; what was drawn."""
     for name in ("plan.json", "trace.json"):
         (folder / name).write_text((folder / "epp" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    made, measured = load(folder / "plan.json"), Measured.load(folder / "epp" / "measured.json")
+    save_page([Shown("an iteration", made, measured)], folder / "iteration.html")
+    page = "iteration.html (planned and measured, to explore in a browser), "
     try:
-        save_gantt(load(folder / "plan.json"), folder / "iteration.png", Measured.load(folder / "epp" / "measured.json"))
+        save_gantt(made, folder / "iteration.png", measured)
     except EppError as error:
         say(f"\nno picture: {error}")
-        return ""
-    return "iteration.png (planned and measured), "
+        return page
+    return f"{page}iteration.png, "
 
 
 _PURPOSE = "train a small GPT with Megatron's schedule and with elastic plans, and compare (needs torch and Megatron)"

@@ -27,9 +27,9 @@ _ROOMY_PIXELS = 10
 """Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
 
 
-_BATCHED = 0.5
+_BATCHED = 0.4
 """Strength of the colour of chunks of whole sequences."""
-_SLICED = (1.0, 0.7, 0.85)
+_SLICED = (1.0, 0.8, 0.9)
 """Strengths of the colours of chunks with slices, used in turn for the long sequences."""
 _ODD = 0.86
 """Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""

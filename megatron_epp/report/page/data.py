@@ -7,8 +7,9 @@ of boxes of each, and each other column an entry per box. Boxes are numbered alo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.graph import Graph, build_graph
 from megatron_epp.plan.operations import operations
@@ -19,6 +20,7 @@ from megatron_epp.plan.waits import ABSENT_US, Cause, Wait, critical_path, times
 from megatron_epp.report import facts
 from megatron_epp.report.lanes import Shades
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes
+from megatron_epp.report.memory import item_colours
 from megatron_epp.report.text import headline
 
 Columns = dict[str, Any]
@@ -33,20 +35,32 @@ def operation_columns() -> list[Columns]:
     return [{"op": str(each.op), "text": each.text, "colour": each.colour} for each in operations()]
 
 
-def plan_columns(name: str, plan: Plan, measured: Measured | None = None) -> Columns:
-    """Return everything that a page shows of a plan, and of a run of it.
+class Shown(NamedTuple):
+    """A plan to show.
 
-    Args:
-        name: title of the plan on the page.
+    Attributes:
+        name: its title.
         plan: it is simulated.
-        measured: a run of this plan.
+        measured: a run of it.
+        account: its memory by item.
+    """
+
+    name: str
+    plan: Plan
+    measured: Measured | None = None
+    account: Account | None = None
+
+
+def plan_columns(shown: Shown) -> Columns:
+    """Return everything that a page shows of a plan, and of a run of it.
 
     Raises:
         PlanError: the order deadlocks, or the measurement is of another plan.
     """
+    plan = shown.plan
     timeline, graph = simulate(plan), build_graph(plan)
-    page = {
-        "name": name,
+    return {
+        "name": shown.name,
         "digest": digest(plan)[:12],
         "headline": headline(plan),
         "recompute_share": facts.recompute_share(plan),
@@ -57,11 +71,9 @@ def plan_columns(name: str, plan: Plan, measured: Measured | None = None) -> Col
         "chunks": _chunk_columns(plan),
         "planned": _planned(timeline, graph),
         "memory": _memory_columns(timeline, graph),
-        "measured": None,
+        "items": None if shown.account is None else item_columns(shown.account),
+        "measured": None if shown.measured is None else _measured(plan, shown.measured, graph),
     }
-    if measured is not None:
-        page["measured"] = _measured(plan, measured, graph)
-    return page
 
 
 def _chunk_columns(plan: Plan) -> Columns:
@@ -199,3 +211,26 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> Columns:
         "peak": timeline.peak_bytes,
         "events": events,
     }
+
+
+def item_columns(account: Account) -> Columns:
+    """Columns with the memory of every rank by item, with the colours of pictures.
+
+    `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
+    the item, and the bytes that are added.
+    """
+    colours = item_colours(account)
+    index = {name: number for number, name in enumerate(colours)}
+    ranks = []
+    for rank in range(account.timeline.plan.num_ranks):
+        times: list[float] = []
+        changes: list[int] = []
+        before: dict[str, int] = {}
+        for moment in account.moments(rank):
+            for name in colours:
+                if delta := moment.items.get(name, 0) - before.get(name, 0):
+                    changes += [len(times), index[name], delta]
+            times.append(moment.time_us)
+            before = moment.items
+        ranks.append({"time_us": _times(times), "changes": changes})
+    return {"names": list(colours), "colours": list(colours.values()), "ranks": ranks}

@@ -9,29 +9,25 @@ from importlib.resources import files
 from pathlib import Path
 
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.plan import Plan
 from megatron_epp.report import facts
-from megatron_epp.report.measured import Measured
-from megatron_epp.report.page.data import operation_columns, plan_columns
+from megatron_epp.report.page.data import Shown, operation_columns, plan_columns
 
 SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
 """Scripts in the order in which they run, in one scope."""
 _STYLE, _FRAME = "page.css", "page.html"
 
 
-def page(plans: Sequence[tuple[str, Plan, Measured | None]]) -> str:
-    """Return the page as HTML.
-
-    Args:
-        plans: name, plan, and a run of it if there is one; the page shows them below each other on one time axis.
+def page(shown: Sequence[Shown]) -> str:
+    """Return the page as HTML, with plans below each other on one time axis.
 
     Raises:
         PlanError: there is no plan, an order deadlocks, or a measurement is of another plan.
     """
-    if not plans:
+    if not shown:
         raise PlanError("there is no plan to draw: no planner found one")
-    title = f"{facts.batch_text(plans[0][1])}"
-    data = {"title": title, "operations": operation_columns(), "plans": [plan_columns(*each) for each in plans]}
+    batches = list(dict.fromkeys(facts.batch_text(each.plan) for each in shown))
+    title = batches[0] if len(batches) == 1 else f"{len(batches)} batches"
+    data = {"title": title, "operations": operation_columns(), "plans": list(map(plan_columns, shown))}
     parts = {
         "title": escape(title),
         "style": _asset(_STYLE),
@@ -45,9 +41,9 @@ def page(plans: Sequence[tuple[str, Plan, Measured | None]]) -> str:
     return frame
 
 
-def save_page(plans: Sequence[tuple[str, Plan, Measured | None]], path: str | Path) -> None:
+def save_page(shown: Sequence[Shown], path: str | Path) -> None:
     """Write `page` to a file. Raises the errors of `page`."""
-    Path(path).write_text(page(plans), encoding="utf-8")
+    Path(path).write_text(page(shown), encoding="utf-8")
 
 
 def embedded(data: object) -> str:

@@ -3,6 +3,7 @@
 const GUTTER = 64, MARGIN = 12, AXIS = 20;
 const NARROW = 3; // mean width in pixels below which a lane shows shares of time
 const BIN = 3; // pixels that share one column of shares
+const RECOMPUTE = OPERATIONS.findIndex((each) => each.op === "R");
 const LABEL_FONT = "11px system-ui, sans-serif";
 
 // Position of times and lanes of a pane on its canvas.
@@ -59,7 +60,6 @@ function drawPane(pane) {
 
 function drawBoxes(context, pane, scale, lanes) {
   const {boxes, plan} = pane, strength = plan.chunks.strength, marks = state.chunk?.marks[plan.number];
-  const again = OPERATIONS.findIndex((each) => each.op === "R");
   context.font = LABEL_FONT;
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -74,7 +74,7 @@ function drawBoxes(context, pane, scale, lanes) {
       const front = boxes.recompute.get(i);
       const covered = front ? front.us * scale.perUs : 0;
       if (front) {
-        context.fillStyle = tint(again, 1).css;
+        context.fillStyle = tint(RECOMPUTE, 1).css;
         context.fillRect(left, top, Math.min(covered, Math.max(width - edge, 0.6)), height);
       }
       if (hasText && width - covered > 12) drawLabel(context, pane, i, Math.max(left + covered, GUTTER), Math.min(left + width, pane.width - MARGIN), top + height / 2, colour);
@@ -98,14 +98,20 @@ function drawShares(context, pane, scale, lanes) {
   const solid = OPERATIONS.map((_, op) => tint(op, 0.85).css), rects = OPERATIONS.map(() => new Path2D());
   for (const {lane, first, last} of lanes) {
     shares.fill(0);
-    for (let i = first; i < last; i++) {
-      let at = Math.max(boxes.start[i], scale.from);
-      const end = Math.min(boxes.end[i], scale.to);
-      while (at < end) {
-        const bin = Math.min(bins - 1, Math.floor((at - scale.from) / perBin)), until = Math.min(end, Math.max(scale.from + (bin + 1) * perBin, at + perBin * 1e-6));
-        shares[bin * number + boxes.op[i]] += until - at;
+    const add = (op, start, end) => {
+      let at = Math.max(start, scale.from);
+      const last = Math.min(end, scale.to);
+      while (at < last) {
+        const bin = Math.min(bins - 1, Math.floor((at - scale.from) / perBin));
+        const until = Math.min(last, Math.max(scale.from + (bin + 1) * perBin, at + perBin * 1e-6));
+        shares[bin * number + op] += until - at;
         at = until;
       }
+    };
+    for (let i = first; i < last; i++) {
+      const again = boxes.start[i] + (boxes.recompute.get(i)?.us ?? 0);
+      if (again > boxes.start[i]) add(RECOMPUTE, boxes.start[i], again);
+      add(boxes.op[i], again, boxes.end[i]);
     }
     const {top, height} = laneBox(pane, lane);
     for (let op = 0; op < number; op++) addShares(rects[op], shares, {bins, op, number, top, height, perBin});
@@ -203,8 +209,8 @@ function drawAxis(context, pane, scale) {
     context.lineTo(x, pane.height);
     context.stroke();
     context.fillStyle = theme.muted;
-    context.fillText(`${(tick * step / size).toFixed(digits)}${tick === 0 ? ` ${unit}` : ""}`, x, AXIS - 7);
+    context.fillText((tick * step / size).toFixed(digits), x, AXIS - 7);
   }
   context.textAlign = "right";
-  context.fillText(unit, GUTTER - 8, AXIS - 7);
+  context.fillText(unit, GUTTER - 12, AXIS - 7);
 }

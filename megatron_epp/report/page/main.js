@@ -11,6 +11,8 @@ const MOUSE = [
   ["drag", "pan"], ["Ctrl + wheel", "zoom at the pointer"], ["Shift + wheel", "pan"], ["double click", "zoom to a box"],
 ];
 
+const MOST_APART = 3; // ratio of a run to its plan above which both are drawn as wide as the page
+
 function onSelection() {
   markRow();
   showDetails();
@@ -23,7 +25,7 @@ function showDetails() {
   const plan = PLANS[state.plan];
   if (state.chunk) {
     const {chunk} = state.chunk, tokens = plan.chunks.tokens[chunk];
-    const rows = [["kind", plan.chunks.kind[chunk]], ["tokens", formatCount(tokens)], ["compute", `${formatUs(plan.times[chunk])} over all ranks`]];
+    const rows = [["kind", plan.chunks.kind[chunk]], ["tokens", formatCount(tokens)], ["compute", `${formatUs(computeTimes(plan)[chunk])} over all ranks`]];
     return fill(details, {title: `chunk ${chunk}`, rows: [...rows, ["sequences", sequencesText(plan, chunk, 12).join("; ")]]});
   }
   fill(details, {title: plan.name, rows: plan.data.headline.map((line, i) => [i ? "" : "plan", line])});
@@ -44,10 +46,25 @@ function addLegend() {
     const isCompute = PANES.some(({boxes}) => boxes.op.some((each, i) => each === op && boxes.isCompute(i)));
     entry(OPERATIONS[op].text, ...(isCompute && isMixed ? [tint(op, 1).css, tint(op, 0.5).css] : [tint(op, isMixed || !isCompute ? 1 : 0.8).css]));
   }
-  if (PANES.some(({boxes}) => boxes.recompute.size)) entry("recompute, at the start of its backward", OPERATIONS.find((each) => each.op === "R").colour);
+  if (PANES.some(({boxes}) => boxes.recompute.size)) entry("recompute, at the start of its backward", OPERATIONS[RECOMPUTE].colour);
   entry("idle", "var(--lane)");
   entry("critical path", "none").className = "line";
   if (isMixed) legend.append(Object.assign(document.createElement("span"), {textContent: "strong colour: slice of a long sequence; pale: whole sequences"}));
+}
+
+// Items of memory, where the plans have an account of it.
+function addItemLegend() {
+  const items = PLANS.find((plan) => plan.data.items)?.data.items;
+  if (!items) return;
+  const legend = document.createElement("div");
+  legend.className = "items";
+  items.names.forEach((name, i) => {
+    const item = document.createElement("span"), swatch = document.createElement("i");
+    swatch.style.background = items.colours[i];
+    item.append(swatch, name);
+    legend.append(item);
+  });
+  document.getElementById("legend").append(legend);
 }
 
 function press(id, isOn) { document.getElementById(id).setAttribute("aria-pressed", isOn); }
@@ -126,8 +143,11 @@ function start() {
   document.getElementById("title").textContent = DATA.title;
   PLANS.forEach(addPanes);
   longestUs = Math.max(...PANES.map((pane) => pane.makespanUs)) || 1;
+  const apart = (pane) => pane.makespanUs / (pane.plan.planned.columns.makespan_us || 1);
+  if (PANES.some((pane) => apart(pane) > MOST_APART || apart(pane) < 1 / MOST_APART)) press("own-scale", state.ownScale = true);
   document.getElementById("own-scale").hidden = new Set(PANES.map((pane) => pane.makespanUs)).size < 2;
   addLegend();
+  addItemLegend();
   addHelp();
   for (const [id, command] of Object.entries(COMMANDS)) document.getElementById(id).addEventListener("click", command);
   document.addEventListener("keydown", onKey);
@@ -138,9 +158,10 @@ function start() {
   showDetails();
   onTheme();
   resize();
+  requestAnimationFrame(() => setTimeout(fillTable)); // the lanes come first
 }
 
 start();
 
-// What tests and the console can read: nothing on the page depends on it.
+// For the console and for tests; nothing on the page depends on it.
 window.epp = {state, plans: PLANS, panes: PANES, hit, scaleOf, laneBox};

@@ -1,33 +1,29 @@
 // The memory of the selected rank, and the overview of the whole iteration.
 
-const MEMORY_HEIGHT = 92;
 const CAP_IN_SIGHT = 3; // largest ratio of cap to peak for which the cap is drawn
 
 // Most bytes and, where they change, all values of the visible part, by pixel.
 function drawMemory(pane, scale) {
-  const {plan} = pane, canvas = pane.memory, context = canvas.getContext("2d");
+  const {plan, memoryHeight: height} = pane, context = pane.memory.getContext("2d");
   const {time, bytes} = plan.live(state.rank), cap = plan.memory.cap[state.rank], peak = plan.memory.peak[state.rank];
   const highest = plan.memory.peak.reduce((a, b) => Math.max(a, b), 1), isCapShown = cap !== null && cap <= CAP_IN_SIGHT * highest;
-  const top = 20, bottom = MEMORY_HEIGHT - 4, most = isCapShown ? Math.max(cap, highest) : highest;
+  const top = 20, bottom = height - 4, most = isCapShown ? Math.max(cap, highest) : highest;
   const y = (value) => bottom - (bottom - top) * value / most;
   context.setTransform(pane.ratio, 0, 0, pane.ratio, 0, 0);
-  context.clearRect(0, 0, pane.width, MEMORY_HEIGHT);
+  context.clearRect(0, 0, pane.width, height);
   context.save();
   context.beginPath();
-  context.rect(GUTTER, 0, scale.width, MEMORY_HEIGHT);
+  context.rect(GUTTER, 0, scale.width, height);
   context.clip();
-  context.beginPath();
-  context.moveTo(GUTTER, bottom);
-  const points = visibleSteps(time, bytes, scale, pane.makespanUs);
-  for (const {x, low, high} of points) {
-    context.lineTo(x, y(low));
-    context.lineTo(x, y(high));
+  const items = plan.itemsOf(state.rank), end = Math.min(scale.x(pane.makespanUs), pane.width - MARGIN);
+  if (items) {
+    const {names, colours} = plan.data.items;
+    for (let item = names.length - 1; item >= 0; item--) fillCurve(context, items.time, (at) => items.table[at * names.length + item], colours[item], {scale, pane, y});
+  } else {
+    fillCurve(context, time, (at) => bytes[at], theme.memory, {scale, pane, y});
+    context.fillStyle = theme.static;
+    context.fillRect(GUTTER, y(plan.memory.static[state.rank]), end - GUTTER, bottom - y(plan.memory.static[state.rank]));
   }
-  context.lineTo(points.at(-1).x, bottom);
-  context.fillStyle = theme.memory;
-  context.fill();
-  context.fillStyle = theme.static;
-  context.fillRect(GUTTER, y(plan.memory.static[state.rank]), points.at(-1).x - GUTTER, bottom - y(plan.memory.static[state.rank]));
   if (isCapShown) {
     context.strokeStyle = theme.cap;
     context.lineWidth = 1.5;
@@ -44,7 +40,8 @@ function drawMemory(pane, scale) {
   context.textBaseline = "alphabetic";
   context.textAlign = "left";
   context.fillStyle = theme.ink;
-  context.fillText(`planned memory of rank ${state.rank}: peak ${formatBytes(peak)}, ${capText}, grey: held throughout`, GUTTER, 12);
+  const legend = items ? "" : ", grey: held throughout";
+  context.fillText(`planned memory of rank ${state.rank}: peak ${formatBytes(peak)}, ${capText}${legend}`, GUTTER, 12);
   context.textAlign = "right";
   context.fillStyle = theme.muted;
   const [size, unit] = byteUnit(most);
@@ -52,26 +49,28 @@ function drawMemory(pane, scale) {
   context.fillText("0", GUTTER - 8, bottom);
 }
 
-// The steps of a curve in the visible part: for each x the value before and after; one pair of extremes per pixel.
-function visibleSteps(time, bytes, scale, makespanUs) {
+// Fill the area below a curve of steps; several steps on a pixel are drawn as their least and most.
+function fillCurve(context, time, valueAt, colour, {scale, pane, y}) {
   let low = 0, high = time.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (time[middle] <= scale.from) low = middle + 1; else high = middle;
   }
-  let at = Math.max(0, low - 1), value = bytes[at];
-  const points = [{x: GUTTER, low: value, high: value}], end = Math.min(scale.to, makespanUs);
-  for (at++; at < time.length && time[at] <= end; at++) {
-    const x = scale.x(time[at]), last = points.at(-1);
-    if (x - last.x < 0.5 && points.length > 1) {
-      points.push({x: last.x, low: value, high: bytes[at]});
-    } else {
-      points.push({x, low: value, high: bytes[at]});
-    }
-    value = bytes[at];
+  const first = Math.max(0, low - 1), end = Math.min(scale.to, pane.makespanUs);
+  let value = valueAt(first), x = GUTTER;
+  context.beginPath();
+  context.moveTo(x, y(0));
+  context.lineTo(x, y(value));
+  for (let at = first + 1; at < time.length && time[at] <= end; at++) {
+    x = Math.max(x, scale.x(time[at]));
+    context.lineTo(x, y(value));
+    value = valueAt(at);
+    context.lineTo(x, y(value));
   }
-  points.push({x: scale.x(end), low: value, high: value});
-  return points;
+  context.lineTo(scale.x(end), y(value));
+  context.lineTo(scale.x(end), y(0));
+  context.fillStyle = colour;
+  context.fill();
 }
 
 // Share of the ranks that compute, over the whole iteration of the listed plan; the window shows the visible part.

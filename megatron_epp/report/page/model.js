@@ -11,10 +11,10 @@ class Boxes {
     this.count = count;
     this.numRanks = numRanks;
     this.columns = columns;
-    this.op = Uint8Array.from(columns.op);
-    this.stage = Uint16Array.from(columns.stage);
-    this.chunk = Uint32Array.from(columns.chunk);
-    this.start = Float64Array.from(columns.start_us);
+    this.op = new Uint8Array(columns.op);
+    this.stage = new Uint16Array(columns.stage);
+    this.chunk = new Uint32Array(columns.chunk);
+    this.start = new Float64Array(columns.start_us);
     this.end = new Float64Array(count);
     this.first = new Uint32Array(columns.lanes.length + 1);
     this.lane = new Uint16Array(count);
@@ -98,7 +98,19 @@ class PlanModel {
     this.severalStages = data.stages.some((stages) => stages.length > 1);
     this.measuredBox = new Map();
     if (data.measured) data.measured.planned.forEach((planned, i) => { if (planned >= 0) this.measuredBox.set(planned, i); });
+    this.#shareRecompute();
     this.liveOf = [];
+    this.itemTables = [];
+  }
+
+  // In a run, recompute has the planned share of its backward.
+  #shareRecompute() {
+    for (const [planned, {us, mode}] of this.planned.recompute) {
+      const box = this.measuredBox.get(planned);
+      if (box === undefined) continue;
+      const share = us / (this.planned.end[planned] - this.planned.start[planned]);
+      this.measured.recompute.set(box, {us: share * (this.measured.end[box] - this.measured.start[box]), mode});
+    }
   }
 
   // Segments of a chunk: sequence, start, end.
@@ -129,7 +141,24 @@ class PlanModel {
         add(boxes.end[i], -free[i]);
       }
     }
-    return {time: Float64Array.from(time), bytes: Float64Array.from(bytes)};
+    return {time: new Float64Array(time), bytes: new Float64Array(bytes)};
+  }
+
+  // Memory of a rank by item: for each moment the bytes below and with every item, in the order of the names; null if unknown.
+  itemsOf(rank) {
+    if (!this.data.items) return null;
+    return this.itemTables[rank] ??= this.#stack(this.data.items.ranks[rank], this.data.items.names.length);
+  }
+
+  #stack({time_us: time, changes}, number) {
+    const table = new Float64Array(time.length * number), now = new Float64Array(number);
+    let at = 0;
+    time.forEach((_, moment) => {
+      for (; at < changes.length && changes[at] === moment; at += 3) now[changes[at + 1]] += changes[at + 2];
+      let sum = 0;
+      for (let item = 0; item < number; item++) table[moment * number + item] = sum += now[item];
+    });
+    return {time: new Float64Array(time), table};
   }
 
   // Live bytes of a rank at a time.
@@ -143,9 +172,10 @@ class PlanModel {
     return bytes[Math.max(0, low - 1)];
   }
 
-  // Chunks of this plan that hold tokens of a chunk of another plan of the batch, as a table of 0 and 1.
-  chunksWith(segments) {
+  // Chunks of this plan that hold tokens of a chunk of another plan, as a table of 0 and 1; none if its batch is another.
+  chunksWith(segments, lengths) {
     const found = new Uint8Array(this.chunks.tokens.length);
+    if (`${lengths}` !== `${this.data.lengths}`) return found;
     for (let chunk = 0; chunk < found.length; chunk++) {
       const own = this.segments(chunk);
       const meets = (a) => segments.some((b) => a.sequence === b.sequence && a.start < b.end && b.start < a.end);

@@ -1,5 +1,7 @@
 // Panes: an iteration each, with its title, lanes and memory; what the pointer does on them, and what lies over the boxes.
 
+const MEMORY_HEIGHTS = [80, 240]; // least and most pixels of a curve of memory
+
 // Make the panes of a plan: the plan as simulated, and a run of it.
 function addPanes(plan) {
   const forms = [{boxes: plan.planned, isMeasured: false}];
@@ -53,19 +55,21 @@ function figuresOf(pane) {
   return texts;
 }
 
-// Give every canvas the size of its pane.
+// Share the height of the page among lanes and memory, and give every canvas its size.
 function resize() {
-  const available = document.getElementById("panes").clientHeight;
+  const available = document.getElementById("panes").clientHeight, withMemory = PANES.filter((pane) => pane.memory).length;
   const lanes = PANES.reduce((sum, pane) => sum + pane.boxes.numRanks, 0);
-  const others = PANES.reduce((sum, pane) => sum + AXIS + 34 + (pane.memory ? MEMORY_HEIGHT : 0), 0);
-  const height = Math.max(PANES.length > 1 ? 11 : 7, Math.min(34, Math.floor((available - others) / lanes)));
+  const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHTS[0];
+  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(44, Math.floor(free / lanes)));
+  const memoryHeight = Math.max(MEMORY_HEIGHTS[0], Math.min(MEMORY_HEIGHTS[1], MEMORY_HEIGHTS[0] + (free - height * lanes) / withMemory));
   for (const pane of PANES) {
     pane.ratio = devicePixelRatio || 1;
     pane.laneHeight = height;
+    pane.memoryHeight = Math.floor(memoryHeight);
     pane.width = pane.holder.clientWidth;
     pane.height = AXIS + height * pane.boxes.numRanks + 2;
     pane.holder.style.height = `${pane.height}px`;
-    for (const [canvas, tall] of [[pane.base, pane.height], [pane.overlay, pane.height], [pane.memory, MEMORY_HEIGHT]]) {
+    for (const [canvas, tall] of [[pane.base, pane.height], [pane.overlay, pane.height], [pane.memory, pane.memoryHeight]]) {
       if (!canvas) continue;
       canvas.style.height = `${tall}px`;
       canvas.width = Math.round(pane.width * pane.ratio);
@@ -155,7 +159,7 @@ function hover(found, event) {
   if (before) drawOverlay(before.pane);
   tooltip.hidden = !found;
   if (!found) return;
-  if (found.pane !== before?.pane || true) drawOverlay(found.pane);
+  drawOverlay(found.pane);
   fill(tooltip, found.box >= 0 ? describeBox(found.pane, found.box) : describeGap(found.pane, found.rank, found.time));
   const {offsetWidth: width, offsetHeight: height} = tooltip;
   const left = event.clientX + 16 + width > innerWidth ? event.clientX - width - 16 : event.clientX + 16;

@@ -44,7 +44,7 @@ function selectChunk(plan, chunk, box = null) {
     const segments = plan.segments(chunk);
     const own = new Uint8Array(plan.chunks.tokens.length);
     own[chunk] = 1;
-    state.chunk = {plan: plan.number, chunk, marks: PLANS.map((other) => other === plan ? own : other.chunksWith(segments))};
+    state.chunk = {plan: plan.number, chunk, marks: PLANS.map((other) => other === plan ? own : other.chunksWith(segments, plan.data.lengths))};
     state.selected = box;
     state.plan = plan.number;
   }

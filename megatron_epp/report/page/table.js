@@ -5,14 +5,15 @@ const MOST_SEGMENTS = 12;
 
 // Compute time of every chunk over all ranks.
 function computeTimes(plan) {
+  if (plan.times) return plan.times;
   const times = new Float64Array(plan.chunks.tokens.length), {planned} = plan;
   for (let i = 0; i < planned.first[planned.numRanks]; i++) times[planned.chunk[i]] += planned.end[i] - planned.start[i];
-  return times;
+  return plan.times = times;
 }
 
 // Fill the table if the plan, its order or the search has changed.
 function fillTable() {
-  const plan = PLANS[state.plan], times = plan.times ??= computeTimes(plan), body = document.querySelector("#chunks tbody");
+  const plan = PLANS[state.plan], times = computeTimes(plan), body = document.querySelector("#chunks tbody");
   const wanted = document.getElementById("find").value.trim();
   const value = {
     chunk: (c) => c, kind: (c) => plan.chunks.kind[c], tokens: (c) => plan.chunks.tokens[c], time: (c) => times[c],
@@ -40,7 +41,8 @@ function rowOf(plan, chunk, timeUs) {
   cells.forEach((text, column) => {
     const cell = document.createElement("td");
     cell.textContent = text;
-    if (column === 0 || column === 2 || column === 3) cell.className = "number";
+    if (column !== 1 && column !== 4) cell.className = "number";
+    if (column === 4) cell.title = text;
     row.append(cell);
   });
   row.dataset.chunk = chunk;
@@ -51,6 +53,7 @@ function rowOf(plan, chunk, timeUs) {
 
 // Mark the row of the selected chunk, and bring it into view.
 function markRow() {
+  if (table.plan === null) return; // not filled yet
   if (table.plan !== PLANS[state.plan]) return void fillTable();
   const before = document.querySelector("#chunks tr[aria-selected=true]");
   before?.removeAttribute("aria-selected");
@@ -86,5 +89,4 @@ function startTable() {
     });
   }
   document.getElementById("find").addEventListener("input", fillTable);
-  fillTable();
 }

@@ -1,6 +1,7 @@
 // Numbers and boxes in words.
 
-const formatCount = (number) => number.toLocaleString("en-US");
+const counts = new Intl.NumberFormat("en-US");
+const formatCount = (number) => counts.format(number);
 
 function formatUs(us) {
   if (Math.abs(us) < 1e3) return `${us.toFixed(1)} µs`;
