@@ -29,6 +29,11 @@ def is_calibrated(plan: Plan) -> bool:
     return not plan.costs.startswith("analytic")
 
 
+def calibration(plan: Plan) -> str:
+    """Addition to a plan's figures where its times are not calibrated; empty if they are."""
+    return "" if is_calibrated(plan) else " (times by formula, not calibrated)"
+
+
 def recompute_share(plan: Plan) -> float:
     """Share of all ranks' compute time that is recompute, 0 to 1."""
     total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))
