@@ -29,9 +29,11 @@ an iteration of a training with --epp-report-dir runs/tiny --epp-trace 3, as pla
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     parser.add_argument(
-        "plan",
+        "plans",
         metavar="PLAN.json",
-        help="what `megatron-epp plan -o` or a training run wrote; or the folder of a run with --epp-trace (--epp-report-dir)",
+        nargs="+",
+        help="what `megatron-epp plan -o` or a training run wrote; or the folder of a run with --epp-trace (--epp-report-dir); "
+        "several for a page that compares them",
     )
     parser.add_argument(
         "--measured",
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     outputs = [path for path in (args.output, args.png, args.trace) if path]
     if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
         names = ", ".join(one.name for one in shown)
-        raise EppError(f"{args.plan} has several iterations ({names}): name one, or write a page of all with -o page{PAGE}")
+        raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{PAGE}")
     first = shown[0]
     if args.lowered:
         say(to_grid(lower(first.plan)).rstrip())
@@ -94,12 +96,17 @@ def _text(shown: Shown, args: argparse.Namespace) -> str:
 
 
 def _shown(args: argparse.Namespace) -> list[Shown]:
-    """Load the plan and the run that the flags name, or those of all traced iterations of a folder."""
-    path = Path(args.plan)
-    if not path.is_dir():
-        return [_load(path, Path(args.measured) if args.measured else None)]
-    if args.measured:
-        raise EppError(f"--measured {args.measured} is for one plan, and {path} is a folder with runs of its own")
+    """Load the plans and the run that the flags name, and those of all traced iterations of folders."""
+    if args.measured and (len(args.plans) > 1 or Path(args.plans[0]).is_dir()):
+        raise EppError(f"--measured {args.measured} is a run of one plan: name that plan alone, and no folder")
+    found: list[Shown] = []
+    for path in map(Path, args.plans):
+        found += _of_folder(path) if path.is_dir() else [_load(path, Path(args.measured) if args.measured else None)]
+    return found
+
+
+def _of_folder(path: Path) -> list[Shown]:
+    """Load the plans and runs of all traced iterations of a training."""
     plans = sorted(path.glob("plan*.json"), key=lambda one: (len(one.name), one.name))
     if not plans:
         raise PlanError(f"{path} has no plan.json: a training run writes it with --epp-report-dir and --epp-trace ITERATION")

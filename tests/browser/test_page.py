@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -125,10 +126,12 @@ def middle(plan, rank, position):
 def test_it_opens_without_errors_and_without_requests(page):
     assert [entry for entry in page.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
     assert page.ask("performance.getEntriesByType('resource').length") == 0
-    messages = [entry["message"] for entry in page.driver.get_log("performance")]
-    sent = [message for message in messages if '"Network.requestWillBeSent"' in message]
-    assert sent
-    assert all('"url":"file://' in message for message in sent)
+    messages = [json.loads(entry["message"])["message"] for entry in page.driver.get_log("performance")]
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    here = page.driver.current_url
+    assert [one["request"]["url"] for one in sent if one["documentURL"] == here] == [here], (
+        "of the browser's own tabs, no matter"
+    )
 
 
 def test_the_browser_counts_the_simulators_memory_and_times(page, plan):
@@ -156,6 +159,17 @@ def test_the_pointer_tells_what_an_idle_rank_waits_for(page, plan):
     assert shown.startswith("rank 2 is idle")
     assert "1F0 of rank 1" in shown
     assert "activation" in shown
+
+
+def test_the_details_say_how_much_of_the_time_a_rank_waits_and_for_what(page, plan):
+    timeline = simulate(plan)
+    page.driver.execute_script("document.querySelector('.lanes').focus()")
+    page.press("\ue015")
+    shown = page.text("#details")
+    busy = timeline.busy_us[1] / timeline.makespan_us
+    assert f"computes {100 * busy:.1f}" in shown
+    assert "before its first action" in shown
+    assert "waits for a backward of rank 2" in shown
 
 
 def test_keys_zoom_pan_and_show_the_whole(page):

@@ -140,7 +140,11 @@ def test_show_writes_a_plan_a_run_and_a_folder_of_runs(tmp_path, capsys):
     assert main(["show", str(tmp_path), "-o", str(out)]) == 0
     assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["plan", "plan-7"]
     assert main(["show", str(tmp_path)]) == 2
-    assert "several iterations (plan, plan-7)" in capsys.readouterr().err
+    assert "several plans (plan, plan-7)" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "plan-7.json"), str(tmp_path / "plan.json"), "-o", str(out)]) == 0
+    assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["plan-7", "plan"]
+    assert main(["show", str(tmp_path), "--measured", str(tmp_path / "measured.json")]) == 2
+    assert "run of one plan" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["show", str(tmp_path / "empty")]) == 2
     assert "--epp-trace" in capsys.readouterr().err

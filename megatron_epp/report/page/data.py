@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.graph import Graph, build_graph
-from megatron_epp.plan.operations import operations
+from megatron_epp.plan.operations import of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
@@ -32,7 +32,15 @@ _DECIMALS = 3
 
 def operation_columns() -> list[Columns]:
     """All operations in the order to which the column `op` of boxes refers, with the names and colours of pictures."""
-    return [{"op": str(each.op), "text": each.text, "colour": each.colour} for each in operations()]
+    return [
+        {
+            "op": str(each.op),
+            "text": each.text,
+            "colour": each.colour,
+            "site": "stage" if each.sites is of_stages else "shard",
+        }
+        for each in operations()
+    ]
 
 
 class Shown(NamedTuple):

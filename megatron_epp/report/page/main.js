@@ -28,7 +28,8 @@ function showDetails() {
     const rows = [["kind", plan.chunks.kind[chunk]], ["tokens", formatCount(tokens)], ["compute", `${formatUs(computeTimes(plan)[chunk])} over all ranks`]];
     return fill(details, {title: `chunk ${chunk}`, rows: [...rows, ["sequences", sequencesText(plan, chunk, 12).join("; ")]]});
   }
-  fill(details, {title: plan.name, rows: plan.data.headline.map((line, i) => [i ? "" : "plan", line])});
+  const pane = currentPane(), lines = plan.data.headline.map((line, i) => [i ? "" : "plan", line]);
+  fill(details, {title: plan.name, rows: [...lines, [`rank ${state.rank}`, rankTexts(pane, state.rank).join("; ")]]});
 }
 
 function addLegend() {
@@ -86,11 +87,12 @@ function onTheme() {
   redraw();
 }
 
-// Pane of the selection, or the first of the listed plan.
-const currentPane = () => state.selected?.pane ?? PANES.find((pane) => pane.plan.number === state.plan);
+// Pane of the selection, or the last one clicked, or the first of the listed plan.
+const currentPane = () => state.selected?.pane ?? (state.pane?.plan.number === state.plan ? state.pane : PANES.find((pane) => pane.plan.number === state.plan));
 
 function chooseRank(by) {
   state.rank = Math.min(currentPane().boxes.numRanks - 1, Math.max(0, state.rank + by));
+  showDetails();
   redraw();
 }
 

@@ -1,6 +1,6 @@
 // Panes: an iteration each, with its title, lanes and memory; what the pointer does on them, and what lies over the boxes.
 
-const MEMORY_HEIGHTS = [80, 240]; // least and most pixels of a curve of memory
+const MEMORY_HEIGHTS = [80, 300]; // least and most pixels of a curve of memory
 
 // Make the panes of a plan: the plan as simulated, and a run of it.
 function addPanes(plan) {
@@ -60,7 +60,7 @@ function resize() {
   const available = document.getElementById("panes").clientHeight, withMemory = PANES.filter((pane) => pane.memory).length;
   const lanes = PANES.reduce((sum, pane) => sum + pane.boxes.numRanks, 0);
   const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHTS[0];
-  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(44, Math.floor(free / lanes)));
+  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(52, Math.floor(free / lanes)));
   const memoryHeight = Math.max(MEMORY_HEIGHTS[0], Math.min(MEMORY_HEIGHTS[1], MEMORY_HEIGHTS[0] + (free - height * lanes) / withMemory));
   for (const pane of PANES) {
     pane.ratio = devicePixelRatio || 1;
@@ -141,6 +141,7 @@ function listen(pane) {
 function click(pane, found, [, y]) {
   const rank = Math.floor((y - AXIS) / pane.laneHeight);
   if (rank >= 0 && rank < pane.boxes.numRanks) state.rank = rank;
+  state.pane = pane;
   if (found?.box >= 0) return selectBox(pane, found.box);
   state.plan = pane.plan.number;
   selectChunk(pane.plan, null);
@@ -164,7 +165,9 @@ function hover(found, event) {
   const {offsetWidth: width, offsetHeight: height} = tooltip;
   const left = event.clientX + 16 + width > innerWidth ? event.clientX - width - 16 : event.clientX + 16;
   tooltip.style.left = `${Math.max(4, left)}px`;
-  tooltip.style.top = `${Math.max(4, Math.min(event.clientY + 16, innerHeight - height - 4))}px`;
+  // Below the lanes, if they end nearby: there it hides none of them.
+  const below = found.pane.holder.getBoundingClientRect().bottom + 6, isNear = below - event.clientY < 240 && below + height < innerHeight;
+  tooltip.style.top = `${Math.max(4, Math.min(isNear ? below : event.clientY + 16, innerHeight - height - 4))}px`;
 }
 
 // Outlines of the box under the pointer and of the selected one, and an arrow from what each waited for.

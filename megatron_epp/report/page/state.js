@@ -3,6 +3,7 @@
 const state = {
   from: 0, to: 1, // the visible part of the time axis
   rank: 0,
+  pane: null, // the last one clicked
   plan: 0, // whose chunks the table lists
   selected: null, // {pane, box}
   chunk: null, // {plan, chunk, marks: by plan a table of 0 and 1 over its chunks}

@@ -61,7 +61,7 @@ function reasonText(boxes, i) {
 function describeBox(pane, i) {
   const {plan, boxes} = pane, kind = OPERATIONS[boxes.op[i]], chunk = boxes.chunk[i];
   const planned = pane.isMeasured ? boxes.columns.planned[i] : i;
-  const rows = [["rank", `${boxes.rank(i)}, stage ${boxes.stage[i]}`]];
+  const rows = [["rank", `${boxes.rank(i)}, ${kind.site} ${boxes.stage[i]}`]];
   rows.push(["time", `${formatUs(boxes.start[i])} to ${formatUs(boxes.end[i])}, ${formatUs(boxes.end[i] - boxes.start[i])}`]);
   rows.push(...comparisonRows(pane, i, planned));
   if (planned >= 0) rows.push(...memoryRows(plan, planned));
@@ -106,6 +106,29 @@ function describeGap(pane, rank, time) {
     rows.push(["waits for", reasonText(boxes, gap.next)]);
   }
   return {title: `rank ${rank} is idle`, rows};
+}
+
+// Shares of the makespan in which a rank computes, and in which it waits, by what it waits for.
+function rankTexts(pane, rank) {
+  const {boxes} = pane, shares = new Map(), whole = boxes.columns.makespan_us || 1;
+  let busy = 0, end = 0;
+  const add = (what, us) => { if (us > 0) shares.set(what, (shares.get(what) ?? 0) + us / whole); };
+  for (let i = boxes.first[rank]; i < boxes.first[rank + 1]; i++) {
+    add(i === boxes.first[rank] ? "before its first action" : waitedFor(boxes, i), boxes.start[i] - end);
+    busy += (boxes.end[i] - boxes.start[i]) / whole;
+    end = boxes.end[i];
+  }
+  add("after its last action", whole - end);
+  const found = [...shares].filter(([, share]) => share >= 5e-4).sort((a, b) => b[1] - a[1]);
+  return [`computes ${formatShare(busy)}`, ...found.map(([what, share]) => `${formatShare(share)} ${what}`)];
+}
+
+function waitedFor(boxes, i) {
+  const other = boxes.because[i], cause = boxes.columns.cause[i];
+  if (other < 0 || cause === CAUSE.ORDER) return "overhead of the machine";
+  if (cause === CAUSE.HOST_LINK) return "waits for the link to the host";
+  const where = boxes.rank(other) === boxes.rank(i) ? "" : ` of rank ${boxes.rank(other)}`;
+  return `waits for a ${OPERATIONS[boxes.op[other]].text}${where}`;
 }
 
 // Fill an element with a title and rows.
