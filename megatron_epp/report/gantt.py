@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report import facts
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, tint
-from megatron_epp.report.measured import Box, Measured, measured_boxes, planned_boxes
+from megatron_epp.report.measured import Box, Measured, far_from, measured_boxes, planned_boxes
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _CAP_IN_SIGHT = 3
 """Largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves."""
 _MEMORY_INCHES = 1.7
-_MOST_APART = 2.0
-"""Largest ratio of a run's makespan and its plan's for which both have one time axis."""
 _RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7A00")
 """Curves of up to so many ranks; those of more have shades of one colour."""
 _ALL_LANES_INCHES = 9.0
@@ -71,7 +69,8 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
         f"{facts.batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
-    figure, axes = _figure_of(rows, title, [_MEMORY_INCHES])
+    own_axes = measured is not None and far_from(plan, measured)
+    figure, axes = _figure_of(rows, title, [_MEMORY_INCHES], own_axes)
     _draw_memory(axes[-1], timeline)
     return figure
 
@@ -79,13 +78,8 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
 def _measured_title(timeline: Timeline, measured: Measured) -> str:
     figures = f"makespan {format_us(measured.makespan_us)}, bubble {measured.bubble_fraction:.1%}"
     ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
-    own_axis = ", on a time axis of its own" if _differ([measured.makespan_us, timeline.makespan_us]) else ""
+    own_axis = ", on a time axis of its own" if far_from(timeline.plan, measured) else ""
     return f"measured: {figures}, {ratio:.2f} times as planned{own_axis}"
-
-
-def _differ(makespans_us: Sequence[float]) -> bool:
-    """True if a common time axis would squeeze the shortest iteration."""
-    return max(makespans_us) > _MOST_APART * min(makespans_us)
 
 
 def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
@@ -122,19 +116,21 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
     return _figure_of(rows, title)[0]
 
 
-def _figure_of(rows: Sequence[_Row], title: str, more_inches: Sequence[float] = ()) -> tuple[Figure, Sequence[Axes]]:
+def _figure_of(
+    rows: Sequence[_Row], title: str, more_inches: Sequence[float] = (), own_axes: bool = False
+) -> tuple[Figure, Sequence[Axes]]:
     """Draw iterations below each other, and leave room for more axes below them.
 
     Args:
         rows: the iterations, from the top.
         title: of the figure.
         more_inches: height of each further axis, which shows the first iteration.
+        own_axes: each iteration has a time axis of its own.
     """
     heights = [*(row.height_inches for row in rows), *more_inches]
     size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
     figure, axes = new_figure(size_inches, DPI, len(heights), sharex=False, height_ratios=heights)
     longest_us = max(row.makespan_us for row in rows) or 1.0
-    own_axes = more_inches and _differ([row.makespan_us for row in rows])
     for axis, row in zip(axes, [*rows, *[rows[0]] * len(more_inches)], strict=True):
         length_us = row.makespan_us or 1.0 if own_axes else longest_us
         axis.set_xlim(0.0, length_us / 1e3)
@@ -144,7 +140,7 @@ def _figure_of(rows: Sequence[_Row], title: str, more_inches: Sequence[float] = 
         draw_lanes(axis, row.plan, row.boxes, row.makespan_us or 1.0 if own_axes else longest_us)
         axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
         axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
-        axis.tick_params(axis="x", labelbottom=bool(own_axes))
+        axis.tick_params(axis="x", labelbottom=own_axes)
     axes[-1].tick_params(axis="x", labelbottom=True)
     figure.suptitle(title, fontsize=11, parse_math=False)
     draw_legend(figure, [row.plan for row in rows])
@@ -188,7 +184,9 @@ def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -
             axis.axhline(cap / size, color="0.15", linestyle=(0, (6, 3)), linewidth=1.2, label="_cap")
         axis.set_ylim(0.0, max([peak, *shown]) / size * 1.08)
         axis.spines[["top", "right"]].set_visible(False)
-    return "dashed: cap" if shown else f"cap {format_cap(min(caps))}, not drawn"
+    if shown:
+        return "dashed: cap"
+    return "no cap" if all(map(is_unlimited, caps)) else f"cap {format_cap(min(caps))}, not drawn"
 
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:

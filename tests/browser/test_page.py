@@ -263,6 +263,19 @@ def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan,
     assert browser.ask(surface) == light
 
 
+def test_a_run_far_from_its_plan_is_drawn_as_wide_as_the_page(browser, plan, tmp_path):
+    ends = "epp.panes.map((pane) => epp.scaleOf(pane).x(pane.makespanUs))"
+    for slowdown, is_equal in ((1.5, False), (6.0, True)):
+        save_page([Shown("one", plan, measured_run(plan, slowdown))], tmp_path / "run.html")
+        browser.open(tmp_path / "run.html")
+        planned, measured = browser.ask(ends)
+        assert (planned == pytest.approx(measured)) is is_equal
+        assert browser.driver.find_element("id", "own-scale").get_attribute("aria-pressed") == str(is_equal).lower()
+        browser.press("s")
+        planned, measured = browser.ask(ends)
+        assert (planned == pytest.approx(measured)) is not is_equal
+
+
 def test_a_note_with_markup_is_shown_as_text(browser, tmp_path):
     bad = "</script><img src=x onerror=document.title='broken'>"
     save_page([Shown(bad, replace(sliced_plan(), notes=(bad,)))], tmp_path / "bad.html")

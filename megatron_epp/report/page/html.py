@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.report import facts
+from megatron_epp.report.measured import far_from
 from megatron_epp.report.page.data import Shown, operation_columns, plan_columns
 
 SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
@@ -27,7 +28,12 @@ def page(shown: Sequence[Shown]) -> str:
         raise PlanError("there is no plan to draw: no planner found one")
     batches = list(dict.fromkeys(facts.batch_text(each.plan) for each in shown))
     title = batches[0] if len(batches) == 1 else f"{len(batches)} batches"
-    data = {"title": title, "operations": operation_columns(), "plans": list(map(plan_columns, shown))}
+    data = {
+        "title": title,
+        "operations": operation_columns(),
+        "equal_widths": any(each.measured is not None and far_from(each.plan, each.measured) for each in shown),
+        "plans": list(map(plan_columns, shown)),
+    }
     parts = {
         "title": escape(title),
         "style": _asset(_STYLE),

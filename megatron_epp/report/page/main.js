@@ -11,8 +11,6 @@ const MOUSE = [
   ["drag", "pan"], ["Ctrl + wheel", "zoom at the pointer"], ["Shift + wheel", "pan"], ["double click", "zoom to a box"],
 ];
 
-const MOST_APART = 3; // ratio of a run to its plan above which both are drawn as wide as the page
-
 function onSelection() {
   markRow();
   showDetails();
@@ -145,8 +143,7 @@ function start() {
   document.getElementById("title").textContent = DATA.title;
   PLANS.forEach(addPanes);
   longestUs = Math.max(...PANES.map((pane) => pane.makespanUs)) || 1;
-  const apart = (pane) => pane.makespanUs / (pane.plan.planned.columns.makespan_us || 1);
-  if (PANES.some((pane) => apart(pane) > MOST_APART || apart(pane) < 1 / MOST_APART)) press("own-scale", state.ownScale = true);
+  press("own-scale", state.ownScale = DATA.equal_widths);
   document.getElementById("own-scale").hidden = new Set(PANES.map((pane) => pane.makespanUs)).size < 2;
   addLegend();
   addItemLegend();

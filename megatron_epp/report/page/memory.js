@@ -45,7 +45,7 @@ function drawMemory(pane, scale) {
   context.textAlign = "right";
   context.fillStyle = theme.muted;
   const [size, unit] = byteUnit(most);
-  context.fillText(`${(most / size).toFixed(1)} ${unit}`, GUTTER - 8, top + 8);
+  context.fillText(`${(most / size).toFixed(most / size < 100 ? 1 : 0)} ${unit}`, GUTTER - 8, top + 8);
   context.fillText("0", GUTTER - 8, bottom);
 }
 
