@@ -4,21 +4,29 @@ const CAP_IN_SIGHT = 3; // largest ratio of cap to peak for which the cap is dra
 
 // Most bytes and, where they change, all values of the visible part, by pixel.
 function drawMemory(pane, scale) {
-  const {plan, memoryHeight: height} = pane, context = pane.memory.getContext("2d");
-  const {time, bytes} = plan.live(state.rank), cap = plan.memory.cap[state.rank], peak = plan.memory.peak[state.rank];
-  const highest = plan.memory.peak.reduce((a, b) => Math.max(a, b), 1), isCapShown = cap !== null && cap <= CAP_IN_SIGHT * highest;
-  const top = 20, bottom = height - 4, most = isCapShown ? Math.max(cap, highest) : highest;
-  const y = (value) => bottom - (bottom - top) * value / most;
+  const {plan, memoryHeight: height} = pane;
+  const context = pane.memory.getContext("2d");
+  const {time, bytes} = plan.live(state.rank);
+  const cap = plan.memory.cap[state.rank];
+  const peak = plan.memory.peak[state.rank];
+  const highest = plan.memory.peak.reduce((a, b) => Math.max(a, b), 1);
+  const isCapShown = cap !== null && cap <= CAP_IN_SIGHT * highest;
+  const top = 20;
+  const bottom = height - 4;
+  const most = isCapShown ? Math.max(cap, highest) : highest;
+  const y = (value) => bottom - ((bottom - top) * value) / most;
   context.setTransform(pane.ratio, 0, 0, pane.ratio, 0, 0);
   context.clearRect(0, 0, pane.width, height);
   context.save();
   context.beginPath();
   context.rect(GUTTER, 0, scale.width, height);
   context.clip();
-  const items = plan.itemsOf(state.rank), end = Math.min(scale.x(pane.makespanUs), pane.width - MARGIN);
+  const items = plan.itemsOf(state.rank);
+  const end = Math.min(scale.x(pane.makespanUs), pane.width - MARGIN);
   if (items) {
     const {names, colours} = plan.data.items;
-    for (let item = names.length - 1; item >= 0; item--) fillCurve(context, items.time, (at) => items.table[at * names.length + item], colours[item], {scale, pane, y});
+    for (let item = names.length - 1; item >= 0; item--)
+      fillCurve(context, items.time, (at) => items.table[at * names.length + item], colours[item], {scale, pane, y});
   } else {
     fillCurve(context, time, (at) => bytes[at], theme.memory, {scale, pane, y});
     context.fillStyle = theme.static;
@@ -51,13 +59,17 @@ function drawMemory(pane, scale) {
 
 // Fill the area below a curve of steps; several steps on a pixel are drawn as their least and most.
 function fillCurve(context, time, valueAt, colour, {scale, pane, y}) {
-  let low = 0, high = time.length;
+  let low = 0;
+  let high = time.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (time[middle] <= scale.from) low = middle + 1; else high = middle;
+    if (time[middle] <= scale.from) low = middle + 1;
+    else high = middle;
   }
-  const first = Math.max(0, low - 1), end = Math.min(scale.to, pane.makespanUs);
-  let value = valueAt(first), x = GUTTER;
+  const first = Math.max(0, low - 1);
+  const end = Math.min(scale.to, pane.makespanUs);
+  let value = valueAt(first);
+  let x = GUTTER;
   context.beginPath();
   context.moveTo(x, y(0));
   context.lineTo(x, y(value));
@@ -75,16 +87,20 @@ function fillCurve(context, time, valueAt, colour, {scale, pane, y}) {
 
 // Share of the ranks that compute, over the whole iteration of the listed plan; the window shows the visible part.
 function drawOverview() {
-  const holder = document.getElementById("overview"), canvas = holder.querySelector("canvas");
+  const holder = document.getElementById("overview");
+  const canvas = holder.querySelector("canvas");
   const pane = PANES.find((each) => each.plan.number === state.plan) ?? PANES[0];
-  const width = holder.clientWidth - GUTTER - MARGIN, height = holder.clientHeight;
-  const [from, to] = [GUTTER + state.from * width, GUTTER + state.to * width], frame = document.getElementById("window");
+  const width = holder.clientWidth - GUTTER - MARGIN;
+  const height = holder.clientHeight;
+  const [from, to] = [GUTTER + state.from * width, GUTTER + state.to * width];
+  const frame = document.getElementById("window");
   frame.style.left = `${from}px`;
   frame.style.width = `${Math.max(3, to - from)}px`;
   const key = `${pane.index} ${width} ${state.ownScale} ${isDark()}`;
   if (drawOverview.key === key) return;
   drawOverview.key = key;
-  const ratio = devicePixelRatio || 1, context = canvas.getContext("2d");
+  const ratio = devicePixelRatio || 1;
+  const context = canvas.getContext("2d");
   canvas.width = holder.clientWidth * ratio;
   canvas.height = height * ratio;
   context.scale(ratio, ratio);
@@ -100,7 +116,9 @@ function drawOverview() {
 }
 
 function busyShares(pane, bins) {
-  const {boxes} = pane, shares = new Float64Array(bins), perBin = axisUs(pane) / bins;
+  const {boxes} = pane;
+  const shares = new Float64Array(bins);
+  const perBin = axisUs(pane) / bins;
   for (let i = 0; i < boxes.first[boxes.numRanks]; i++) {
     let at = boxes.start[i];
     for (let bin = Math.floor(at / perBin); at < boxes.end[i] && bin < bins; bin++) {

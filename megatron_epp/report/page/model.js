@@ -34,9 +34,15 @@ class Boxes {
     if (again) again.box.forEach((i, at) => this.recompute.set(i, {us: again.time_us[at], mode: again.modes[again.mode[at]]}));
   }
 
-  numLanes() { return this.first.length - 1; }
-  rank(i) { return this.lane[i] % this.numRanks; }
-  isCompute(i) { return this.lane[i] < this.numRanks; }
+  numLanes() {
+    return this.first.length - 1;
+  }
+  rank(i) {
+    return this.lane[i] % this.numRanks;
+  }
+  isCompute(i) {
+    return this.lane[i] < this.numRanks;
+  }
   hasStream(stream) {
     const from = stream * this.numRanks;
     return from < this.numLanes() && this.first[from + this.numRanks] > this.first[from];
@@ -44,10 +50,12 @@ class Boxes {
 
   // First box of a lane that ends after a time; the end of the lane if there is none.
   firstEndingAfter(lane, time) {
-    let low = this.first[lane], high = this.first[lane + 1];
+    let low = this.first[lane];
+    let high = this.first[lane + 1];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.end[middle] > time) high = middle; else low = middle + 1;
+      if (this.end[middle] > time) high = middle;
+      else low = middle + 1;
     }
     return low;
   }
@@ -84,7 +92,8 @@ class Boxes {
 
   // Number of the box that started last before another in its lane ended, or follows it.
   neighbour(i, step) {
-    const lane = this.lane[i], next = i + step;
+    const lane = this.lane[i];
+    const next = i + step;
     return next >= this.first[lane] && next < this.first[lane + 1] ? next : i;
   }
 }
@@ -97,7 +106,10 @@ class PlanModel {
     this.measured = data.measured ? new Boxes(data.measured, data.num_ranks) : null;
     this.severalStages = data.stages.some((stages) => stages.length > 1);
     this.measuredBox = new Map();
-    if (data.measured) data.measured.planned.forEach((planned, i) => { if (planned >= 0) this.measuredBox.set(planned, i); });
+    if (data.measured)
+      data.measured.planned.forEach((planned, i) => {
+        if (planned >= 0) this.measuredBox.set(planned, i);
+      });
     this.#shareRecompute();
     this.liveOf = [];
     this.itemTables = [];
@@ -115,23 +127,32 @@ class PlanModel {
 
   // Segments of a chunk: sequence, start, end.
   segments(chunk) {
-    const numbers = this.chunks.segments[chunk], found = [];
+    const numbers = this.chunks.segments[chunk];
+    const found = [];
     for (let i = 0; i < numbers.length; i += 3) found.push({sequence: numbers[i], start: numbers[i + 1], end: numbers[i + 2]});
     return found;
   }
 
-  isWhole(segment) { return segment.start === 0 && segment.end === this.data.lengths[segment.sequence]; }
+  isWhole(segment) {
+    return segment.start === 0 && segment.end === this.data.lengths[segment.sequence];
+  }
 
   // Live bytes of a rank: values valid from a time until the next.
   live(rank) {
-    return this.liveOf[rank] ??= this.#live(rank);
+    return (this.liveOf[rank] ??= this.#live(rank));
   }
 
   #live(rank) {
-    const {alloc, free} = this.data.planned, events = this.memory.events[rank], boxes = this.planned;
-    const time = [0], bytes = [this.memory.static[rank]];
+    const {alloc, free} = this.data.planned;
+    const events = this.memory.events[rank];
+    const boxes = this.planned;
+    const time = [0];
+    const bytes = [this.memory.static[rank]];
     const add = (at, delta) => {
-      if (delta) { time.push(at); bytes.push(bytes[bytes.length - 1] + delta); }
+      if (delta) {
+        time.push(at);
+        bytes.push(bytes[bytes.length - 1] + delta);
+      }
     };
     if (events) {
       events.code.forEach((code, i) => add(events.time_us[i], code % 2 ? -free[code >> 1] : alloc[code >> 1]));
@@ -147,11 +168,12 @@ class PlanModel {
   // Memory of a rank by item: for each moment the bytes below and with every item, in the order of the names; null if unknown.
   itemsOf(rank) {
     if (!this.data.items) return null;
-    return this.itemTables[rank] ??= this.#stack(this.data.items.ranks[rank], this.data.items.names.length);
+    return (this.itemTables[rank] ??= this.#stack(this.data.items.ranks[rank], this.data.items.names.length));
   }
 
   #stack({time_us: time, changes}, number) {
-    const table = new Float64Array(time.length * number), now = new Float64Array(number);
+    const table = new Float64Array(time.length * number);
+    const now = new Float64Array(number);
     let at = 0;
     time.forEach((_, moment) => {
       for (; at < changes.length && changes[at] === moment; at += 3) now[changes[at + 1]] += changes[at + 2];
@@ -164,10 +186,12 @@ class PlanModel {
   // Live bytes of a rank at a time.
   liveAt(rank, at) {
     const {time, bytes} = this.live(rank);
-    let low = 0, high = time.length;
+    let low = 0;
+    let high = time.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (time[middle] <= at) low = middle + 1; else high = middle;
+      if (time[middle] <= at) low = middle + 1;
+      else high = middle;
     }
     return bytes[Math.max(0, low - 1)];
   }

@@ -1,7 +1,8 @@
 // What is visible and selected, and the colours of the theme.
 
 const state = {
-  from: 0, to: 1, // the visible part of the time axis
+  from: 0,
+  to: 1, // the visible part of the time axis
   rank: 0,
   pane: null, // the last one clicked
   plan: 0, // whose chunks the table lists
@@ -15,7 +16,7 @@ const PANES = [];
 const MOST_ZOOM = 2e6;
 let longestUs = 1;
 
-const axisUs = (pane) => state.ownScale ? pane.makespanUs || 1 : longestUs;
+const axisUs = (pane) => (state.ownScale ? pane.makespanUs || 1 : longestUs);
 
 // Show a part of the axis, within its ends.
 function show(from, to) {
@@ -28,12 +29,15 @@ function show(from, to) {
 
 // Zoom by a factor; `at` (0 to 1 of the visible part) stays where it is.
 function zoom(factor, at = 0.5) {
-  const length = state.to - state.from, middle = state.from + at * length, target = Math.min(1, length / factor);
+  const length = state.to - state.from;
+  const middle = state.from + at * length;
+  const target = Math.min(1, length / factor);
   show(middle - at * target, middle + (1 - at) * target);
 }
 
 function pan(share) {
-  const length = state.to - state.from, by = Math.min(1 - state.to, Math.max(-state.from, share * length));
+  const length = state.to - state.from;
+  const by = Math.min(1 - state.to, Math.max(-state.from, share * length));
   show(state.from + by, state.to + by);
 }
 
@@ -45,7 +49,11 @@ function selectChunk(plan, chunk, box = null) {
     const segments = plan.segments(chunk);
     const own = new Uint8Array(plan.chunks.tokens.length);
     own[chunk] = 1;
-    state.chunk = {plan: plan.number, chunk, marks: PLANS.map((other) => other === plan ? own : other.chunksWith(segments, plan.data.lengths))};
+    state.chunk = {
+      plan: plan.number,
+      chunk,
+      marks: PLANS.map((other) => (other === plan ? own : other.chunksWith(segments, plan.data.lengths))),
+    };
     state.selected = box;
     state.plan = plan.number;
   }
@@ -59,9 +67,12 @@ function selectBox(pane, box) {
 
 // Make a box visible, with some of what is around it, if it is not.
 function reveal(pane, box) {
-  const length = axisUs(pane), start = pane.boxes.start[box] / length, end = pane.boxes.end[box] / length;
+  const length = axisUs(pane);
+  const start = pane.boxes.start[box] / length;
+  const end = pane.boxes.end[box] / length;
   if (start >= state.from && end <= state.to) return;
-  const middle = (start + end) / 2, half = Math.max((state.to - state.from) / 2, end - start);
+  const middle = (start + end) / 2;
+  const half = Math.max((state.to - state.from) / 2, end - start);
   show(middle - half, middle + half);
 }
 
@@ -74,7 +85,7 @@ function readTheme() {
   }
 }
 
-const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const isDark = () => document.documentElement.dataset.theme === "dark";
 
 const tints = new Map();
 
@@ -85,7 +96,11 @@ function tint(op, strength) {
   if (!found) {
     const hex = OPERATIONS[op].colour;
     const [r, g, b] = [1, 3, 5].map((at) => Math.round(255 - strength * (255 - parseInt(hex.slice(at, at + 2), 16))));
-    found = {css: `rgb(${r},${g},${b})`, rgba: (255 << 24 | b << 16 | g << 8 | r) >>> 0, isLight: 0.299 * r + 0.587 * g + 0.114 * b > 140};
+    found = {
+      css: `rgb(${r},${g},${b})`,
+      rgba: ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0,
+      isLight: 0.299 * r + 0.587 * g + 0.114 * b > 140,
+    };
     tints.set(key, found);
   }
   return found;

@@ -6,27 +6,36 @@ const MOST_SEGMENTS = 12;
 // Compute time of every chunk over all ranks.
 function computeTimes(plan) {
   if (plan.times) return plan.times;
-  const times = new Float64Array(plan.chunks.tokens.length), {planned} = plan;
+  const times = new Float64Array(plan.chunks.tokens.length);
+  const {planned} = plan;
   for (let i = 0; i < planned.first[planned.numRanks]; i++) times[planned.chunk[i]] += planned.end[i] - planned.start[i];
-  return plan.times = times;
+  return (plan.times = times);
 }
 
 // Fill the table if the plan, its order or the search has changed.
 function fillTable() {
-  const plan = PLANS[state.plan], times = computeTimes(plan), body = document.querySelector("#chunks tbody");
+  const plan = PLANS[state.plan];
+  const times = computeTimes(plan);
+  const body = document.querySelector("#chunks tbody");
   const wanted = document.getElementById("find").value.trim();
   const value = {
-    chunk: (c) => c, kind: (c) => plan.chunks.kind[c], tokens: (c) => plan.chunks.tokens[c], time: (c) => times[c],
+    chunk: (c) => c,
+    kind: (c) => plan.chunks.kind[c],
+    tokens: (c) => plan.chunks.tokens[c],
+    time: (c) => times[c],
     sequence: (c) => plan.chunks.segments[c][0],
   }[table.sort];
-  const order = [...plan.chunks.tokens.keys()].filter((c) => wanted === "" || plan.segments(c).some((one) => `${one.sequence}` === wanted));
+  const order = [...plan.chunks.tokens.keys()].filter(
+    (c) => wanted === "" || plan.segments(c).some((one) => `${one.sequence}` === wanted),
+  );
   order.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a - b) * (table.descending ? -1 : 1));
   table.rows.clear();
   const rows = document.createDocumentFragment();
   for (const chunk of order) rows.append(rowOf(plan, chunk, times[chunk]));
   body.replaceChildren(rows);
   table.plan = plan;
-  document.getElementById("chunks-title").textContent = `${formatCount(order.length)} chunks${PLANS.length > 1 ? ` of ${plan.name}` : ""}`;
+  document.getElementById("chunks-title").textContent =
+    `${formatCount(order.length)} chunks${PLANS.length > 1 ? ` of ${plan.name}` : ""}`;
   for (const button of document.querySelectorAll("#chunks th button")) {
     const isSorted = button.dataset.column === table.sort;
     button.parentElement.setAttribute("aria-sort", isSorted ? (table.descending ? "descending" : "ascending") : "none");
@@ -35,8 +44,10 @@ function fillTable() {
 }
 
 function rowOf(plan, chunk, timeUs) {
-  const row = document.createElement("tr"), texts = segmentTexts(plan, chunk);
-  const shown = texts.length > MOST_SEGMENTS ? [...texts.slice(0, MOST_SEGMENTS), `and ${texts.length - MOST_SEGMENTS} more`] : texts;
+  const row = document.createElement("tr");
+  const texts = segmentTexts(plan, chunk);
+  const shown =
+    texts.length > MOST_SEGMENTS ? [...texts.slice(0, MOST_SEGMENTS), `and ${texts.length - MOST_SEGMENTS} more`] : texts;
   const cells = [chunk, plan.chunks.kind[chunk], formatCount(plan.chunks.tokens[chunk]), formatUs(timeUs), shown.join(" ")];
   cells.forEach((text, column) => {
     const cell = document.createElement("td");
