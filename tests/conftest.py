@@ -12,7 +12,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 TESTS = Path(__file__).parent
-FOLDERS = ("slurm", "cpu", "gpu", "mcore", "pure")
+FOLDERS = ("slurm", "browser", "cpu", "gpu", "mcore", "pure")
 """In the order in which they run: what waits most first, many short tests last, so that processes end together.
 
 What asks torch for a GPU's tensors comes before Megatron: its stand-ins for CUDA stay in the process that read its flags.

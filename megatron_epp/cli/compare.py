@@ -13,7 +13,7 @@ from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_shar
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, USUAL, layout_for
-from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
+from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
@@ -24,6 +24,8 @@ from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import side_by_side
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import comparison
 
 
@@ -49,8 +51,8 @@ def add_arguments(parser: Parser) -> None:
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
         f"placements with even layers on their own (default: {', '.join(USUAL)})",
     )
-    below = "a picture of the plans of one batch below each other, .png, .svg or .pdf (default: none)"
-    add_output(parser, below, type=picture)
+    below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
+    add_output(parser, below, type=picture_or_page)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> str:
-    """The table of all batches and planners, as text or with ``--json`` as JSON; with ``--output`` a picture of one batch's.
+    """The table of all batches and planners, as text or with ``--json`` as JSON; ``--output`` draws those of one batch.
 
     Raises:
         EppError: the arguments make no sense, or matplotlib is missing.
@@ -81,7 +83,7 @@ def compare(args: argparse.Namespace) -> str:
     if ALL in (args.planner or ()):
         made = _ranked(made, len(names))
     if args.output:
-        side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
+        _draw(args.output, [(one.planner, one.plan) for one in made if one.plan is not None])
     for number, (name, lengths) in enumerate(batches):
         tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
     if args.json:
@@ -89,6 +91,14 @@ def compare(args: argparse.Namespace) -> str:
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
     lines = chosen.lines()
     return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
+
+
+def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
+    """Write a page or a picture of plans below each other."""
+    if is_page(path):
+        save_page([Shown(name, made) for name, made in plans], path)
+    else:
+        side_by_side(plans).savefig(path)
 
 
 def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int], layout: Layout, name: str) -> Entry:

@@ -25,7 +25,7 @@ MODULES = {
     "compare": "compare",
     "schedules": "schedules",
     "advise": "advise",
-    "show": "plan",
+    "show": "show",
     "profile": "profile",
     "emulate": "emulate",
     "prepare": "prepare",

@@ -13,7 +13,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
+from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.account import Account
@@ -23,6 +23,8 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import headline
 
@@ -40,7 +42,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     add_problem(parser)
     add(parser, "planner")
-    add_output(parser, "also draw it over time: .png, .svg or .pdf (default: do not)", type=picture)
+    drawn = "also draw it over time: .html for a page to explore, .png, .svg or .pdf for a picture (default: do not)"
+    add_output(parser, drawn, type=picture_or_page)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
@@ -65,7 +68,10 @@ def run(args: Namespace) -> int:
         made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
     account = account_of(made, costs)
     if args.output:
-        save_memory_picture(account, args.output)
+        if is_page(args.output):
+            save_page([Shown(args.planner, made, account=account)], args.output)
+        else:
+            save_memory_picture(account, args.output)
     if not args.json:
         _say_blocks(_plan_blocks(args, account, refusal))
     if not args.quick:

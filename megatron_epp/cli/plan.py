@@ -1,4 +1,4 @@
-"""The commands that make and read plans: `check` proves them, `simulate` tells their times, `show` draws them."""
+"""The commands that make and read plans: `plan` makes one, `check` proves it, `simulate` tells its times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
+from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, output, progress, say, tell
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -18,20 +18,15 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
-from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError
-from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.errors import InfeasibleError, PlanError
 from megatron_epp.plan.pipelining import PIPELINING, from_pipelining
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.plan.text import to_grid
 from megatron_epp.planner import Problem, plan
-from megatron_epp.report.gantt import save_gantt
-from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.table import format_bytes, format_us, table
-from megatron_epp.report.text import against, summary
-from megatron_epp.report.trace import save_trace
+from megatron_epp.report.text import summary
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -49,17 +44,17 @@ def _add_plan(parser: Parser) -> None:
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
     parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
-    _add_width(parser)
+    add_width(parser)
 
 
-def _add_width(parser: Parser) -> None:
+def add_width(parser: Parser) -> None:
     """Add the flags for the size of a plan's text."""
     parser.add_argument("--width", type=COUNT, default=120, metavar="N", help="characters per line of text (%(default)s)")
     parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
 
 
-def _text_of(made: Plan, args: argparse.Namespace) -> str:
-    """Format a plan for a terminal, as wide as `_add_width`'s flags say."""
+def text_of(made: Plan, args: argparse.Namespace) -> str:
+    """Format a plan for a terminal, as wide as `add_width`'s flags say."""
     return summary(made, None, None) if args.all else summary(made, args.width)
 
 
@@ -73,7 +68,7 @@ def _plan(args: argparse.Namespace) -> int:
         save(made, args.output)
     if args.layout_out:
         Path(args.layout_out).write_text(chosen.layout.to_json(), encoding="utf-8")
-    say(_text_of(made, args))
+    say(text_of(made, args))
     if lines := chosen.lines():
         say("\n" + "\n".join(lines))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
@@ -99,30 +94,6 @@ def add_plan_file(parser: Parser) -> None:
 def _add_plans(parser: Parser) -> None:
     help_text = "one plan, or a table (.csv) of torch.distributed.pipelining; or plans of replicas that share experts"
     parser.add_argument("plans", metavar="PLAN.json", nargs="+", help=help_text)
-
-
-def _add_show(parser: Parser) -> None:
-    add_plan_file(parser)
-    parser.add_argument(
-        "--measured",
-        metavar="FILE",
-        help="a run of this plan, as the training run wrote it, to draw next to it (default: none)",
-    )
-    add_output(
-        parser,
-        "the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), .txt for "
-        "text. Without it: text on the screen",
-    )
-    parser.add_argument(
-        "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
-    )
-    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
-    parser.add_argument(
-        "--lowered",
-        action="store_true",
-        help="print what each rank issues, in order: actions, copies, sends, receives and reductions; nothing else",
-    )
-    _add_width(parser)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -151,7 +122,7 @@ def _read(path: str) -> Plan:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    timeline = simulate(_load(args.plan))
+    timeline = simulate(load_sound(args.plan))
     rows = []
     for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
         first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
@@ -162,33 +133,7 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace) -> int:
-    made = _load(args.plan)
-    measured = _measured(made, args.measured) if args.measured else None
-    if args.lowered:
-        say(to_grid(lower(made)).rstrip())
-    outputs = [args.output, args.png, args.trace]
-    if not any(outputs) and not args.lowered:
-        say(_text(made, measured, args))
-    with progress("drawing"):
-        for path in filter(None, outputs):
-            suffix = Path(path).suffix.lower()
-            if path is args.png or suffix in PICTURES:
-                save_gantt(made, path, measured)
-            elif path is args.trace or suffix == ".json":
-                save_trace(made, path, measured)
-            elif suffix == ".txt":
-                Path(path).write_text(_text(made, measured, args) + "\n", encoding="utf-8")
-            else:
-                raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join(PICTURES)}, .json or .txt")
-    return 0
-
-
-def _text(made: Plan, measured: Measured | None, args: argparse.Namespace) -> str:
-    return _text_of(made, args) if measured is None else f"{_text_of(made, args)}\n\n{against(made, measured)}"
-
-
-def _load(path: str) -> Plan:
+def load_sound(path: str) -> Plan:
     """Load a plan. Refuse it if its tables, chunks and actions contradict each other; warn of any other violation."""
     made = load(path)
     for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
@@ -199,17 +144,8 @@ def _load(path: str) -> Plan:
     return made
 
 
-def _measured(made: Plan, path: str) -> Measured:
-    """Load a run of the plan."""
-    measured = Measured.load(path)
-    with naming(path, PlanError):
-        measured_boxes(made, measured)
-    return measured
-
-
 COMMANDS = (
     Command("plan", "make a plan for a batch of sequence lengths and print its summary", _add_plan, _plan, _EXAMPLE),
     Command("check", "prove a plan, or report every violation; exit code 1 when there are any", _add_plans, _check),
     Command("simulate", "simulate a plan and print when its ranks work and what they hold", add_plan_file, _simulate),
-    Command("show", "show a plan, and a run of it, as text, picture or trace", _add_show, _show),
 )

@@ -27,6 +27,7 @@ PATIENCE_S = 2.0
 """Seconds before the first progress line: shorter work prints nothing."""
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
+PAGE = ".html"
 
 
 class Parser(SuggestingParser):
@@ -48,7 +49,7 @@ class Parser(SuggestingParser):
             command.refuse(unknown)
         for action in command._actions:
             path = getattr(found, action.dest, None)
-            if action.type in (output, picture) and path and (why := unwritable(Path(path))):
+            if action.type in (output, picture, picture_or_page) and path and (why := unwritable(Path(path))):
                 command.error(f"argument {'/'.join(action.option_strings)}: {why}")
         return found
 
@@ -89,6 +90,20 @@ def picture(text: str) -> str:
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
     return text
+
+
+def picture_or_page(text: str) -> str:
+    """Name a picture, or a page, to write."""
+    if Path(text).suffix.lower() not in (*PICTURES, PAGE):
+        raise argparse.ArgumentTypeError(
+            f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
+        )
+    return text
+
+
+def is_page(path: str) -> bool:
+    """True for the name of a page."""
+    return Path(path).suffix.lower() == PAGE
 
 
 def unwritable(path: Path) -> str:

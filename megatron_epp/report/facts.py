@@ -24,6 +24,16 @@ def batch_text(plan: Plan) -> str:
     return f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens"
 
 
+def is_calibrated(plan: Plan) -> bool:
+    """True if the plan's times come from measurements; False if from formulas over a model's shape and a device's rates."""
+    return not plan.costs.startswith("analytic")
+
+
+def calibration(plan: Plan) -> str:
+    """Addition to a plan's figures where its times are not calibrated; empty if they are."""
+    return "" if is_calibrated(plan) else " (times by formula, not calibrated)"
+
+
 def recompute_share(plan: Plan) -> float:
     """Share of all ranks' compute time that is recompute, 0 to 1."""
     total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))

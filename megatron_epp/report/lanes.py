@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.operations import operation, operations
+from megatron_epp.plan.operations import Track, operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.facts import recompute_in_backward
 from megatron_epp.report.measured import COMPUTE, COPY, Box
@@ -27,9 +27,9 @@ _ROOMY_PIXELS = 10
 """Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
 
 
-_BATCHED = 0.5
+_BATCHED = 0.4
 """Strength of the colour of chunks of whole sequences."""
-_SLICED = (1.0, 0.7, 0.85)
+_SLICED = (1.0, 0.8, 0.9)
 """Strengths of the colours of chunks with slices, used in turn for the long sequences."""
 _ODD = 0.86
 """Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
@@ -99,14 +99,19 @@ def label_time(axis: Axes, longest_us: float) -> None:
     axis.set_xlabel(f"{unit} since the start of the iteration")
 
 
-def draw_legend(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
-    """Draw the legend below a picture: the operations of the plans, then colour and meaning of shades."""
+def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
+    """Draw the legend below a picture of lanes: the operations of the plans in the colours that their boxes have."""
     steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
     present = {action.op for step in steps for action in step.actions}
-    entries = [(kind.colour, kind.text) for kind in operations() if kind.op in present]
+    kinds = {kind for plan in plans for kind in Shades(plan).kinds()}
+    entries = []
+    for kind in operations():
+        if kind.op in present:
+            shaded = [(tint(kind.colour, strength), f"{kind.text}, {text}") for strength, text in sorted(kinds, reverse=True)]
+            is_shaded = kind.track is Track.COMPUTE and len(kinds) > 1
+            entries += shaded if is_shaded else [(kind.colour, kind.text)]
     if any(map(recompute_in_backward, plans)):
         entries.append((operation(Op.R).colour, "recompute inside a backward"))
-    entries += shades
     draw_entries(figure, entries, len(entries) if len(entries) < 6 else 4)
 
 
@@ -123,35 +128,23 @@ class Shades:
 
     def __init__(self, plan: Plan) -> None:
         slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
-        self._lengths = plan.lengths
         self._sliced = list(dict.fromkeys(s.sequence for s in slices if s is not None))
         turn = {sequence: i % len(_SLICED) for i, sequence in enumerate(self._sliced)}
         base = [_BATCHED if s is None else _SLICED[turn[s.sequence]] for s in slices]
         self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
         self._has_batched = any(s is None for s in slices)
 
+    def strength(self, chunk: int) -> float:
+        """Strength of the colours of a chunk's actions, for `tint`."""
+        return self._strength[chunk]
+
     def colour(self, action: Action) -> str:
-        return tint(operation(action.op).colour, self._strength[action.chunk])
+        return tint(operation(action.op).colour, self.strength(action.chunk))
 
-    @staticmethod
-    def kinds() -> list[tuple[str, str]]:
-        """Colour and meaning of the two kinds of shades, in grey."""
-        return [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences"), (_LEGEND_BASE, "dark: slices of long sequences")]
-
-    def legend(self) -> list[tuple[str, str]]:
-        """Colour and meaning of the shades, in grey."""
-        entries = [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences")] if self._has_batched else []
-        if len(self._sliced) > len(_SLICED):
-            longest = max(self._lengths[sequence] for sequence in self._sliced)
-            meaning = (
-                f"dark: slices of {len(self._sliced)} long sequences (up to {longest:,} tokens), {len(_SLICED)} shades in turn"
-            )
-            return [*entries, (_LEGEND_BASE, meaning)]
-        for sequence, strength in zip(self._sliced, _SLICED, strict=False):
-            entries.append(
-                (tint(_LEGEND_BASE, strength), f"dark: slices of sequence {sequence} ({self._lengths[sequence]:,} tokens)")
-            )
-        return entries
+    def kinds(self) -> list[tuple[float, str]]:
+        """Strength and meaning of the kinds of chunks that the plan has."""
+        kinds = [(_SLICED[0], "slice of a long sequence")] * bool(self._sliced)
+        return kinds + [(_BATCHED, "whole sequences")] * self._has_batched
 
 
 def tint(colour: str, strength: float) -> str:

@@ -26,6 +26,8 @@ from megatron_epp.plan.simulate import Timeline
 
 SCHEMA = "megatron-epp/measured"
 VERSION = 1
+_FAR = 2.0
+"""Largest ratio of the makespans of a plan and a run of it for which pictures have one time axis."""
 COMPUTE, COPY, LINK = "compute", "copy", "link"
 """Streams of a rank."""
 
@@ -120,6 +122,12 @@ def _event(text: str, start_us: Any, end_us: Any, cpu_us: Any = None) -> Event:
     if not 0 <= start_us <= end_us:
         raise EppError(f"event {action} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
     return Event(action, start_us, end_us, None if cpu_us is None else number(cpu_us))
+
+
+def far_from(plan: Plan, measured: Measured) -> bool:
+    """True if a time axis for both a plan and a run of it would squeeze one of them."""
+    longest, shortest = (choose(plan.predicted.makespan_us, measured.makespan_us) for choose in (max, min))
+    return 0.0 < _FAR * shortest < longest
 
 
 class Box(NamedTuple):

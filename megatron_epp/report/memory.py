@@ -146,6 +146,14 @@ def _numbers(chunks: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def item_colours(account: Account) -> dict[str, str]:
+    """Colours ``#RRGGBB`` of all items that any rank ever has, from the bottom of a picture to its top."""
+    names = account.items
+    static = [name for name in names if name in account.static[0]]
+    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=True))
+    return {name: colours[name] for name in names}
+
+
 def memory_picture(account: Account) -> Figure:
     """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
 
@@ -155,18 +163,16 @@ def memory_picture(account: Account) -> Figure:
     plan, timeline = account.timeline.plan, account.timeline
     height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
     figure, axes = new_figure((_WIDTH_INCHES, plan.num_ranks * height + 1.8), _DPI, plan.num_ranks, sharey=True)
-    names, peak = account.items, max(timeline.peak_bytes)
-    static = [name for name in names if name in account.static[0]]
-    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=True))
+    colours, peak = item_colours(account), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     for rank, axis in enumerate(axes):
-        _draw(axis, account, rank, {name: colours[name] for name in names}, size)
+        _draw(axis, account, rank, colours, size)
         axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
     note = draw_caps(axes, plan.cap_bytes, peak, size)
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
     label_time(axes[-1], timeline.makespan_us)
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
-    draw_entries(figure, [(colours[name], name) for name in names], min(4, len(names)))
+    draw_entries(figure, [(colour, name) for name, colour in colours.items()], min(4, len(colours)))
     return figure
 
 

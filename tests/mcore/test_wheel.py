@@ -17,6 +17,7 @@ import megatron_epp
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_epp", "configs", "patches")
 SHIPPED = {"configs": (".yaml", ".json"), "patches": (".patch", ".md")}
+PAGE_SUFFIXES = (".html", ".css", ".js")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,9 @@ def test_the_wheel_has_every_module_every_shipped_file_and_the_one_version(wheel
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     wanted = {path.relative_to(ROOT) for path in (ROOT / "megatron_epp").rglob("*.py")}
+    pages = {path.relative_to(ROOT) for path in (ROOT / "megatron_epp").rglob("*") if path.suffix in PAGE_SUFFIXES}
+    assert pages
+    wanted |= pages
     for folder, suffixes in SHIPPED.items():
         files = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
         wanted |= {Path("megatron_epp") / path.relative_to(ROOT) for path in files}
@@ -78,6 +82,8 @@ def test_commands_run_from_anywhere(installed, tmp_path):
     batch = ["--lengths", "131072,9000,800,90,70000", "--model", "llama3-8b", "--cluster", "h100x8", "--stages", "8"]
     assert "planner greedy, costs analytic:h100x8" in succeeds([command, "plan", *batch, "-o", "plan.json"], tmp_path)
     assert succeeds([command, "check", "plan.json"], tmp_path)
+    succeeds([command, "show", "plan.json", "-o", "plan.html"], tmp_path)
+    assert "</html>" in (tmp_path / "plan.html").read_text()
 
 
 def test_a_shipped_recipe_is_checked_against_megatrons_parser(installed, tmp_path):
@@ -96,4 +102,5 @@ def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
     long = report["long_document"]
     assert long["elastic_bytes"] <= long["cap_bytes"] < min(long["whole_bytes"], long["needed_bytes"])
     left = {path.name for path in (tmp_path / "here").iterdir() if path.is_file()}
-    assert left == {"report.json", "plan.json", "trace.json", "schedules.png", "iteration.png", "long-document.png"}
+    pictures = {"schedules.png", "iteration.png", "long-document.png"}
+    assert left == {"report.json", "plan.json", "trace.json", "iteration.html", *pictures}

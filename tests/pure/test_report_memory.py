@@ -7,6 +7,7 @@ import pytest
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.report.memory import figures, main_items, memory_picture, save_memory_picture
+from megatron_epp.report.page.data import item_columns
 from tests.support.plan.planner_cases import pipeline, problem
 
 
@@ -51,3 +52,12 @@ def test_the_areas_of_a_rank_are_stacked_up_to_its_live_bytes(account):
 def test_the_picture_is_written_in_the_format_of_its_suffix(account, tmp_path):
     save_memory_picture(account, tmp_path / "memory.svg")
     assert "<svg" in (tmp_path / "memory.svg").read_text()
+
+
+def test_the_items_of_a_page_add_up_to_the_live_bytes(account):
+    columns = item_columns(account)
+    assert columns["names"] == list(account.items)
+    for rank, row in enumerate(columns["ranks"]):
+        changes = list(zip(*[iter(row["changes"])] * 3, strict=True))
+        sums = [sum(delta for moment, _, delta in changes if moment <= at) for at in range(len(row["time_us"]))]
+        assert sums == [num_bytes for _, num_bytes in account.timeline.live_bytes(rank)]

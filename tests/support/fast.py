@@ -216,6 +216,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_plan_simulate.py": (),
     "pure/test_plan_size_class.py": (),
     "pure/test_plan_text.py": (),
+    "pure/test_plan_waits.py": (),
     "pure/test_planner_account.py": (
         "test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something",
         "test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back",
@@ -277,6 +278,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_measured.py": (),
     "pure/test_report_parity.py": (),
     "pure/test_report_memory.py": (),
+    "pure/test_report_page.py": (),
     "pure/test_report_rounds.py": (),
     "pure/test_report_side_by_side.py": (),
     "pure/test_report_text.py": (),

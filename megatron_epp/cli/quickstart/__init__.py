@@ -35,6 +35,8 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import save
 from megatron_epp.report.gantt import save_gantt, side_by_side
 from megatron_epp.report.measured import Measured
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
 from megatron_epp.report.table import format_bytes
 from megatron_epp.report.trace import save_trace
 
@@ -116,11 +118,15 @@ def _leave(setting: Setting, long: LongDocument) -> list[str]:
     folder = setting.folder
     save(plan, folder / "plan.json")
     save_trace(plan, folder / "trace.json", measured)
-    lines = [f"In {folder}: report.json; plan.json and trace.json (for ui.perfetto.dev) of one iteration; and the pictures"]
+    save_page([Shown("1F1B, whole documents", whole), Shown("elastic plan", plan, measured)], folder / "iteration.html")
+    lines = [
+        f"In {folder}: report.json; plan.json and trace.json (for ui.perfetto.dev) of one iteration; and to look at",
+        "  iteration.html      one batch by both schedules, planned and measured: open it in a browser",
+    ]
     try:
         return [*lines, *_draw(folder, whole, plan, measured, long)]
     except EppError as error:
-        return [*lines, f"  none: {error}"]
+        return [*lines, f"  no pictures: {error}"]
 
 
 def _draw(folder: Path, whole: Plan, plan: Plan, measured: Measured, long: LongDocument) -> list[str]:

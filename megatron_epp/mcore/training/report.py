@@ -212,6 +212,7 @@ class IterationReport:
             measured.save(folder / f"measured{number}.json")
             save_trace(self.batch.plan, folder / f"trace{number}.json", measured)
             logger.info("wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", self.iteration, folder)
+            logger.info("megatron-epp show %s -o page.html makes a page of them", folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 

@@ -1,0 +1,244 @@
+"""Plans and runs as columns of numbers, the form in which a page holds them.
+
+A *lane* is a list of boxes on one rank and stream. All lanes of an iteration stand one after the other: `lanes` has the number
+of boxes of each, and each other column an entry per box. Boxes are numbered along these columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.graph import Graph, build_graph
+from megatron_epp.plan.operations import of_stages, operations
+from megatron_epp.plan.plan import Copy, Plan, is_unlimited
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.waits import ABSENT_US, Cause, Wait, critical_path, times_of, transfers_between, waits
+from megatron_epp.report import facts
+from megatron_epp.report.lanes import Shades
+from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes
+from megatron_epp.report.memory import item_colours
+from megatron_epp.report.text import headline
+
+Columns = dict[str, Any]
+
+_STREAMS = (COMPUTE, COPY, LINK)
+_DECIMALS = 3
+"""Times in microseconds are rounded to nanoseconds."""
+
+
+def operation_columns() -> list[Columns]:
+    """All operations in the order to which the column `op` of boxes refers, with the names and colours of pictures."""
+    return [
+        {
+            "op": str(each.op),
+            "text": each.text,
+            "colour": each.colour,
+            "site": "stage" if each.sites is of_stages else "shard",
+        }
+        for each in operations()
+    ]
+
+
+class Shown(NamedTuple):
+    """A plan to show.
+
+    Attributes:
+        name: its title.
+        plan: it is simulated.
+        measured: a run of it.
+        account: its memory by item.
+    """
+
+    name: str
+    plan: Plan
+    measured: Measured | None = None
+    account: Account | None = None
+
+
+def plan_columns(shown: Shown) -> Columns:
+    """Return everything that a page shows of a plan, and of a run of it.
+
+    Raises:
+        PlanError: the order deadlocks, or the measurement is of another plan.
+    """
+    plan = shown.plan
+    timeline, graph = simulate(plan), build_graph(plan)
+    return {
+        "name": shown.name,
+        "digest": digest(plan)[:12],
+        "headline": headline(plan),
+        "recompute_share": facts.recompute_share(plan),
+        "calibrated": facts.is_calibrated(plan),
+        "num_ranks": plan.num_ranks,
+        "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
+        "lengths": plan.lengths,
+        "chunks": _chunk_columns(plan),
+        "planned": _planned(timeline, graph),
+        "memory": _memory_columns(timeline, graph),
+        "items": None if shown.account is None else item_columns(shown.account),
+        "measured": None if shown.measured is None else _measured(plan, shown.measured, graph),
+    }
+
+
+def _chunk_columns(plan: Plan) -> Columns:
+    shades = Shades(plan)
+    return {
+        "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
+        "tokens": [chunk.num_tokens for chunk in plan.chunks],
+        "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
+        "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
+        "strength": [round(shades.strength(c), 3) for c in range(len(plan.chunks))],
+    }
+
+
+def _planned(timeline: Timeline, graph: Graph) -> Columns:
+    plan, (starts, ends) = timeline.plan, times_of(timeline)
+    found = waits(graph, starts, ends)
+    lanes = _lanes([step.action for step in graph.steps], [len(numbers) for numbers in graph.tracks], starts, ends)
+    also = {number: [str(action) for action in step.actions[1:]] for number, step in enumerate(graph.steps) if step.actions[1:]}
+    return lanes | {
+        "makespan_us": timeline.makespan_us,
+        "bubble": timeline.bubble_fraction,
+        "alloc": [step.alloc_bytes for step in graph.steps],
+        "free": [step.free_bytes for step in graph.steps],
+        "also": also,
+        **_recompute(plan, graph),
+        **_reasons(graph, found, ends, range(len(graph.steps))),
+    }
+
+
+def _measured(plan: Plan, measured: Measured, graph: Graph) -> Columns:
+    """Columns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
+    boxes = measured_boxes(plan, measured)
+    order = {stream: number for number, stream in enumerate(_STREAMS)}
+    boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
+    numbers = [_number(graph, box) for box in boxes]
+    starts, ends = [ABSENT_US] * len(graph.steps), [ABSENT_US] * len(graph.steps)
+    box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
+    for number, i in box_of.items():
+        starts[number], ends[number] = boxes[i].start_us, boxes[i].end_us
+    counts = [0] * (len(_STREAMS) * plan.num_ranks)
+    for box in boxes:
+        counts[order[box.stream] * plan.num_ranks + box.rank] += 1
+    times = [box.start_us for box in boxes], [box.end_us for box in boxes]
+    lanes = _lanes([box.action for box in boxes], counts, *times)
+    return lanes | {
+        "makespan_us": measured.makespan_us,
+        "bubble": measured.bubble_fraction,
+        "planned": numbers,
+        **_reasons(graph, waits(graph, starts, ends), ends, numbers),
+    }
+
+
+def _number(graph: Graph, box: Box) -> int:
+    number = graph.number(box.action)
+    return -1 if number is None else number
+
+
+def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> Columns:
+    index = {op: number for number, op in enumerate(each.op for each in operations())}
+    return {
+        "lanes": counts,
+        "op": [index[action.op] for action in actions],
+        "stage": [action.stage for action in actions],
+        "chunk": [action.chunk for action in actions],
+        "start_us": _times(starts),
+        "time_us": _times(end_us - start_us for start_us, end_us in zip(starts, ends, strict=True)),
+    }
+
+
+def _times(values: Iterable[float]) -> list[float]:
+    """Round times; whole numbers become integers, which are shorter as text."""
+    rounded = (round(value, _DECIMALS) for value in values)
+    return [int(value) if value == int(value) else value for value in rounded]
+
+
+def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> Columns:
+    """Columns with what each box waited for, and the boxes of the critical path.
+
+    `because` is the distance back to the box that it waited for, 0 if it waited for none.
+
+    Args:
+        graph: of the plan.
+        found: waits of its steps.
+        ends: end of its steps.
+        numbers: the step of each box; -1 for none.
+    """
+    box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
+    none = Wait(Cause.START)
+    waited = [found[number] if number >= 0 else none for number in numbers]
+    transfers = transfers_between(graph)
+    carried = {
+        i: transfers[wait.number, numbers[i]].carries.text for i, wait in enumerate(waited) if wait.cause is Cause.TRANSFER
+    }
+    names = sorted(set(carried.values()))
+    return {
+        "because": [i - box_of.get(wait.number, i) for i, wait in enumerate(waited)],
+        "cause": [int(wait.cause) for wait in waited],
+        "transfers": names,
+        "carried": [names.index(carried[i]) if i in carried else -1 for i in range(len(waited))] if carried else [],
+        "critical": [box_of[number] for number in critical_path(found, ends) if number in box_of],
+    }
+
+
+def _recompute(plan: Plan, graph: Graph) -> Columns:
+    """Columns of the boxes with recompute: their number, its time, and the modes of their layers."""
+    boxes, times, modes = [], [], []
+    shares = facts.recompute_in_backward(plan)
+    for number, step in enumerate(graph.steps):
+        if share := shares.get(step.action):
+            boxes.append(number)
+            times.append(share * step.time_us)
+            modes.append(str(plan.recompute[step.action.stage][step.action.chunk]))
+    names = sorted(set(modes))
+    index = {mode: number for number, mode in enumerate(names)}
+    return {"recompute": {"box": boxes, "time_us": _times(times), "mode": [index[mode] for mode in modes], "modes": names}}
+
+
+def _memory_columns(timeline: Timeline, graph: Graph) -> Columns:
+    """Columns with the memory of every rank.
+
+    A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of
+    a box, plus one if it is the release.
+    """
+    plan = timeline.plan
+    events: dict[int, Columns] = {}
+    for rank, issued in enumerate(timeline.memory_events):
+        if not (plan.copies and plan.copies[rank]):
+            continue
+        first = {False: graph.tracks[rank].start, True: graph.tracks[plan.num_ranks + rank].start}
+        codes = [2 * (first[isinstance(event.step, Copy)] + event.position) + event.at_end for event in issued]
+        events[rank] = {"code": codes, "time_us": _times(event.time_us for event in issued)}
+    return {
+        "static": plan.static_bytes,
+        "cap": [None if is_unlimited(cap) else cap for cap in plan.cap_bytes],
+        "peak": timeline.peak_bytes,
+        "events": events,
+    }
+
+
+def item_columns(account: Account) -> Columns:
+    """Columns with the memory of every rank by item, with the colours of pictures.
+
+    `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
+    the item, and the bytes that are added.
+    """
+    colours = item_colours(account)
+    index = {name: number for number, name in enumerate(colours)}
+    ranks = []
+    for rank in range(account.timeline.plan.num_ranks):
+        times: list[float] = []
+        changes: list[int] = []
+        before: dict[str, int] = {}
+        for moment in account.moments(rank):
+            for name in colours:
+                if delta := moment.items.get(name, 0) - before.get(name, 0):
+                    changes += [len(times), index[name], delta]
+            times.append(moment.time_us)
+            before = moment.items
+        ranks.append({"time_us": _times(times), "changes": changes})
+    return {"names": list(colours), "colours": list(colours.values()), "ranks": ranks}

@@ -1,0 +1,164 @@
+"""The data of a page are those of the simulator and of the run, and the page is one file that needs nothing else."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.operations import operations
+from megatron_epp.plan.plan import UNLIMITED_BYTES
+from megatron_epp.plan.serialize import save
+from megatron_epp.plan.simulate import simulate
+from megatron_epp.report import facts
+from megatron_epp.report.page.data import Shown, plan_columns
+from megatron_epp.report.page.html import embedded, page, save_page
+from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
+
+SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
+OPS = [each.op for each in operations()]
+
+
+def data_of(text):
+    """What a browser reads from a page."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def actions_of(columns):
+    rows = zip(columns["op"], columns["stage"], columns["chunk"], strict=True)
+    return [Action(OPS[op], stage, chunk) for op, stage, chunk in rows]
+
+
+@pytest.mark.parametrize("plan", [sliced_plan(num_ranks=3, slices=3), v_shaped_plan(), with_offload(sliced_plan(), 0)])
+def test_boxes_are_the_simulators(plan):
+    timeline, columns = simulate(plan), plan_columns(Shown("p", plan))["planned"]
+    steps = [step for table in (plan.ranks, plan.copies) for row in table for step in row]
+    starts = [time_us for table in (timeline.start_us, timeline.copy_start_us) for row in table for time_us in row]
+    assert actions_of(columns) == [step.action for step in steps]
+    assert columns["start_us"] == pytest.approx(starts, abs=1e-3)
+    assert columns["time_us"] == pytest.approx([step.time_us for step in steps], abs=2e-3)
+    assert columns["alloc"] == [step.alloc_bytes for step in steps]
+    assert columns["free"] == [step.free_bytes for step in steps]
+    assert columns["makespan_us"] == timeline.makespan_us
+    assert columns["lanes"] == [len(row) for row in plan.ranks] + [len(row) for row in plan.copies or ((),) * plan.num_ranks]
+
+
+def test_memory_is_the_simulators_on_ranks_with_copies_and_without():
+    plan = with_offload(sliced_plan(), chunk=0)
+    timeline, columns = simulate(plan), plan_columns(Shown("p", plan))
+    planned, memory = columns["planned"], columns["memory"]
+    assert list(memory["events"]) == [0], "rank 1 has no copies"
+    codes = memory["events"][0]["code"]
+    deltas = [-planned["free"][code // 2] if code % 2 else planned["alloc"][code // 2] for code in codes]
+    assert deltas == [event.delta_bytes for event in timeline.memory_events[0]]
+    assert max(accumulate(deltas, initial=memory["static"][0])) == memory["peak"][0] == timeline.peak_bytes[0]
+    assert memory["cap"] == list(plan.cap_bytes)
+    assert plan_columns(Shown("p", replace(plan, cap_bytes=(UNLIMITED_BYTES,) * 2)))["memory"]["cap"] == [None, None]
+
+
+def test_reasons_lead_back_along_the_critical_path():
+    columns = plan_columns(Shown("p", sliced_plan(num_ranks=3)))["planned"]
+    path = columns["critical"]
+    assert [b - columns["because"][b] for b in path[1:]] == path[:-1]
+    ends = [start + time for start, time in zip(columns["start_us"], columns["time_us"], strict=True)]
+    assert max(ends) == ends[path[-1]]
+    assert set(columns["transfers"]) == {"activation", "gradient"}
+
+
+def test_recompute_has_its_share_of_the_backward_and_its_modes():
+    plan = sliced_plan(recompute=2)
+    columns = plan_columns(Shown("p", plan))["planned"]
+    shares = facts.recompute_in_backward(plan)
+    again = columns["recompute"]
+    times = zip(again["box"], again["time_us"], strict=True)
+    found = {actions_of(columns)[box]: time_us / columns["time_us"][box] for box, time_us in times}
+    assert found == pytest.approx(shares)
+    assert again["modes"] == [str(plan.recompute[0][0])]
+
+
+def test_a_run_is_joined_with_its_plan():
+    plan = with_offload(sliced_plan(), chunk=0)
+    run = measured_run(plan, slowdown=2.0)
+    columns = plan_columns(Shown("p", plan, run))
+    measured, planned = columns["measured"], columns["planned"]
+    assert measured["makespan_us"] == run.makespan_us
+    for box, action in enumerate(actions_of(measured)):
+        assert actions_of(planned)[measured["planned"][box]] == action
+        assert measured["time_us"][box] == pytest.approx(2 * planned["time_us"][measured["planned"][box]])
+    assert measured["lanes"] == [len(events) for events in run.ranks] + [0] * 4
+    assert measured["critical"], "a run has a critical path of its own"
+
+
+def test_chunks_have_their_segments_and_kinds():
+    plan = sliced_plan()
+    chunks = plan_columns(Shown("p", plan))["chunks"]
+    assert chunks["segments"] == [[n for segment in chunk.segments for n in segment] for chunk in plan.chunks]
+    assert chunks["kind"] == [chunk.kind(plan.lengths) for chunk in plan.chunks]
+
+
+def test_no_text_ends_the_script_in_which_it_stands():
+    bad = "</script><script>alert(1)</script><!-- \u2028 &"
+    plan = replace(sliced_plan(), notes=(bad,), planner=bad, costs=bad)
+    text = page([Shown(bad, plan)])
+    assert text.count("</script") == page([Shown("p", sliced_plan())]).count("</script")
+    assert bad not in text
+    assert data_of(text)["plans"][0]["name"] == bad
+    assert json.loads(embedded([bad])) == [bad]
+
+
+def test_the_page_names_no_other_file_and_forbids_requests():
+    text = page([Shown("p", sliced_plan())])
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", text)
+    assert "default-src 'none'" in text
+    assert "<!--data-->" not in text
+
+
+def test_times_by_formula_are_called_uncalibrated():
+    assert not facts.is_calibrated(replace(sliced_plan(), costs="analytic:h100"))
+    assert facts.is_calibrated(replace(sliced_plan(), costs="measured:cpu"))
+
+
+def test_nothing_to_show_is_told(tmp_path):
+    with pytest.raises(PlanError, match="no planner found one"):
+        save_page([], tmp_path / "page.html")
+
+
+def test_show_writes_a_plan_a_run_and_a_folder_of_runs(tmp_path, capsys):
+    plan = sliced_plan()
+    save(plan, tmp_path / "plan.json")
+    measured_run(plan).save(tmp_path / "measured.json")
+    out = tmp_path / "page.html"
+    assert main(["show", str(tmp_path / "plan.json"), "-o", str(out)]) == 0
+    assert data_of(out.read_text())["plans"][0]["measured"] is None
+    assert main(["show", str(tmp_path), "-o", str(out)]) == 0
+    assert data_of(out.read_text())["plans"][0]["measured"] is not None
+    save(plan, tmp_path / "plan-7.json")
+    assert main(["show", str(tmp_path), "-o", str(out)]) == 0
+    assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["plan", "plan-7"]
+    assert main(["show", str(tmp_path)]) == 2
+    assert "several plans (plan, plan-7)" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "plan-7.json"), str(tmp_path / "plan.json"), "-o", str(out)]) == 0
+    assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["plan-7", "plan"]
+    assert main(["show", str(tmp_path), "--measured", str(tmp_path / "measured.json")]) == 2
+    assert "run of one plan" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["show", str(tmp_path / "empty")]) == 2
+    assert "--epp-trace" in capsys.readouterr().err
+
+
+def test_compare_and_memory_write_pages(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    planners = ["--planner", "greedy", "--planner", "1f1b"]
+    assert main(["compare", "--lengths", "900,50", *planners, *SMALL, "-o", str(out)]) == 0
+    assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["greedy", "1f1b"]
+    assert main(["memory", "--quick", "--no-megatron", "--lengths", "900,50", *SMALL, "-o", str(out)]) == 0
+    (shown,) = data_of(out.read_text())["plans"]
+    assert len(shown["items"]["ranks"]) == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["memory", "--lengths", "900", *SMALL, "-o", str(tmp_path / "page.gif")])
+    assert ".html" in capsys.readouterr().err
