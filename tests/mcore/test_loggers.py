@@ -183,7 +183,7 @@ def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
     ours.args, ours.stages, ours.rank, ours.placement, ours._learning = FLAGS, {0: object()}, 3, Namespace(rank_of=(0, 1)), None
     ours.watchdog = Watchdog(0.1, lambda message: (reports.append(message), reported.set()))
 
-    def hang(args, stages, links, placement, note):
+    def hang(args, stages, links, placement, note, vocabulary):
         note("measuring bytes")
         assert reported.wait(60)
         raise EppError("ended")

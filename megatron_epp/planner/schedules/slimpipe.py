@@ -1,8 +1,9 @@
 """SlimPipe (arXiv 2504.14519, section 4): slices of a sequence on all stages of a rank, then the next; backwards reversed.
 
 Kept: the order and its warm-up of ``n v + 2 (p - 1 - rank)`` slices. Changed: slices take equal time instead of having equal
-length, so no attention is exchanged between ranks; the vocabulary is divided over the ranks by `--vocab-parallel`. The paper's
-sequences have at least as many slices as there are ranks: of shorter ones, as many together as it takes stand for one.
+length, so no attention is exchanged between ranks; the vocabulary is divided over the ranks where the costs have it in shards.
+The paper's sequences have at least as many slices as there are ranks: of shorter ones, as many together as it takes stand for
+one.
 """
 
 from __future__ import annotations
