@@ -112,7 +112,7 @@ def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int]
         name: of the planner.
     """
     start_s = time.process_time()
-    schedule, own = SCHEDULES.get(name), layout
+    schedule = SCHEDULES.get(name)
     try:
         own = layout_for(name, layout)
         options = options_from(args, planner=name)
@@ -136,7 +136,8 @@ def _ranked(made: list[Entry], count: int) -> list[Entry]:
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
-    splits = [entry.planner for entry in entries if entry.planner in SCHEDULES and SCHEDULES[entry.planner].splits_weight]
+    planned = [entry.planner for entry in entries if entry.plan is not None]
+    splits = [name for name in planned if name in SCHEDULES and SCHEDULES[name].splits_weight]
     if splits:
         lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]

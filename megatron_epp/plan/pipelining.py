@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
@@ -42,10 +43,17 @@ def from_pipelining(text: str) -> Plan:
     Raises:
         PlanError: it is no such table: a cell has another form, or a stage is on two ranks or on none.
     """
-    rows = [
-        [together for at, cell in enumerate(row) if (together := _actions(cell, rank, at))]
-        for rank, row in enumerate(csv.reader(text.splitlines()))
-    ]
+    try:
+        cells = [row for row in csv.reader(text.splitlines()) if row]
+    except csv.Error as error:
+        raise PlanError(f"the table is no CSV: {error}") from error
+    found = [[one for at, cell in enumerate(row) if (one := _read(cell.strip(), rank, at))] for rank, row in enumerate(cells)]
+    if idle := [rank for rank, row in enumerate(found) if not row]:
+        raise PlanError(
+            f"row {idle[0] + 1} of the table has no action: a cell is <stage><F, B, I or W><microbatch>, such as 0F3"
+        )
+    _check_weights(one for row in found for together in row for one in together)
+    rows = [[tuple(one.action for one in together) for together in row] for row in found]
     every = [action for row in rows for together in row for action in together]
     if not every:
         raise PlanError("the table has no action: a cell is <stage><F, B, I or W><microbatch>, such as 0F3")
@@ -80,9 +88,20 @@ def from_pipelining(text: str) -> Plan:
     return made
 
 
-def _actions(cell: str, rank: int, at: int) -> Together:
-    """Return the actions of a cell; none for an empty one and for communication."""
-    cell = cell.strip()
+class _Read(NamedTuple):
+    """An action, and the letter that the table has for it."""
+
+    action: Action
+    letter: str
+
+
+def _read(cell: str, rank: int, at: int) -> tuple[_Read, ...]:
+    """Return the actions of a cell; none for an empty one and for communication.
+
+    Args:
+        cell: its text.
+        rank, at: row and column, from 0.
+    """
     overlapped = _OVERLAPPED.fullmatch(cell)
     found = [_COMPUTE.fullmatch(word) for word in (overlapped[1].split(";") if overlapped else [cell])]
     if not cell or _OTHER.fullmatch(cell):
@@ -91,7 +110,21 @@ def _actions(cell: str, rank: int, at: int) -> Together:
         raise PlanError(
             f"row {rank + 1}, cell {at + 1} of the table is {cell[:40]!r}; expected an action such as 0F3, or nothing"
         )
-    return tuple(Action(_OPERATIONS[one[2]], int(one[1]), int(one[3])) for one in found if one is not None)
+    return tuple(_Read(Action(_OPERATIONS[one[2]], int(one[1]), int(one[3])), one[2]) for one in found if one is not None)
+
+
+def _check_weights(every: Iterable[_Read]) -> None:
+    """Raise `PlanError` where a weight gradient is missing or computed twice, which plans cannot say of a whole backward."""
+    letters: dict[tuple[int, int], set[str]] = {}
+    for action, letter in every:
+        letters.setdefault((action.stage, action.chunk), set()).add(letter)
+    for (stage, chunk), has in letters.items():
+        if {"I", "B"} <= has or {"B", "W"} <= has:
+            other = "I" if "I" in has else "W"
+            raise PlanError(f"stage {stage} has B and {other} of microbatch {chunk}: B is both parts of the backward")
+        if ("I" in has) != ("W" in has):
+            one, other = ("I", "W") if "I" in has else ("W", "I")
+            raise PlanError(f"stage {stage} has {one} of microbatch {chunk} and never {other}, the other part of the backward")
 
 
 def _placement(rows: Sequence[Sequence[Together]]) -> tuple[int, ...]:

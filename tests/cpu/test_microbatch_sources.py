@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -101,7 +104,13 @@ def test_bytes_of_microbatches_are_those_of_their_storages_on_the_device() -> No
             self.ends = torch.zeros(3, dtype=torch.int32)
 
     whole = torch.zeros(10, dtype=torch.float32)
-    items = [{"tokens": whole[:4], "more": [whole[4:], Packed()], "count": 3}, torch.zeros(2, 2, device="meta")]
+
+    @dataclass(slots=True)
+    class Slotted:
+        inner: Packed
+
+    batch = OrderedDict(tokens=whole[:4], more=[whole[4:], Slotted(Packed())], count=3, text="words")
+    items = [batch, batch, torch.zeros(2, 2, device="meta"), torch.eye(3).to_sparse()]
     assert tensor_bytes(items, torch.device("cpu")) == 40 + 12
     taken = take(iter([tokens(1, 3), tokens(1, 5)]), 2, shape_of)
     assert taken.num_bytes(torch.device("cpu")) == 8 * 8

@@ -26,6 +26,11 @@ def test_a_sound_table_has_no_violations_and_its_peak_and_bubble():
     assert made.predicted.makespan_us == 9
 
 
+def test_empty_lines_are_no_ranks():
+    made = from_pipelining("\n" + TABLE + "\n\n")
+    assert made.ranks == from_pipelining(TABLE).ranks
+
+
 def test_overlapping_actions_are_a_step():
     made = from_pipelining("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n")
     assert [step.actions for step in made.ranks[0] if len(step.actions) > 1] == [made.ranks[0][2].actions]
@@ -59,6 +64,11 @@ def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path,
         ("0F0,0B0\n2F0,2B0\n", "stage 1 of the table has no action"),
         ("0F999999999\n9999F0\n", "stage 1 of the table has no action"),
         ("0F999999999\n", "1,000,000,000 microbatches"),
+        ("0F0,0F1,0I0,0W0,0I1\n", "stage 0 has I of microbatch 1 and never W"),
+        ("0F0,0B0,0W0\n", "stage 0 has B and W of microbatch 0: B is both parts"),
+        ("0F0,0I0,0B0,0W0\n", "stage 0 has B and I of microbatch 0: B is both parts"),
+        ("0F0,0B0\n,\n", "row 2 of the table has no action"),
+        ("0" * 140_000 + "F0\n", "the table is no CSV"),
     ],
 )
 def test_what_is_no_table_is_refused_in_a_line(table: str, said: str):

@@ -203,6 +203,17 @@ def test_another_placement_is_refused_with_the_one_that_is_needed(name: str, pla
     assert said in str(refused.value)
 
 
+def test_a_window_that_fits_is_found_behind_those_that_do_not():
+    """Of the orders of a schedule some keep less: the least cap that is named is theirs, and a plan is made under it."""
+    for name in ("hanayo", "kfkb", "slimpipe"):
+        problem = replace(problem_of(name, 1), lengths=(2048,) * 24)
+        with pytest.raises(InfeasibleError) as refused:
+            plan(problem, costs_of(problem), Options(planner=name, recompute=0))
+        enough = replace(problem, cap_bytes=(refused.value.least_cap_bytes,) * 4)
+        made = plan(enough, costs_of(problem), Options(planner=name, recompute=0))
+        assert max(made.predicted.peak_bytes) <= refused.value.least_cap_bytes
+
+
 def test_too_few_chunks_are_refused_with_how_many_it_takes():
     problem = replace(problem_of("dualpipe-v"), lengths=(300, 200))
     with pytest.raises(PlanError, match="DualPipeV needs at least 7 chunks on 4 ranks; there are 2"):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from megatron_epp.advice.judge import Entry, Plain, exactly, gib, plain, shares_by_work
 from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
-from megatron_epp.cli.first_run.outcome import Outcome
+from megatron_epp.cli.first_run.outcome import PASSED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cli.lengths import limited, read_lengths
@@ -98,7 +98,7 @@ def gain(setting: Setting) -> Outcome:
         "stock": None if found.stock is None else {"step_us": found.stock.step_us, "planner": found.stock.planner},
         "changes": setting.launch.changes(),
     }
-    return Outcome("passed", tuple(lines), "", figures)
+    return Outcome(PASSED, tuple(lines), "", figures)
 
 
 def _rows(question: Question, found: Gain) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from megatron_epp.plan import EppError
 
@@ -122,23 +124,35 @@ class ByOffset(Microbatches):
 
 
 def tensor_bytes(items: Any, device: torch.device) -> int:
-    """Return the bytes of tensors on a device, each storage once.
+    """Return the bytes of tensors on a device, each storage once; tensors without a storage (sparse ones) are not counted.
 
     Args:
         items: mappings, sequences and objects with tensors as attributes, nested.
         device: with its index, if it is a GPU.
     """
-    leaves = [
-        leaf
-        for one in tree_leaves(items)
-        for leaf in ([one] if isinstance(one, Tensor) else tree_leaves(vars(one)) if hasattr(one, "__dict__") else [])
-    ]
-    storages = {
-        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.device == device
-    }
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    left = [items]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            if one.device == device and one.layout is torch.strided:
+                storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif id(one) not in seen and not isinstance(one, (str, bytes, int, float, type(None))):
+            seen.add(id(one))
+            left.extend(_parts(one))
     return sum(storages.values())
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    """Return the values of a mapping, the items of a sequence, or the attributes of another object."""
+    if isinstance(one, Mapping):
+        return one.values()
+    if isinstance(one, (list, tuple, set, deque)):
+        return one
+    if is_dataclass(one) and not isinstance(one, type):
+        return [getattr(one, field.name) for field in fields(one)]
+    return vars(one).values() if hasattr(one, "__dict__") and not isinstance(one, (type, ModuleType)) else ()
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -74,21 +75,26 @@ class FixedOrder:
         best: tuple[float, Decisions] | None = None
         refusals: list[InfeasibleError | PlanError] = []
         for chunks in _tables(problem, costs, options):
-            batch = Batch(chunks, slice_groups(chunks), placement, problem, costs)
-            try:
-                for order in self.orders(batch):
+            for order in self._orders(Batch(chunks, slice_groups(chunks), placement, problem, costs), refusals):
+                try:
                     made = fitted(_asked_for(order, problem, options), chunks, problem, costs, options)
-                    took_us = predicted_us(made, problem, costs)
-                    if best is None or took_us < best[0]:
-                        best = took_us, made
-            except (
-                InfeasibleError,
-                PlanError,
-            ) as refusal:  # it does not fit, deadlocks with so unequal sequences, or has too few chunks
-                refusals.append(refusal)
+                except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
+                    refusals.append(refusal)
+                    continue
+                took_us = predicted_us(made, problem, costs)
+                if best is None or took_us < best[0]:
+                    best = took_us, made
         if best is None:
-            raise next((one for one in refusals if isinstance(one, InfeasibleError)), refusals[0])
+            without_room = [one for one in refusals if isinstance(one, InfeasibleError)]
+            raise min(without_room, key=lambda one: one.least_cap_bytes or math.inf) if without_room else refusals[0]
         return best[1]
+
+    def _orders(self, batch: Batch, refusals: list[InfeasibleError | PlanError]) -> Iterator[Order]:
+        """Yield the orders of a chunk table; append to `refusals` why there are none."""
+        try:
+            yield from self.orders(batch)
+        except PlanError as refusal:
+            refusals.append(refusal)
 
     def placement(self, problem: Problem, options: Options) -> Placement:
         """Return the placement of a problem. Raises `PlanError` if it is another than the schedule needs."""

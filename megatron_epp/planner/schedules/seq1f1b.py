@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.common import Contest, chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.schedules.rows import actions, one_each
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -71,11 +71,9 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
         The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.
     """
     window = max(map(len, groups))
-    orders = []
-    for stage in range(num_stages):
-        forwards = [Action(Op.F, stage, c) for group in groups for c in group]
-        backwards = [] if forward_only else [Action(Op.B, stage, c) for group in groups for c in reversed(group)]
-        warm_up = len(forwards) if forward_only else num_stages - stage - 2 + window
-        pairs = zip_longest(forwards[warm_up:], backwards)
-        orders.append((*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None)))
-    return tuple(orders)
+    ascending = [c for group in groups for c in group]
+    descending = [] if forward_only else [c for group in groups for c in reversed(group)]
+    return tuple(
+        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, descending), num_stages - stage - 2 + window)
+        for stage in range(num_stages)
+    )

@@ -60,7 +60,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Search for the limits of batches like a given one.
+    """Search for the limits of batches like a given one. All ranks have the cap of the rank with the least.
 
     Args:
         problem: the batch, the pipeline and its caps.

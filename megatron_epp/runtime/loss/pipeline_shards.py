@@ -116,7 +116,7 @@ class VocabularyShards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that chunks hold between `S` and their last operation on this rank, statistics of the logits excepted."""
+        """Bytes of chunks from their broadcast to their last operation on this rank, without statistics of the logits."""
         held = ((one.x, *((one.logits.part, one.logits.kept) if one.logits else ())) for one in list(self._states.values()))
         return sum(tensor.nbytes for tensors in held for tensor in tensors if tensor is not None)
 

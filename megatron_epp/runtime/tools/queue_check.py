@@ -140,7 +140,7 @@ class EchoStage:
     def __init__(self, stage: int, width: int, device: torch.device) -> None:
         self.stage, self.relay = stage, KVRelay()
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
-        self._shape, self._inputs = width, dict[int, Tensor]()
+        self._width, self._inputs = width, dict[int, Tensor]()
         self._square = torch.full((2048 if device.type == "cuda" else 64,) * 2, 1e-3, device=device)
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
@@ -177,7 +177,7 @@ class EchoStage:
         """Do nothing: the next stage may be on this rank and share the storage."""
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        return (num_tokens, self._shape), torch.float32, self.wrong.device
+        return (num_tokens, self._width), torch.float32, self.wrong.device
 
 
 def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:

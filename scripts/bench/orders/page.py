@@ -16,7 +16,7 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "gpipe": ("`3 (p-1)`", 21, "`m`", 32),
     "1f1b-sliced": ("`3 (p-1)`", 21, "`p`", 8),
-    "kfkb": ("`3 (p-1)`", 21, "`k p`, k from 1", 8),
+    "kfkb": ("`3 (p-1)`", 21, "`k p`, for k = 1", 8),
     "interleaved": ("`3 (p-1) / v`", 10.5, "`p + (p-1) / v`", 11.5),
     "breadth-first": ("`3 (p-1) / v`", 10.5, "`m`", 32),
     "zb-h1": ("`p-1`", 7, "`p`", 8),
@@ -48,9 +48,10 @@ counts.
 ## Claimed, and here
 
 With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a microbatch take one unit of time each on a rank:
-the time that the pipeline waits in units, and the most microbatches whose activations a rank keeps. `p` are the ranks, `m` the
-microbatches, `v` = 2 the stages of a rank. All ranks end together here, since the optimizer waits for all; papers whose ranks
-end one after the other do not count that time. `tests/pure/test_schedules.py` holds the formulas, for other sizes too.
+bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
+are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
+since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
+a rank's ends"), so their claim is lower. `tests/pure/test_schedules.py` holds the formulas, for other sizes too.
 
 """
 
@@ -104,7 +105,10 @@ Weight gradients, where they are actions of their own, are green.
 ## On three batches
 
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
-placement, cap and options; below 0.995 the schedule would be faster. The batch of 1M tokens has a context parallelism of 2.
+placement, cap and options: above 1 the schedule is slower. Columns are batch and memory cap per rank: "64 x 8K" are 64
+sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like Wikipedia's and one of 64K
+tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "no plan": the schedule does not
+fit under the cap, whatever is recomputed. `interleaved, 4` has four stages per rank, `interleaved` two.
 
 {gallery(rows)}
 
@@ -112,7 +116,7 @@ placement, cap and options; below 0.995 the schedule would be faster. The batch 
 
 `megatron-epp check table.csv` reads the tables of `torch.distributed.pipelining` (a row per rank, cells such as `0F3`, `7I0`,
 `4W2`, `(0F7;7B3)OVERLAP_F_B`) and proves them like plans: every forward and backward is there once, nothing runs before what it
-needs, messages do not cross, and nothing waits in a circle, also with the queues of a GPU. It prints the bubble for units of
-equal time, and the most microbatches that a rank keeps. Cells for communication are left out, since messages follow from the
+needs, the order of sends matches that of receives, and there is no deadlock, even with a GPU's in-order hardware queues. It
+prints the bubble if every action takes the same time, and the largest number of microbatches in flight on a rank. Cells for communication are left out, since messages follow from the
 order.
 """
