@@ -46,7 +46,7 @@ STEPS = (
         "doctor",
         "what this machine has, lacks and should change",
         "no problem; warnings name what would be faster",
-        "do what stands behind the arrow, then run it again",
+        "follow the advice after the arrow, then run it again",
         1,
         checks.doctor,
     ),

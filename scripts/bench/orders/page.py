@@ -117,6 +117,6 @@ fit under the cap, whatever is recomputed. `interleaved, 4` has four stages per 
 `megatron-epp check table.csv` reads the tables of `torch.distributed.pipelining` (a row per rank, cells such as `0F3`, `7I0`,
 `4W2`, `(0F7;7B3)OVERLAP_F_B`) and proves them like plans: every forward and backward is there once, nothing runs before what it
 needs, the order of sends matches that of receives, and there is no deadlock, even with a GPU's in-order hardware queues. It
-prints the bubble if every action takes the same time, and the largest number of microbatches in flight on a rank. Cells for communication are left out, since messages follow from the
-order.
+prints the bubble if every action takes the same time, and the largest number of microbatches in flight on a rank. Cells for
+communication are left out, since messages follow from the order.
 """
