@@ -18,12 +18,12 @@ def gpipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     return Decisions(chunks, order, recompute_steps=[[0] * len(chunks) for _ in stages])  # nothing recomputes
 
 
-PLANNERS["gpipe"] = gpipe
+PLANNERS["my_gpipe"] = gpipe
 
 if __name__ == "__main__":
     costs = analytic_costs(shape_of(load_flags("llama3-8b")), H100, [8, 8, 8, 8])
     batch = Problem(lengths=(9000, 700, 5200, 88), placement=(0, 1, 2, 3), cap_bytes=(UNLIMITED_BYTES,) * 4)
-    made = plan(batch, costs, Options(planner="gpipe"))  # proven: `plan` raises where `check` finds a fault
+    made = plan(batch, costs, Options(planner="my_gpipe"))  # proven: `plan` raises where `check` finds a fault
     timeline = simulate(made)
     print(to_grid(made), end="")
     print(f"{len(check(made))} violations, {timeline.makespan_us / 1e3:.1f} ms, bubble {timeline.bubble_fraction:.1%}")

@@ -14,7 +14,7 @@ from megatron_epp.plan.reading import MOST_LAYERS, nearest, shown
 
 SCHEMA, VERSION = "megatron-epp/layout", 1
 _SHARDED = "sharded"
-_KEYS = ("schema", "version", "layers_per_stage", "rank_of", "vocabulary")
+_KEYS = ("schema", "version", "layers_per_stage", "rank_of", "vocabulary", "chosen_with")
 
 
 class StageLayers(NamedTuple):

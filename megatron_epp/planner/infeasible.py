@@ -28,7 +28,7 @@ def infeasible(
     cap, alternative = min(problem.cap_bytes), ""
     whose = "" if planner == "greedy" else f" of {planner!r}"
     if least_host:
-        given = format_gib(problem.host_cap_bytes)
+        given = f"{format_gib(problem.host_cap_bytes)} GiB ({problem.host_cap_bytes} bytes)"
         alternative = f", or {format_gib(least_host)} GiB ({least_host} bytes) in host memory, where it may have {given}"
     static = static_bytes(problem, costs)
     rank = max(range(problem.num_ranks), key=static.__getitem__)

@@ -125,7 +125,7 @@ def test_what_training_would_refuse_besides_is_said(ran):
     [
         (["--", "sbatch", "job.sh"], "names no script: give it as in `-- torchrun"),
         (["--", "python", "pretrain_gpt.py", "--num-layers", "2"], "lacks --hidden-size, --num-attention-heads, --seq-length"),
-        (["--cluster", "b200x8"], "there is no file b200x8, and no such name among the shipped clusters"),
+        (["--cluster", "b200x8"], "there is no file b200x8, and there is no such name among the shipped clusters"),
     ],
 )
 def test_a_mistake_is_told_in_a_line_before_anything_starts(capsys, tmp_path, arguments, says):

@@ -14,12 +14,13 @@ import pytest
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.main import main
-from megatron_epp.cli.schedules import USUAL
+from megatron_epp.cli.schedules import OURS, USUAL
 from megatron_epp.plan.check import check
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
 from megatron_epp.plan.text import from_grid
 from megatron_epp.planner import PLANNERS
+from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.plan.report_plans import measured_run
 
 MODEL = shlex.split(
@@ -198,7 +199,7 @@ def test_all_planners_are_ranked_with_the_placements_that_they_need(capsys):
 def test_every_planner_is_listed_with_its_source(capsys):
     assert main(["schedules"]) == 0
     printed = capsys.readouterr().out
-    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == set(PLANNERS)
+    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == {*OURS, *SCHEDULES}
 
 
 def test_compare_prints_one_line_per_planner(capsys):

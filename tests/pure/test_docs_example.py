@@ -43,7 +43,7 @@ def test_it_runs_as_it_stands_and_prints_what_the_text_shows(tmp_path):
     done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"```text\n{done.stdout}```\n" in (DOCS / "your-own-schedule.md").read_text()
     made = load(tmp_path / "gpipe.json")
-    assert made.planner == "gpipe"
+    assert made.planner == "my_gpipe"
     assert not check(made)
     assert (tmp_path / "gpipe.png").read_bytes().startswith(b"\x89PNG")
 

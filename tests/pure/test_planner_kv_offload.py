@@ -189,7 +189,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
     cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
-    assert f"in host memory, where it may have {host}." in str(refused.value)
+    assert f"GiB ({host} bytes)" in str(refused.value).split("in host memory, where it may have ")[1]
     wanted = named_host_bytes(refused.value)
     assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in refused.value.text(TRAINING)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)

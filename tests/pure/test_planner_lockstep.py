@@ -166,7 +166,7 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
         for step in (step for row in made.ranks for step in row):
             assert sum(account.takes[step.action].values()) == step.alloc_bytes
     most = max(max(host_peaks(line)) for line in timelines)
-    with pytest.raises(InfeasibleError, match=f"in host memory, where it may have {most // 8}"):
+    with pytest.raises(InfeasibleError, match=rf"in host memory, where it may have [\d.]+ GiB \({most // 8} bytes\)"):
         plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
 
 
