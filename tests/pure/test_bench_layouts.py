@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.bench.layouts.bench import LAYOUTS, all_runs, markdown, summary
 
 
+@pytest.mark.slow  # searches eight layouts; test_bench_planner has a reduced benchmark of the same kind
 def test_the_reduced_set_compares_all_layouts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.layouts", "--reduced", "--json", str(tmp_path / "report.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
