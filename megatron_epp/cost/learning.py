@@ -265,7 +265,7 @@ def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineC
 
 
 def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
-    """Add the bytes of a caller's microbatches on the device to what stages hold throughout.
+    """Set the bytes of a caller's microbatches on the device, which stages hold throughout.
 
     Args:
         costs: without microbatches.

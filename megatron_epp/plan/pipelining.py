@@ -48,15 +48,11 @@ def from_pipelining(text: str) -> Plan:
     except csv.Error as error:
         raise PlanError(f"the table is no CSV: {error}") from error
     found = [[one for at, cell in enumerate(row) if (one := _read(cell.strip(), rank, at))] for rank, row in enumerate(cells)]
-    if idle := [rank for rank, row in enumerate(found) if not row]:
-        raise PlanError(
-            f"row {idle[0] + 1} of the table has no action: a cell is <stage><F, B, I or W><microbatch>, such as 0F3"
-        )
+    if empty := [rank for rank, row in enumerate(found or [[]]) if not row]:
+        raise PlanError(f"row {empty[0] + 1} of the table has no action: a cell is <stage><F, B, I or W><microbatch>")
     _check_weights(one for row in found for together in row for one in together)
     rows = [[tuple(one.action for one in together) for together in row] for row in found]
     every = [action for row in rows for together in row for action in together]
-    if not every:
-        raise PlanError("the table has no action: a cell is <stage><F, B, I or W><microbatch>, such as 0F3")
     if len(every) > MOST_CELLS:
         raise PlanError(f"the table has {len(every):,} actions; {MOST_CELLS:,} are read at most")
     placement = _placement(rows)

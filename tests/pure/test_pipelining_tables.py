@@ -58,7 +58,7 @@ def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("", "the table has no action"),
+        ("", "row 1 of the table has no action"),
         ("0F0,hello\n", "row 1, cell 2 of the table is 'hello'"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 of the table is on ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 of the table has no action"),

@@ -1,4 +1,4 @@
-"""What the demonstration prints about trainings whose figures are given."""
+"""The demonstration prints its verdicts from the figures of its trainings, which are given here."""
 
 from dataclasses import replace
 

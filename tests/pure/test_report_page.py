@@ -24,7 +24,7 @@ OPS = [each.op for each in operations()]
 
 
 def data_of(text):
-    """What a browser reads from a page."""
+    """Return the data that a browser reads from a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 

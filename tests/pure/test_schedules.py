@@ -204,7 +204,7 @@ def test_another_placement_is_refused_with_the_one_that_is_needed(name: str, pla
 
 
 def test_a_window_that_fits_is_found_behind_those_that_do_not():
-    """Of the orders of a schedule some keep less: the least cap that is named is theirs, and a plan is made under it."""
+    """Orders of a schedule keep more or less: the least cap that is named is that of the least, and a plan is made under it."""
     for name in ("hanayo", "kfkb", "slimpipe"):
         problem = replace(problem_of(name, 1), lengths=(2048,) * 24)
         with pytest.raises(InfeasibleError) as refused:

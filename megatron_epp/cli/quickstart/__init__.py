@@ -96,7 +96,7 @@ def _demonstrate(setting: Setting) -> None:
     _title(2, f"Documents of very different lengths, {setting.batch} per batch, both schedules in turn, {setting.rounds} times")
     _say([f"source files cut to lengths like Wikipedia's: median {median(lengths):,.0f}, longest {max(lengths):,} tokens"])
     peak_bytes = peak_of_whole(setting, data)
-    cap = f"elastic plans get a cap of {CAP_SHARE:.0%} of that, {format_bytes(CAP_SHARE * peak_bytes)}"
+    cap = f"elastic plans get at most {CAP_SHARE:.0%} of that, {format_bytes(CAP_SHARE * peak_bytes)}, on each rank"
     _say([f"whole documents take {format_bytes(peak_bytes)} of activations; {cap}", ""])
     costs = measured_costs(setting, data)
     found = skewed_documents(setting, data, costs, peak_bytes)

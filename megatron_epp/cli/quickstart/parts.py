@@ -188,10 +188,9 @@ def long_document(setting: Setting, costs: Path) -> LongDocument:
     elastic = setting.train("long-document-elastic", data, FEW, epp_costs=costs, epp_memory_cap_gb=cap, epp_trace=1, **flags)
     made = load(setting.folder / "trainings" / "long-document-elastic" / "plan.json")
     plainly = plan(_problem(made, UNLIMITED_BYTES), known, Options(planner="1f1b"))
-    peaks = zip(plainly.predicted.peak_bytes, plainly.static_bytes, strict=True)
     return LongDocument(
         lengths,
-        max(most - static for most, static in peaks),
+        _activation_bytes(plainly),
         peak,
         max(elastic.peak_activation_bytes),
         int(CAP_SHARE * peak),
@@ -202,12 +201,17 @@ def long_document(setting: Setting, costs: Path) -> LongDocument:
 
 
 def _needed_bytes(made: Plan, costs: PipelineCosts, cap_bytes: int) -> int | None:
-    """Return the least bytes of activations that whole documents need, if they do not fit a cap; otherwise None."""
+    """Return the bytes of activations of whole documents under the least cap that they fit; None if they fit this one."""
     try:
         plan(_problem(made, cap_bytes), costs, Options(planner="1f1b"))
     except InfeasibleError as error:
-        return error.least_cap_bytes - min(made.static_bytes)
+        return _activation_bytes(plan(_problem(made, error.least_cap_bytes), costs, Options(planner="1f1b")))
     return None
+
+
+def _activation_bytes(made: Plan) -> int:
+    """Return the largest planned peak of activations of any rank."""
+    return max(peak - static for peak, static in zip(made.predicted.peak_bytes, made.static_bytes, strict=True))
 
 
 def _problem(made: Plan, cap_bytes: int) -> Problem:

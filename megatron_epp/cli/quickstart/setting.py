@@ -84,7 +84,7 @@ def measured_costs(setting: Setting, data: str) -> Path:
 
 
 def cap_gb(peak_bytes: int, costs: PipelineCosts) -> float:
-    """Return the cap in 2^30 bytes that leaves activations a `CAP_SHARE` of a peak."""
+    """Return the cap in 2^30 bytes that leaves activations a `CAP_SHARE` of a peak, on ranks with more weights less."""
     return (CAP_SHARE * peak_bytes + min(stage.static_bytes for stage in costs.stages)) / 2**30
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from megatron_epp.plan import EppError
 
+_DEEPEST = 6
+"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more."""
+
 
 class Microbatch(NamedTuple):
     """Shape of a microbatch.
@@ -127,32 +130,31 @@ def tensor_bytes(items: Any, device: torch.device) -> int:
     """Return the bytes of tensors on a device, each storage once; tensors without a storage (sparse ones) are not counted.
 
     Args:
-        items: mappings, sequences and objects with tensors as attributes, nested.
+        items: mappings, sequences and objects with tensors as attributes, nested at most `_DEEPEST` times. What lies deeper is
+            more likely the data set or the model, which an item may refer to, than a part of the item.
         device: with its index, if it is a GPU.
     """
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    left = [items]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            if one.device == device and one.layout is torch.strided:
+    level = [items]
+    for _ in range(_DEEPEST):
+        for one in level:
+            if isinstance(one, Tensor) and one.device == device and one.layout is torch.strided:
                 storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        elif id(one) not in seen and not isinstance(one, (str, bytes, int, float, type(None))):
-            seen.add(id(one))
-            left.extend(_parts(one))
+        level = [part for one in level for part in _parts(one)]
     return sum(storages.values())
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    """Return the values of a mapping, the items of a sequence, or the attributes of another object."""
+    """Return the values of a mapping, the items of a sequence, or the attributes of another object that is no module."""
+    if isinstance(one, (Tensor, torch.nn.Module, ModuleType, type)):
+        return ()
     if isinstance(one, Mapping):
         return one.values()
     if isinstance(one, (list, tuple, set, deque)):
         return one
-    if is_dataclass(one) and not isinstance(one, type):
+    if is_dataclass(one):
         return [getattr(one, field.name) for field in fields(one)]
-    return vars(one).values() if hasattr(one, "__dict__") and not isinstance(one, (type, ModuleType)) else ()
+    return vars(one).values() if hasattr(one, "__dict__") else ()
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -38,10 +40,28 @@ class SideStream:
 
 
 class SideThread:
-    """Work in a thread of its own, for collectives on CPU, which block."""
+    """Work in a thread of its own, for collectives on CPU, which block.
+
+    The thread does not keep the process alive: a rank that has failed must not wait for collectives that never end.
+    """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-reductions")
+        self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        Thread(target=_serve, args=(self._queue,), name="epp-reductions", daemon=True).start()
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        return self._thread.submit(work).result
+        done = Future[None]()
+        self._queue.put((work, done))
+        return done.result
+
+
+def _serve(queue: SimpleQueue[tuple[Callable[[], None], Future[None]]]) -> None:
+    while True:
+        work, done = queue.get()
+        try:
+            work()
+        except BaseException as error:  # raised again where the result is needed
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del work, done  # the tensors that the work refers to
