@@ -11,6 +11,10 @@ EPP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 EPP_VENV="$EPP_ROOT/.venv"
 EPP_TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
+# Containers often forbid Python to keep bytecode. uv compiles nothing when it installs, so that every process would compile torch
+# and Megatron again, which takes longer than to import them.
+unset PYTHONDONTWRITEBYTECODE
+
 epp_say() { printf '%s\n' "$*" >&2; }
 
 # A pyenv shim may be on the PATH and refuse, and Debian's python3 may lack what venv needs: believe only what runs.
