@@ -3,9 +3,12 @@
 import json
 import sys
 
+import pytest
+
 from scripts.bench.long import bench as bench_long
 
 
+@pytest.mark.slow  # plans two contexts with every lever; test_bench_planner has a reduced benchmark of the same kind
 def test_more_levers_fit_more_and_are_no_slower(tmp_path, monkeypatch):
     flags = ["--stages", "4", "--cap-gb", "20", "--contexts", "32", "64", "-o", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_long.py", *flags])
