@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.planner.schedules import SCHEDULES
+from scripts.bench.orders import random_batches
 from scripts.bench.orders.bench import TIE, main
 from scripts.bench.orders.page import CLAIMS, claims
 
@@ -25,3 +26,22 @@ def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsy
     assert [row["order"] for row in rows] == ["interleaved, 4", "zb-v"]
     assert all(row["ratio"] == row["makespan_us"] / row["greedy_us"] >= 1 - TIE for row in rows)
     assert "faster than greedy" not in capsys.readouterr().out
+
+
+def test_random_batches_are_planned_once_and_wins_and_losses_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(random_batches, "ORDERS", {"interleaved": ("interleaved", 2), "gpipe": ("gpipe", 1)})
+    arguments = ["--seeds", "2:3", "-o", str(tmp_path / "found.jsonl")]
+    assert random_batches.main(arguments) == 0
+    first = (tmp_path / "found.jsonl").read_text()
+    (one,) = map(json.loads, first.splitlines())
+    assert all(row["makespan_us"] >= (1 - TIE) * row["greedy_us"] > 0 for row in one["orders"].values())
+    slow = {"makespan_us": 9.0, "greedy_us": 10.0}
+    (tmp_path / "found.jsonl").write_text(first + json.dumps(one | {"seed": 3, "orders": {"gpipe": slow}}) + "\n")
+    capsys.readouterr()
+    assert random_batches.main([*arguments[:1], "2:4", *arguments[2:]]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in printed[1:3]] == [["interleaved", "0", "1", "0"], ["gpipe", "1", "0", "1"]]
+    assert printed[3].startswith("seed 3")
+    assert printed[3].endswith("gpipe 0.900")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
@@ -26,14 +26,15 @@ class Interleaved:
     """Order rule for looped placements: Megatron's interleaved 1F1B (2104.04473) over slices.
 
     A rank runs as many chunks as there are ranks on its first stage, then on its next, and so on; backwards the other way
-    round. Every rank is two backwards ahead of the next. Where unequal slices make that a deadlock, and for other placements,
-    it is list scheduling.
+    round. Every rank is two backwards ahead of the next. Where that is a deadlock, as with chunks that are no multiple of the
+    ranks, the warm-up is that of the paper (`one_warm_up`); where that is one too, and for other placements, it is list
+    scheduling.
     """
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
-        own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
-        made = self._order(slice_groups(chunks), own) if is_looped(problem) else ()
+        own, groups = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks), slice_groups(chunks)
+        made = (self._order(groups, own), one_warm_up(groups, own)) if is_looped(problem) else ()
         return _running(made, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
@@ -68,7 +69,7 @@ class Block:
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
-        made = self._order(slice_groups(chunks), own) if is_v(problem) else ()
+        made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return _running(made, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
@@ -160,15 +161,48 @@ def descending(groups: Sequence[range]) -> list[int]:
     return [c for group in groups for c in reversed(group)]
 
 
-def _running(made: Order, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-    """Return an order if there is one and it runs, otherwise that of list scheduling.
+def one_warm_up(groups: Sequence[range], own: Placement) -> Order:
+    """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) p`` forwards (2104.04473, section 2.2.2).
+
+    Where slices need more forwards before the first backward than the warm-up has, it is longer by as many.
 
     Args:
-        made: the order; empty where there is none.
+        groups: of the chunk table.
+        own: the placement.
+    """
+    ranks, laps = own.num_ranks, list(range(own.num_chunks))
+    forwards = by_laps(range(groups[-1].stop), ranks, laps)
+    backwards = by_laps(descending(groups), ranks, laps[::-1])
+    position = {unit: at for at, unit in enumerate(forwards)}
+    late = max(position[laps[-1], c] - at for at, (_, c) in enumerate(backwards))
+    rows = []
+    for rank in range(ranks):
+        stages = own.stages(rank)
+        f, b = ([Action(op, stages[lap], c) for lap, c in each] for op, each in ((Op.F, forwards), (Op.B, backwards)))
+        rows.append(one_each(f, b, 2 * (ranks - rank - 1) + max(late, laps[-1] * ranks)))
+    return tuple(rows)
+
+
+def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+    """Run the warm-up, then one forward and one backward in turn, then what is left.
+
+    Args:
+        forwards, backwards: of a rank, in order.
+        warm_up: number of forwards before the first backward is due.
+    """
+    pairs = zip_longest(forwards[warm_up:], backwards)
+    return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
+
+
+def _running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+    """Return the first order that runs, otherwise that of list scheduling.
+
+    Args:
+        made: the orders.
         chunks, tables, problem: as for `OrderRule.order`.
     """
-    with suppress(PlanError):
-        if made:
-            makespan_us(made, tables, [[0] * len(chunks)] * problem.num_stages)
-            return made
+    for order in made:
+        with suppress(PlanError):
+            makespan_us(order, tables, [[0] * len(chunks)] * problem.num_stages)
+            return order
     return ListScheduling(2, alternating=True).order(chunks, tables, problem)

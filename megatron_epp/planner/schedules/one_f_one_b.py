@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.plan import Op
-from megatron_epp.planner.orders.patterns import descending
+from megatron_epp.planner.orders.patterns import descending, one_each
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.fixed_order import Batch
-from megatron_epp.planner.schedules.rows import actions, one_each
+from megatron_epp.planner.schedules.rows import actions
 
 
 def one_f_one_b(batch: Batch) -> Iterator[Order]:

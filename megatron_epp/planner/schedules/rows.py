@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 from megatron_epp.plan import Action, Op
 
@@ -20,17 +19,6 @@ def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
         chunks: in the order in which they run.
     """
     return [Action(op, stage, c) for c in chunks]
-
-
-def one_each(forwards: Row, backwards: Row, warm_up: int) -> tuple[Action, ...]:
-    """Run the warm-up, then one forward and one backward in turn, then what is left.
-
-    Args:
-        forwards, backwards: of a rank, in order.
-        warm_up: number of forwards before the first backward is due.
-    """
-    pairs = zip_longest(forwards[warm_up:], backwards)
-    return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 
 
 def with_waiting(row: Row, waiting: int) -> Iterator[Action]:

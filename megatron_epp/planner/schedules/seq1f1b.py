@@ -9,10 +9,11 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.orders.patterns import one_each
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.common import Contest, chunk_sizes, fixed_size_chunks
-from megatron_epp.planner.schedules.rows import actions, one_each
+from megatron_epp.planner.schedules.rows import actions
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 

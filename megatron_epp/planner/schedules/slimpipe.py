@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.orders.patterns import by_laps
+from megatron_epp.planner.orders.patterns import by_laps, one_each
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.fixed_order import Batch
-from megatron_epp.planner.schedules.rows import one_each
 
 
 def slimpipe(batch: Batch) -> Iterator[Order]:

@@ -198,11 +198,13 @@ def _walk(
 
 
 def _refine(trials: Trials, chunkers: Chunkers) -> None:
-    """Try further rules for the best grain, and the fewest slices that the token cap allows where it binds."""
-    if trials.best is not None:
-        trials.better(trials.best.table, trials.rules.second)
+    """Try chunks as long as the longest sequence, or as the token cap allows where it binds, and further rules for the best grain."""
     if chunkers.is_even:
         trials.better(chunkers.table(slices=1), (*trials.rules.first, *trials.rules.second), close=0.0)
+    else:
+        trials.better(chunkers.table(slices=1), trials.rules.first)
+    if trials.best is not None:
+        trials.better(trials.best.table, trials.rules.second)
 
 
 def _search_starts(trials: Trials) -> None:
