@@ -198,7 +198,7 @@ def _walk(
 
 
 def _refine(trials: Trials, chunkers: Chunkers) -> None:
-    """Try chunks as long as the longest sequence, or as the token cap allows where it binds; then the best with further rules."""
+    """Try chunks as long as the longest sequence, or as the token cap allows where it binds; the best with further rules."""
     if chunkers.is_even:
         trials.better(chunkers.table(slices=1), (*trials.rules.first, *trials.rules.second), close=0.0)
     else:
