@@ -28,6 +28,7 @@ from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, shown, whole
+from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options
 
 _EXAMPLE = """\
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
         text = recipe_text(question, best.layout, model, f"--lengths {args.lengths}")
-        Path(args.output).write_text(text, encoding="utf-8")
+        write_text(args.output, text)
     return 0
 
 

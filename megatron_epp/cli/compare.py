@@ -23,7 +23,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.facts import recompute_share
-from megatron_epp.report.gantt import side_by_side
+from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import comparison
@@ -98,7 +98,7 @@ def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
     if is_page(path):
         save_page([Shown(name, made) for name, made in plans], path)
     else:
-        side_by_side(plans).savefig(path)
+        save_picture(side_by_side(plans), path)
 
 
 def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int], layout: Layout, name: str) -> Entry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
@@ -24,6 +23,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
 from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import summary
@@ -67,7 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output:
         save(made, args.output)
     if args.layout_out:
-        Path(args.layout_out).write_text(chosen.layout.to_json(), encoding="utf-8")
+        write_text(args.layout_out, chosen.layout.to_json())
     say(text_of(made, args))
     if lines := chosen.lines():
         say("\n" + "\n".join(lines))

@@ -8,7 +8,6 @@ import math
 import os
 import platform
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cli.inputs import add_model, flags_of, of_model
@@ -21,6 +20,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.writing import write_text
 from megatron_epp.report.table import table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
     profile = _measured(args) if args.by_formula is None else _by_formula(args)
-    Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
+    write_text(args.output, profile.to_json() + "\n")
     say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
         rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]

@@ -11,6 +11,7 @@ from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.reading import naming
 from megatron_epp.plan.text import to_grid
+from megatron_epp.plan.writing import write_text
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.page.data import Shown
@@ -85,7 +86,7 @@ def _write(path: str, shown: list[Shown], args: argparse.Namespace) -> None:
     elif suffix in PICTURES:
         save_gantt(first.plan, path, first.measured)
     elif suffix == ".txt":
-        Path(path).write_text(_text(first, args) + "\n", encoding="utf-8")
+        write_text(path, _text(first, args) + "\n")
     else:
         raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join((PAGE, *PICTURES))}, .json or .txt")
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from megatron_epp.plan.errors import EppError, Remedy
+from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
 """Suffix of the file, after the prefix of the pair."""
@@ -71,8 +72,7 @@ class TokenRecord:
     def save(self, path: str) -> None:
         """Write the record. Raises OSError."""
         body = {"schema": _SCHEMA, "version": 1} | asdict(self)
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(body, indent=1) + "\n")
+        write_text(path, json.dumps(body, indent=1) + "\n")
 
 
 def load_record(prefix: str) -> TokenRecord | None:

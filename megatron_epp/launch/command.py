@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -20,6 +19,7 @@ from megatron_epp.launch.machine import usable_port, version_of
 from megatron_epp.launch.rendezvous import WAIT_S
 from megatron_epp.launch.settings import Settings, SettingsError
 from megatron_epp.plan.reading import nearest
+from megatron_epp.plan.writing import write_text
 
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Parallel sizes whose product is the number of ranks of one data-parallel replica."""
@@ -132,23 +132,10 @@ def save_run(folder: Path, settings: Settings, command: Sequence[str], environme
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            _write(folder / name, text, is_private)
+            write_text(folder / name, text, private=is_private)
     except OSError as error:
         where = error.filename or folder
         raise SettingsError(f"{where} cannot be written ({error.strerror}): set launch.folder, or megatron.save") from error
-
-
-def _write(path: Path, text: str, is_private: bool) -> None:
-    """Replace a file atomically. A private file is never readable by others."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
-        with open(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str | None]:

@@ -7,7 +7,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.action import Action, Op
@@ -17,6 +16,7 @@ from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, P
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
+from megatron_epp.plan.writing import write_text
 
 _COLUMNS = (
     "lengths",
@@ -91,19 +91,11 @@ def unpack(message: bytes) -> Plan:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file atomically. Raises `PlanError`, which names the file."""
-    target = Path(path)
-    scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+    """Write a plan file, whole or not at all. Raises `PlanError`, which names the file."""
     try:
-        if target.exists() and not target.is_file():  # a device or a pipe, which a file must not replace
-            target.write_text(to_json(plan), encoding="utf-8")
-            return
-        scratch.write_text(to_json(plan), encoding="utf-8")
-        scratch.replace(target)
+        write_text(path, to_json(plan))
     except OSError as error:
-        raise PlanError(f"cannot write the plan to {target}: {error.strerror}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+        raise PlanError(f"cannot write the plan to {path}: {error.strerror}") from error
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.writing import replacing
 from megatron_epp.report import facts
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, tint
 from megatron_epp.report.measured import Box, Measured, far_from, measured_boxes, planned_boxes
@@ -84,7 +85,13 @@ def _measured_title(timeline: Timeline, measured: Measured) -> str:
 
 def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
     """Write `gantt` to a picture; the suffix selects the format (.png, .svg, .pdf). Raises the errors of `gantt`."""
-    gantt(plan, measured).savefig(path)
+    save_picture(gantt(plan, measured), path)
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Write a figure to a picture, whole or not at all; the suffix selects the format. Raises OSError."""
+    with replacing(path) as scratch:
+        figure.savefig(scratch)
 
 
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:

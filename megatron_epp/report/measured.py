@@ -23,6 +23,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.writing import write_text
 
 SCHEMA = "megatron-epp/measured"
 VERSION = 1
@@ -108,7 +109,7 @@ class Measured:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_text(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Measured:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
 from megatron_epp.report.facts import host_peak_bytes
-from megatron_epp.report.gantt import draw_caps, new_figure
+from megatron_epp.report.gantt import draw_caps, new_figure, save_picture
 from megatron_epp.report.lanes import draw_entries, label_time
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 
@@ -178,7 +178,7 @@ def memory_picture(account: Account) -> Figure:
 
 def save_memory_picture(account: Account, path: str | Path) -> None:
     """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
-    memory_picture(account).savefig(path)
+    save_picture(memory_picture(account), path)
 
 
 def _draw(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:

@@ -18,6 +18,7 @@ from megatron_epp.plan.graph import Transfer, build_graph
 from megatron_epp.plan.operations import Role, Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.writing import write_text
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes, planned_boxes
 
 Event = dict[str, Any]
@@ -50,7 +51,7 @@ def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
 
 def save_trace(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
     """Write `trace` to a file. Raises the errors of `trace`."""
-    Path(path).write_text(json.dumps(trace(plan, measured), separators=(",", ":")) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(trace(plan, measured), separators=(",", ":")) + "\n")
 
 
 def _thread(source: str, stream: str) -> int:

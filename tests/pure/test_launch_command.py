@@ -126,13 +126,14 @@ def test_a_secret_is_saved_for_its_owner_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
 
 
-def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
+@pytest.mark.parametrize(("environment", "is_followed"), [({}, True), ({"HF_TOKEN": "abc"}, False)], ids=["usual", "secret"])
+def test_a_link_in_the_place_of_a_file_is_followed_unless_the_file_is_private(tmp_path, environment, is_followed):
+    linked = tmp_path / "linked"
+    linked.write_text("old")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "command.sh").symlink_to(victim)
-    save_run(tmp_path / "run", {}, ["true"], {})
-    assert victim.read_text() == "mine"
+    (tmp_path / "run" / "command.sh").symlink_to(linked)
+    save_run(tmp_path / "run", {}, ["true"], environment)
+    assert (linked.read_text() != "old") == (tmp_path / "run" / "command.sh").is_symlink() == is_followed
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

@@ -76,6 +76,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_probe_cases.py": (),
     "mcore/test_reduction.py": (),
     "mcore/test_refusals.py": (),
+    "mcore/test_report_folder.py": (),
     "mcore/test_run_script.py": (),
     "mcore/test_snapshot.py": (),
     "mcore/test_stage_flags.py": (),
@@ -284,6 +285,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_side_by_side.py": (),
     "pure/test_report_text.py": (),
     "pure/test_report_trace.py": (),
+    "pure/test_writing.py": (),
 }
 """Files, relative to `tests`, and of each the tests that are left to the default set because they take too long."""
 

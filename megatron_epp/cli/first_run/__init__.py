@@ -34,6 +34,7 @@ from megatron_epp.launch.command import versions
 from megatron_epp.launch.machine import count_gpus, machine
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import nearest
+from megatron_epp.plan.writing import write_text
 
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today
@@ -158,8 +159,8 @@ def _write(setting: Setting, done: list[Done]) -> None:
     """Write both forms of the report, after every step: a machine that hangs leaves those that it has done."""
     found = versions()
     report = json.dumps(report_json(setting, found, done), indent=1, default=str)
-    (setting.folder / "report.json").write_text(report + "\n", encoding="utf-8")
-    (setting.folder / "report.txt").write_text(report_text(setting, found, done), encoding="utf-8")
+    write_text(setting.folder / "report.json", report + "\n")
+    write_text(setting.folder / "report.txt", report_text(setting, found, done))
 
 
 def _setting(args: argparse.Namespace) -> Setting:

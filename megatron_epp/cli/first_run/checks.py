@@ -14,6 +14,7 @@ from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.profile import measure_profile, measured_device
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan.writing import write_text
 from megatron_epp.report.table import format_bytes, format_us, table
 
 _WIDTHS = {"cuda": 16384, "cpu": 64}
@@ -109,7 +110,7 @@ def profile(setting: Setting) -> Outcome:
     made = measure_profile(shape, measured_device(None), grid)
     setting.profile = made if setting.plans_for_here else None
     path = Path(setting.folder, "profile.json")
-    path.write_text(made.to_json() + "\n", encoding="utf-8")
+    write_text(path, made.to_json() + "\n")
     residuals = made.origin["residuals"]
     rows = [[kind, str(one["points"]), f"{one['median']:.1%}", f"{one['worst']:.1%}"] for kind, one in residuals.items()]
     off = [kind for kind, one in residuals.items() if one["median"] > _GOOD_FIT]

@@ -33,7 +33,8 @@ from megatron_epp.mcore.arguments.flag import COUNT, STAGES
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import save
-from megatron_epp.report.gantt import save_gantt, side_by_side
+from megatron_epp.plan.writing import write_text
+from megatron_epp.report.gantt import save_gantt, save_picture, side_by_side
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
@@ -107,7 +108,7 @@ def _demonstrate(setting: Setting) -> None:
     _say(report.long_lines(long))
 
     figures = {"machine": machine(), "ranks": setting.num_ranks} | report.figures(same, found, long)
-    (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "report.json", json.dumps(figures, indent=2) + "\n")
     _say(["", "What was shown:", *report.summary(same, found, long), "", *_leave(setting, long)])
     _say(["", _NEXT.format(folder=folder)])
 
@@ -130,7 +131,7 @@ def _leave(setting: Setting, long: LongDocument) -> list[str]:
 
 
 def _draw(folder: Path, whole: Plan, plan: Plan, measured: Measured, long: LongDocument) -> list[str]:
-    side_by_side([("1F1B, whole documents", whole), ("elastic plan", plan)]).savefig(folder / "schedules.png")
+    save_picture(side_by_side([("1F1B, whole documents", whole), ("elastic plan", plan)]), folder / "schedules.png")
     save_gantt(plan, folder / "iteration.png", measured)
     save_gantt(long.plan, folder / "long-document.png")
     return [

@@ -24,6 +24,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import layers_text
 from megatron_epp.plan.reading import parse_json, read_text
+from megatron_epp.plan.writing import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +140,9 @@ def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a run that ends meanwhile leaves a whole file or none."""
+    """Write a file of a checkpoint folder, which is made if needed, whole or not at all."""
     os.makedirs(path.parent, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    write_text(path, text)
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, object]:

@@ -19,6 +19,7 @@ from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder
 from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES, Documents, chats, files_of, texts
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.writing import sync
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def _write_and_rename(documents: Documents, prefix: str, encoder: Encoder, roles
         if not roles:
             Path(prefix + MASK_SUFFIX).unlink(missing_ok=True)
         for suffix in suffixes:
+            sync(partial + suffix)
             os.replace(partial + suffix, prefix + suffix)
     finally:
         for suffix in suffixes:

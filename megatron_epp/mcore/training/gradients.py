@@ -14,6 +14,7 @@ from megatron.training import training
 from torch import Tensor
 
 from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
+from megatron_epp.plan.writing import replacing
 
 
 def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -71,7 +72,8 @@ def record_first(path: Path) -> None:
         def recorded_passes(**call: Any) -> Any:
             answer = passes(**call)
             if not path.exists():
-                torch.save({name: gradient.cpu() for name, gradient in reduced_gradients(model).items()}, path)
+                with replacing(path) as scratch:
+                    torch.save({name: gradient.cpu() for name, gradient in reduced_gradients(model).items()}, scratch)
             return answer
 
         return step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)

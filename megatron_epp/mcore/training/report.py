@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,21 +20,15 @@ from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
 from megatron_epp.plan.layout import layout_flag
-from megatron_epp.plan.serialize import save
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
 from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.links.links import from_each
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_usage
 from megatron_epp.runtime.trace import Recorder
-
-logger = logging.getLogger(__name__)
-
-LINES = "iterations.jsonl"
 
 _BATCHES = 10
 """Number of logged iterations whose lengths are taken as typical of the run."""
@@ -135,8 +126,8 @@ class IterationReport:
             return
         measured = None if self.batch.plan is None else Measured.of(self.batch.plan, (entry["events"] for entry in everyone))
         line = self._line(everyone, measured)
-        if first and self.session.args.epp_report_dir is not None:
-            self._write(line, measured)
+        if first and self.session.report_folder is not None:
+            self.session.report_folder.write(self.iteration, line, self.batch.plan, measured)
         if last and measured is not None:
             self._log(line)
 
@@ -200,21 +191,6 @@ class IterationReport:
             lengths = list(chain.from_iterable(session.batches_seen))
             if hint := spread.advice(session.costs, plan.placement, lengths, layout_words):
                 loggers.log_hint(hint)
-
-    def _write(self, line: dict[str, Any], measured: Measured | None) -> None:
-        args = self.session.args
-        folder = Path(args.epp_report_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        traced = args.epp_trace or []
-        if measured is not None and self.batch.plan is not None and self.iteration in traced:
-            number = f"-{self.iteration}" if len(traced) > 1 else ""
-            save(self.batch.plan, folder / f"plan{number}.json")
-            measured.save(folder / f"measured{number}.json")
-            save_trace(self.batch.plan, folder / f"trace{number}.json", measured)
-            logger.info("wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", self.iteration, folder)
-            logger.info("megatron-epp show %s -o page.html makes a page of them", folder)
-        with open(folder / LINES, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(line) + "\n")
 
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible_on_device, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.learning import CostLearning
+from megatron_epp.mcore.training.report_folder import ReportFolder
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Problem
@@ -95,6 +97,10 @@ class Session:
         """Time spent waiting for the last batch, in microseconds."""
         self.memory_is_told = False
         """True once the parts of the planned peaks have been logged."""
+        self.report_folder: ReportFolder | None = None
+        """Files of --epp-report-dir; None without it."""
+        if args.epp_report_dir is not None:
+            self.report_folder = ReportFolder(Path(args.epp_report_dir), args.epp_trace or ())
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self._learning: str | None = None  # the step of learning costs that is under way

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.writing import write_text
 from megatron_epp.report import facts
 from megatron_epp.report.measured import far_from
 from megatron_epp.report.page.data import Shown, operation_columns, plan_columns
@@ -49,7 +50,7 @@ def page(shown: Sequence[Shown]) -> str:
 
 def save_page(shown: Sequence[Shown], path: str | Path) -> None:
     """Write `page` to a file. Raises the errors of `page`."""
-    Path(path).write_text(page(shown), encoding="utf-8")
+    write_text(path, page(shown))
 
 
 def embedded(data: object) -> str:

@@ -1,0 +1,57 @@
+"""Reports of a run are diagnostics: where they cannot be written, it is said once and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore.training.report_folder import LINES, ReportFolder
+from tests.support.plan.report_plans import measured_run, sliced_plan
+
+
+def written(folder: ReportFolder, iterations: range) -> None:
+    made = sliced_plan(num_ranks=2, slices=2, batched=1)
+    for iteration in iterations:
+        folder.write(iteration, {"iteration": iteration}, made, measured_run(made))
+
+
+def test_every_iteration_is_a_line_and_those_asked_for_are_traced(tmp_path: Path):
+    written(ReportFolder(tmp_path / "report", (2, 3)), range(1, 5))
+    lines = (tmp_path / "report" / LINES).read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4]
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {LINES, *(f"{name}-{number}.json" for name in ("plan", "measured", "trace") for number in (2, 3))}
+
+
+def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder, write = ReportFolder(tmp_path / "report", (1, 2, 3)), os.write
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(os, "write", full)
+        written(folder, range(1, 3))
+    assert [one.getMessage() for one in caplog.records] == [
+        f"a report cannot be written (cannot write the plan to {tmp_path}/report/plan-1.json: No space left on device); "
+        "training goes on without it",
+        f"a report cannot be written ({tmp_path}/report/{LINES}: No space left on device); training goes on without it",
+    ]
+    monkeypatch.setattr(os, "write", write)
+    written(folder, range(3, 4))
+    assert (tmp_path / "report" / LINES).read_text() == '{"iteration": 3}\n'
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        written(ReportFolder(tmp_path / "file" / "report"), range(1, 4))
+    assert all(f"{tmp_path}/file/report" in one.getMessage() for one in caplog.records)
+    assert len(caplog.records) == 2

@@ -1,0 +1,74 @@
+"""Whichever step of a disk fails, a command ends in one line that names the file, and the old file is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.launch.command import save_run
+from megatron_epp.launch.settings import SettingsError
+from tests.support import ROOT
+from tests.support.failing_disk import swept
+
+PLAN = str(ROOT / "docs" / "examples" / "plan.json")
+BATCH = ["--lengths", "900,300,50", "--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
+COMMANDS = {
+    "plan": ["plan", *BATCH, "-o"],
+    "page": ["show", PLAN, "-o"],
+    "trace": ["show", PLAN, "--trace"],
+    "picture": ["show", PLAN, "--png"],
+    "profile": ["profile", "--by-formula", "h100x8", "--model", "tiny-gpt", "-o"],
+}
+SUFFIXES = {"page": ".html", "picture": ".png"}
+OLD = "what was there before"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_ends_in_one_line_and_the_old_file_is_whole(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"out{SUFFIXES.get(name, '.json')}"
+    path.write_text(OLD)
+    refused = 0
+    for code in swept(lambda: main([*COMMANDS[name], str(path)])):
+        said = capsys.readouterr().err
+        if code != 0:
+            refused += 1
+            assert code == 2
+            assert said.count("\n") == 1, said
+            assert f"{path}: No space left on device" in said
+            assert path.read_text() == OLD
+        else:
+            assert path.read_bytes() != OLD.encode()
+        assert [one.name for one in tmp_path.iterdir()] == [path.name]
+        path.write_text(OLD)
+    assert refused >= 3
+
+
+def test_settings_of_a_run_end_in_one_line_and_old_ones_are_whole(tmp_path: Path) -> None:
+    names, refused = ("command.sh", "settings.yaml", "versions.json"), 0
+
+    def saved() -> str:
+        try:
+            save_run(tmp_path, {"epp": {"slices": 2}}, ["true"], {"HF_TOKEN": "abc"})
+        except SettingsError as error:
+            return str(error)
+        return ""
+
+    def write_old() -> None:
+        for name in names:
+            (tmp_path / name).write_text(OLD)
+
+    write_old()
+    for said in swept(saved):
+        assert isinstance(said, str)
+        if said:
+            refused += 1
+            (named,) = [name for name in names if name in said]
+            assert (tmp_path / named).read_text() == OLD
+            assert "No space left on device" in said
+        assert sorted(one.name for one in tmp_path.iterdir()) == sorted(names)
+        write_old()
+    assert refused >= 9
