@@ -326,7 +326,7 @@ def test_an_unforeseen_error_leaves_nothing_behind(folder, tmp_path, monkeypatch
         raise OSError(28, "No space left on device", target)
 
     monkeypatch.setattr(prepare_module.os, "replace", replace)
-    with pytest.raises(EppError, match=r"corpus\.bin: No space left on device"):
+    with pytest.raises(EppError, match=r"/corpus\.(bin|tokenizer\.json): No space left on device"):
         prepare([folder], tmp_path / "corpus")
     assert names(tmp_path) == ["input"]
 

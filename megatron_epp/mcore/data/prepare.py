@@ -126,11 +126,17 @@ def prepare(
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         return _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles)
     except OSError as error:
-        raise EppError(f"{error.filename or prefix}: {error.strerror or error}") from error
+        named = str(error.filename or prefix).replace(_partial(prefix), prefix)
+        raise EppError(f"{named}: {error.strerror or error}") from error
+
+
+def _partial(prefix: str) -> str:
+    """Return the prefix of the files while they are written."""
+    return f"{prefix}.partial-{os.getpid()}"
 
 
 def _write_and_rename(documents: Documents, prefix: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:
-    partial = f"{prefix}.partial-{os.getpid()}"
+    partial = _partial(prefix)
     suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if roles else ()), ".idx")
     try:
         summary = _write(documents, prefix, partial, encoder, roles)
