@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_epp.launch.run_folder import LOCK
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import Finished
 
@@ -75,7 +76,7 @@ def test_a_truncated_index_is_refused(documents, tmp_path):
 def test_a_cap_below_the_minimum_names_the_smallest_cap_which_then_trains(documents, tmp_path):
     text = message(train(documents, "--epp-memory-cap-gb", 1e-5, "--epp-report-dir", tmp_path / "report"))
     assert "--epp-memory-cap-gb" in text
-    assert not (tmp_path / "report").exists()
+    assert [path.name for path in (tmp_path / "report").iterdir()] == [LOCK], "no report of a training that did not begin"
     smallest = float(re.search(r"--epp-memory-cap-gb to ([\d.]+),", text)[1])
     assert train(documents, "--epp-memory-cap-gb", smallest).returncode == 0
 

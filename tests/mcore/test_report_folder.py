@@ -21,7 +21,7 @@ def written(folder: ReportFolder, iterations: range) -> None:
 
 
 def test_every_iteration_is_a_line_and_those_asked_for_are_traced(tmp_path: Path):
-    written(ReportFolder(tmp_path / "report", (2, 3)), range(1, 5))
+    written(ReportFolder(tmp_path / "report", "0123abcd", (2, 3)), range(1, 5))
     lines = (tmp_path / "report" / LINES).read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4]
     files = {path.name for path in (tmp_path / "report").iterdir()}
@@ -31,7 +31,7 @@ def test_every_iteration_is_a_line_and_those_asked_for_are_traced(tmp_path: Path
 def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    folder, write = ReportFolder(tmp_path / "report", (1, 2, 3)), os.write
+    folder, write = ReportFolder(tmp_path / "report", "0123abcd", (1, 2, 3)), os.write
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -46,12 +46,12 @@ def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
     ]
     monkeypatch.setattr(os, "write", write)
     written(folder, range(3, 4))
-    assert (tmp_path / "report" / LINES).read_text() == '{"iteration": 3}\n'
+    assert (tmp_path / "report" / LINES).read_text() == '{"run": "0123abcd", "iteration": 3}\n'
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
-        written(ReportFolder(tmp_path / "file" / "report"), range(1, 4))
+        written(ReportFolder(tmp_path / "file" / "report", "0123abcd"), range(1, 4))
     assert all(f"{tmp_path}/file/report" in one.getMessage() for one in caplog.records)
     assert len(caplog.records) == 2

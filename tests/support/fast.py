@@ -285,6 +285,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_side_by_side.py": (),
     "pure/test_report_text.py": (),
     "pure/test_report_trace.py": (),
+    "pure/test_run_folder.py": (),
     "pure/test_writing.py": (),
 }
 """Files, relative to `tests`, and of each the tests that are left to the default set because they take too long."""

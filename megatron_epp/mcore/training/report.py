@@ -126,7 +126,7 @@ class IterationReport:
             return
         measured = None if self.batch.plan is None else Measured.of(self.batch.plan, (entry["events"] for entry in everyone))
         line = self._line(everyone, measured)
-        if first and self.session.report_folder is not None:
+        if self.session.report_folder is not None:
             self.session.report_folder.write(self.iteration, line, self.batch.plan, measured)
         if last and measured is not None:
             self._log(line)

@@ -30,10 +30,12 @@ class ReportFolder:
 
     Attributes:
         path: of the folder, made when the first file is written.
+        run: identifier of the run, which its lines have.
         traced: iterations whose plan, times and trace are written.
     """
 
     path: Path
+    run: str
     traced: Sequence[int] = ()
     _told: set[str] = field(default_factory=set)
 
@@ -52,7 +54,7 @@ class ReportFolder:
                 )
                 logger.info("megatron-epp show %s -o page.html makes a page of them", self.path)
         with self._going_on(LINES):
-            append_line(self.path / LINES, json.dumps(line))
+            append_line(self.path / LINES, json.dumps({"run": self.run, **line}))
 
     @contextlib.contextmanager
     def _going_on(self, what: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.table import TRAINING
@@ -98,9 +99,9 @@ class Session:
         self.memory_is_told = False
         """True once the parts of the planned peaks have been logged."""
         self.report_folder: ReportFolder | None = None
-        """Files of --epp-report-dir; None without it."""
-        if args.epp_report_dir is not None:
-            self.report_folder = ReportFolder(Path(args.epp_report_dir), args.epp_trace or ())
+        """Files of --epp-report-dir, on the first rank; None without it."""
+        if dist.get_rank() == 0:
+            self._hold_folders()
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self._learning: str | None = None  # the step of learning costs that is under way
@@ -108,6 +109,14 @@ class Session:
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
         self._planning_ranks: dist.ProcessGroup | None = None
+
+    def _hold_folders(self) -> None:
+        """Keep other runs out of the folders that this one writes to. Raises EppError if another run has one of them."""
+        run, folder = new_run_id(), self.args.epp_report_dir
+        for written in {self.args.save, folder} - {None}:
+            hold(written, run)
+        if folder is not None:
+            self.report_folder = ReportFolder(Path(folder), run, self.args.epp_trace or ())
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
