@@ -47,8 +47,7 @@ def test_forwards_and_backwards_in_turn_wait_as_little_as_megatrons_interleaved_
 @pytest.mark.parametrize("microbatches", [10, 11])
 def test_microbatches_whose_own_windows_are_a_deadlock_are_interleaved_with_one_warm_up(microbatches: int):
     unit = Unit("interleaved, 4", 4, microbatches)
-    (rule,) = PATTERNS
-    order = rule.order(unit.chunks, unit.tables, unit.problem)
+    order = PATTERNS[0].order(unit.chunks, unit.tables, unit.problem)
     assert order == unit.of_paper().order
     assert order != ListScheduling(2, alternating=True).order(unit.chunks, unit.tables, unit.problem)
 

@@ -29,12 +29,18 @@ class Interleaved:
     round. Every rank is two backwards ahead of the next. Where that is a deadlock, as with chunks that are no multiple of the
     ranks, the warm-up is that of the paper (`one_warm_up`); where that is one too, and for other placements, it is list
     scheduling.
+
+    Attributes:
+        elastic: windows follow the slices; otherwise the warm-up is that of the paper.
     """
+
+    elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
         own, groups = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks), slice_groups(chunks)
-        made = (self._order(groups, own), one_warm_up(groups, own)) if is_looped(problem) else ()
+        made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
+        made += [one_warm_up(groups, own)] if is_looped(problem) else []
         return _running(made, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:

@@ -190,7 +190,10 @@ def _walk(
         worse = 0
         for count in way:
             table = chunkers.table(chunks=count)
-            worse = 0 if trials.better(table, trials.rules.first) else worse + 1
+            is_better = trials.better(table, trials.rules.first)
+            if table is not None and trials.rules.narrow:
+                is_better |= trials.better(table, trials.narrow(table))
+            worse = 0 if is_better else worse + 1
             if table is not None:
                 yield count, table
             if worse == patience:

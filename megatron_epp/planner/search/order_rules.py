@@ -41,6 +41,8 @@ LIST_SCHEDULES: tuple[OrderRule, ...] = (
 """Rules for any other placement than one stage per rank in order, the first two for every grain."""
 WIDE_V = ListScheduling(2.5, alternating=True)
 """Further rule for every grain of V placements: with it a coarser grain may be the best than with the others."""
+NARROW_LISTED: tuple[OrderRule, ...] = (ListScheduling(1.5, alternating=True), ListScheduling(1, alternating=True))
+"""Further rules for grains that no other rule fits, the first for those that are nearly the best, too."""
 SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(1.25, alternating=True, waiting=1),
     ListScheduling(1, waiting=0.75),
@@ -50,7 +52,7 @@ SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(0.5, waiting=0.75),
 )
 """Further rules where weight gradients are split off, the first for every grain."""
-PATTERNS: tuple[OrderRule, ...] = (Interleaved(),)
+PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 """Further rules for every grain of looped placements."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for the best grain of V placements with two stages per rank."""
@@ -65,6 +67,7 @@ class OrderRules:
         first: for every grain.
         second: for the best grain, and in lockstep for all grains when none fits.
         least: when nothing else fits.
+        narrow: for grains that none of the first fits, widest first; the widest also for grains that are nearly the best.
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.
     """
@@ -74,6 +77,7 @@ class OrderRules:
     least: tuple[OrderRule, ...]
     frugal: tuple[OrderRule, ...]
     capped: tuple[OrderRule, ...] = ()
+    narrow: tuple[OrderRule, ...] = ()
 
 
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST), CAPPED)
@@ -96,6 +100,7 @@ def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> Or
         least=rules.least,
         frugal=tuple(map(_with_slack, rules.frugal)),
         capped=tuple(map(_with_slack, rules.capped)),
+        narrow=tuple(map(_with_slack, rules.narrow)),
     )
 
 
@@ -112,4 +117,5 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         second=(*more[1:], *(V_PATTERNS if is_v(problem) else ()), *LIST_SCHEDULES[2:]),
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
+        narrow=NARROW_LISTED,
     )

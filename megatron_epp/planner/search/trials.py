@@ -96,6 +96,7 @@ class Trials:
         best: the fastest that fits; None while none does.
         best_us: its makespan, or a makespan to beat.
         best_of: the fastest without copies by what ordered it.
+        fastest_us: makespan of the fastest without copies of every table that fits.
         whole: the fastest that fits before its order is completed, and without copies, where orders are completed.
         near: the fastest without copies, the best among them, fastest first.
         least_cap: smallest cap, in bytes, that would have let a candidate through; 0 where memory was never the obstacle.
@@ -115,6 +116,7 @@ class Trials:
         self.seen: set[tuple[Aligned, OrderRule]] = set()
         self._orders: dict[Aligned, set[Order]] = {}  # for several stages per rank, where rules may agree
         self.best_of: dict[OrderRule, Candidate] = {}
+        self.fastest_us: dict[Aligned, float] = {}
         self._worth = 1 + PROVEN if replicas.is_lockstep else WORTH
 
     def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
@@ -147,10 +149,18 @@ class Trials:
             found |= self._better(tried)
         return found
 
+    def narrow(self, table: Aligned) -> tuple[OrderRule, ...]:
+        """Return rules with narrower windows for a table: all if no candidate of it fits, one if it is nearly the best."""
+        fastest_us = self.fastest_us.get(table, math.inf)
+        if math.isinf(fastest_us):
+            return self.rules.narrow
+        return self.rules.narrow[:1] if fastest_us <= NEARLY * self.best_us else ()
+
     def _better(self, tried: Candidate) -> bool:
         before = self.least_cap or math.inf
         if (found := self._recomputed(tried)) is None:
             return self.best is None and self.least_cap < CLEARLY * before and not self.replicas.is_lockstep
+        self.fastest_us[tried.table] = min(found.makespan_us, self.fastest_us.get(tried.table, math.inf))
         insort(self.near, found, key=attrgetter("makespan_us"))
         del self.near[NEAR:]
         own = self.best_of.get(tried.rule)
