@@ -49,7 +49,7 @@ def test_random_batches_are_planned_once_and_wins_and_losses_counted(
 
 @pytest.mark.parametrize(("seed", "order"), [(0, "interleaved, 4"), (48, "interleaved, 4"), (71, "hanayo"), (91, "hanayo")])
 def test_greedy_has_learnt_from_orders_that_were_faster(seed: int, order: str, monkeypatch: pytest.MonkeyPatch):
-    """Coarse tables of any number of chunks, one warm-up for all ranks, and narrow windows for grains that are nearly the best."""
+    """Any number of coarse chunks, one warm-up for all ranks, and narrow windows for grains that are nearly the best."""
     monkeypatch.setattr(random_batches, "ORDERS", {order: random_batches.ORDERS[order]})
     row = random_batches.ratios(seed)["orders"][order]
     assert row["makespan_us"] >= (1 - TIE) * row["greedy_us"] > 0
