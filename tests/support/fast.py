@@ -171,6 +171,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_a_process_that_no_torchrun_started_outlives_its_parent",
         "test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once",
     ),
+    "pure/test_launch_processor_time.py": (),
     "pure/test_launch_rendezvous.py": (
         "test_a_first_node_that_is_missing_is_said_with_where_it_was_looked_for",
         "test_a_first_node_that_says_little_at_a_time_outlasts_no_limit",

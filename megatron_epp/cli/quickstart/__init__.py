@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     start_s = time.monotonic()
     setting = Setting(Path(args.output), pipeline_size(args.pipeline), args.context, args.iterations, args.rounds)
-    say(f"{machine()}, load {os.getloadavg()[0]:.1f} before; {setting.num_ranks} ranks", flush=True)
+    say(f"{machine()}; {setting.num_ranks} ranks", flush=True)
     _demonstrate(setting)
     say(f"\nTook {time.monotonic() - start_s:.0f} s.")
     return 0
