@@ -43,13 +43,12 @@ class ProcessorTime:
         """
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         try:
-            name, *ticks = (folder / "stat").read_text(encoding="ascii").partition("\n")[0].split()
+            line = (folder / "stat").read_text(encoding="ascii").partition("\n")[0].split()
         except OSError:
             return None
-        counts = dict(zip(_COLUMNS, map(int, ticks), strict=False))
-        if name != "cpu" or not any(counts.values()):
+        if line[:1] != ["cpu"] or not any(ticks := [*map(int, line[1:])]):
             return None
-        busy = sum(counts.get(column, 0) for column in _BUSY)
+        busy = sum(count for column, count in zip(_COLUMNS, ticks, strict=False) if column in _BUSY)
         return ProcessorTime(time.monotonic(), busy * tick_s, _ticks_below(folder, os.getpid()) * tick_s)
 
     def cores_of_others_since(self, before: ProcessorTime) -> float:

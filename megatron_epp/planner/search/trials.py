@@ -131,7 +131,7 @@ class Trials:
         rules = [rule for rule in rules if (table, rule) not in self.seen]
         if table is None or not rules:
             return False
-        tables = self.replicas.tables(table)
+        tables = self._tables(table)
         bound_us = self.replicas.bound_us(tables, table)
         close = -PROVEN if self.replicas.is_lockstep else close
         found, orders = False, self._orders.setdefault(table, set())
@@ -146,6 +146,13 @@ class Trials:
                 orders.add(tried.order)
             found |= self._better(tried)
         return found
+
+    def _tables(self, table: Aligned) -> tuple[Tables, ...]:
+        """Tabulate a table without KV offload, unless it is that of the best candidate."""
+        best = self.best
+        if best is not None and best.table == table and not any(made.kv_offload for made in best.made):
+            return best.tables
+        return self.replicas.tables(table)
 
     def _better(self, tried: Candidate) -> bool:
         before = self.least_cap or math.inf
@@ -165,7 +172,7 @@ class Trials:
 
         Where the best so far is close to what offload could reach at most, it is not tried: it takes longer than all else.
         """
-        tables = self.replicas.tables(table)
+        tables = self._tables(table)
         bound_us = self.replicas.bound_us(tables, table)
         found = False
         for rule in dict.fromkeys(rules):
