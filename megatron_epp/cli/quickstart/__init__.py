@@ -25,7 +25,7 @@ from megatron_epp.cli.quickstart.parts import (
     skewed_documents,
 )
 from megatron_epp.cli.quickstart.setting import CAP_SHARE, Setting, measured_costs
-from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.cli.terminal import Command, Parser, output_folder, say
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import WARM_UP, pipeline_size
 from megatron_epp.mcore.arguments.flag import COUNT, STAGES
@@ -65,7 +65,8 @@ def add_arguments(parser: Parser) -> None:
     )
     add("--pipeline", type=STAGES, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
     add("--context", type=COUNT, default=8192, metavar="N", help="tokens of the longest document (%(default)s)")
-    add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs, figures and pictures go (%(default)s)")
+    where = "where logs, figures and pictures go (%(default)s)"
+    add("-o", "--output", type=output_folder, default=_FOLDER, metavar="FOLDER", help=where)
 
 
 def run(args: argparse.Namespace) -> int:
