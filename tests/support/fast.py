@@ -241,6 +241,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_where_the_host_has_too_little_the_error_names_what_would_do",
         "test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it",
     ),
+    "pure/test_planner_least.py": (),
     "pure/test_planner_local.py": (),
     "pure/test_planner_limits.py": (
         "test_memory_does_not_grow_with_the_batch_as_planners_let_earlier_sequences_end",

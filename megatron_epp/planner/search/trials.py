@@ -131,11 +131,12 @@ class Trials:
         rules = [rule for rule in rules if (table, rule) not in self.seen]
         if table is None or not rules:
             return False
-        tables = self._tables(table)
-        bound_us = self.replicas.bound_us(tables, table)
+        tables, bound_us = self._tables(table), 0.0
         close = -PROVEN if self.replicas.is_lockstep else close
         found, orders = False, self._orders.setdefault(table, set())
         for rule in rules:
+            if self.best_us < math.inf and not bound_us:  # without a best, as where memory is asked for, no bound is needed
+                bound_us = self.replicas.bound_us(tables, table)
             if bound_us * (1 + close) >= self.best_us:
                 break
             self.seen.add((table, rule))
