@@ -23,19 +23,19 @@ HELP_S, COMMAND_S, MEMORY_S = 1.0, 5.0, 10.0
 """Seconds of processor time within which help, a command without progress, and `memory` should end."""
 _PROGRESS = re.compile(r", \d+ s\b")
 _BATCH = "--lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8"
-_MANY = "--lengths wikipedia --batch-size 512 --context 131072 --model llama3-70b --cluster h100x8 --tensor-parallel 8"
-_LARGE = f"{_MANY} --stages 64 --sequence-parallel --token-multiple 8 --offload --split-weight"
+_LARGE = "--lengths wikipedia --context 131072 --model llama3-70b --cluster h100x8 --tensor-parallel 8 --stages 64"
+_MOST = f"{_LARGE} --sequence-parallel --token-multiple 8 --offload --split-weight"
 _QUICK = "--rounds 1 --iterations 1 --context 512 -o quickstart"
 INPUTS: dict[str, dict[str, str]] = {
-    "plan": {"small": f"{_BATCH} -o small.json", "large": f"{_LARGE} -o large.json"},
+    "plan": {"small": f"{_BATCH} -o small.json", "large": f"{_LARGE} -o large.json", "large, offload": _MOST},
     "memory": {
         "small": f"{_BATCH} --no-megatron",
-        "large": f"{_MANY} --stages 64 --no-megatron",
-        "large, offload": f"{_LARGE} --no-megatron",
+        "large": f"{_LARGE} --no-megatron",
+        "large, offload": f"{_MOST} --no-megatron",
     },
     "check": {"small": "small.json", "large": "large.json"},
     "simulate": {"small": "small.json", "large": "large.json"},
-    "compare": {"small": _BATCH, "large": f"{_MANY} --stages 64"},
+    "compare": {"small": _BATCH, "large": _LARGE},
     "schedules": {"": ""},
     "advise": {
         "small": "--model llama3-8b --cluster h100x8 --devices 8 --lengths wikipedia --global-batch-size 64 --context 8192",
