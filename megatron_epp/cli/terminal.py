@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -40,7 +41,7 @@ class Parser(SuggestingParser):
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
 
-        The subcommand reports words that it does not know, and output files that it could not write.
+        The subcommand reports words that it does not know, and output files and folders that it could not write.
         """
         found: argparse.Namespace
         found, unknown = self.parse_known_args(argv)
@@ -49,7 +50,8 @@ class Parser(SuggestingParser):
             command.refuse(unknown)
         for action in command._actions:
             path = getattr(found, action.dest, None)
-            if action.type in (output, picture, picture_or_page) and path and (why := unwritable(Path(path))):
+            look = unusable if action.type is output_folder else unwritable
+            if action.type in (output, output_folder, picture, picture_or_page) and path and (why := look(Path(path))):
                 command.error(f"argument {'/'.join(action.option_strings)}: {why}")
         return found
 
@@ -85,6 +87,11 @@ def output(text: str) -> str:
     return text
 
 
+def output_folder(text: str) -> str:
+    """Name a folder to write to. `unusable` looks whether it can be, and makes it."""
+    return text
+
+
 def picture(text: str) -> str:
     """Name a picture to write."""
     if Path(text).suffix.lower() not in PICTURES:
@@ -111,6 +118,18 @@ def unwritable(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a folder: give a file in it"
     return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"
+
+
+def unusable(folder: Path) -> str:
+    """Make a folder for output; return why it cannot be written to, empty if it can."""
+    if (there := next(path for path in (folder, *folder.absolute().parents) if path.exists())) and not there.is_dir():
+        return f"{there} is a file: give a folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror}): give another folder"
 
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:

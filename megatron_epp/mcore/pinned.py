@@ -5,6 +5,7 @@ every rank on a core of its own if the machine has no GPU. With `RECORD` set eac
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 RECORD = "EPP_RECORD_GRADIENTS"
@@ -12,11 +13,15 @@ RECORD = "EPP_RECORD_GRADIENTS"
 
 
 def pin(rank: int) -> None:
-    """Bind this process to one of the cores that it may use, chosen by its rank, with one thread."""
+    """Bind this process to one of the cores that it may use, chosen by its rank, with one thread.
+
+    Processes that it forks, such as the one that plans, may use all of these cores: those of ranks that wait are free.
+    """
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.register_at_fork(after_in_child=partial(os.sched_setaffinity, 0, cores))
     torch.set_num_threads(1)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-_LOAD_MARGIN = 0.5
-"""Load average, besides that of the measured ranks, from which on the machine counts as busy."""
+_TAKEN = 0.1
+"""Share of the measured ranks' cores that other programs may take before the machine counts as busy."""
 _BUSY = "inconclusive: the machine was busy"
 
 
@@ -45,21 +45,41 @@ def turns[T](names: Sequence[T], rounds: int) -> Iterator[tuple[T, ...]]:
         yield (*names[first:], *names[:first])
 
 
-def is_busy(load: float, own: int) -> bool:
-    """Return whether a load average during a run is more than its own ranks', or than there are cores for them."""
-    return load > own + _LOAD_MARGIN
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Use of a machine's cores during a measurement.
+
+    Attributes:
+        others: mean number of cores that other programs kept busy, not counting those that the measurement started; None if the
+            system does not tell.
+        num_ranks: ranks that were measured at a time, each on a core.
+        num_cores: of the machine.
+    """
+
+    others: float | None
+    num_ranks: int
+    num_cores: int
+
+    @property
+    def is_busy(self) -> bool:
+        """True if other programs took more than cores without a rank, and a tenth of the others."""
+        spare = max(0, self.num_cores - self.num_ranks)
+        return self.others is not None and self.others > spare + _TAKEN * min(self.num_ranks, self.num_cores)
+
+    def __str__(self) -> str:
+        others = "an unknown number" if self.others is None else f"{self.others:.1f}"
+        return f"other programs took {others} of {self.num_cores} cores"
 
 
-def doubt(first: Rounds, second: Rounds, load: float, num_ranks: int) -> str:
+def doubt(first: Rounds, second: Rounds, occupancy: Occupancy) -> str:
     """Say why a difference between two measurements is not certain; empty if it is.
 
     Args:
         first, second: the measurements.
-        load: average during the rounds, the measured ranks included.
-        num_ranks: ranks that were measured at a time.
+        occupancy: of the machine during the rounds.
     """
-    if is_busy(load, num_ranks):
-        return f"{_BUSY} (load {load:.1f} with {num_ranks} ranks)"
+    if occupancy.is_busy:
+        return f"{_BUSY} ({occupancy})"
     if min(len(first.values), len(second.values)) == 1:
         return "inconclusive: one round has no spread"
     return f"{_BUSY} (the measured times overlap)" if first.overlaps(second) else ""

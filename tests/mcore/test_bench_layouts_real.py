@@ -18,11 +18,12 @@ TINY = Case(num_layers=5, vocab_size=2_048, hidden_size=64, context=64, sequence
 
 def test_all_layouts_train_the_same_batches_with_costs_that_were_profiled(tmp_path: Path) -> None:
     said: list[str] = []
-    found, load = measure(TINY, tmp_path, LAYOUTS, rounds=2, iterations=1, note=said.append)
+    found, occupancy = measure(TINY, tmp_path, LAYOUTS, rounds=2, iterations=1, note=said.append)
     assert said[0] == "profiling the model"
     assert [text.split()[-1] for text in said[1:]] == ["even", "balanced", "auto", "balanced", "auto", "even"]
     assert Profile.from_json((tmp_path / "profile.json").read_text()).attention is not None
-    assert load > 0
+    assert occupancy.num_ranks == RANKS
+    assert occupancy.others is not None
     assert [one.name for one in found] == list(LAYOUTS)
     assert found[0].layers == "3, 2"
     for one in found:
@@ -34,7 +35,7 @@ def test_all_layouts_train_the_same_batches_with_costs_that_were_profiled(tmp_pa
             assert 0 < each.measured_us <= each.iteration_us * 1.001
     assert found[0].rounds[0].planned_us == found[0].rounds[1].planned_us
     assert found[2].rounds[0].planned_us <= found[0].rounds[0].planned_us * 1.005
-    assert len(lines_of(found, load, RANKS)) == 1 + 2 * len(LAYOUTS) - 1
+    assert len(lines_of(found, occupancy)) == 1 + 2 * len(LAYOUTS) - 1
 
 
 def test_emulated_ranks_run_both_layouts() -> None:

@@ -243,3 +243,22 @@ def test_what_is_nested_up_to_the_limit_is_taken():
 
 def test_the_plan_that_is_spoiled_here_is_sound():
     assert check(PLAN) == []
+
+
+@pytest.mark.parametrize("command", ["quickstart", "first-run"])
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("a-file", "a-file is a file: give a folder"),
+        ("a-file/below", "a-file is a file"),
+        ("/proc/none", "cannot be written to"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_starts(
+    command, folder, why, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    message = error_line(capsys, [command, "-o", folder])
+    assert why in message
+    assert "-o/--output" in message

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from megatron_epp.report.rounds import Occupancy
 from scripts.bench.layouts.compared import Measured, Ratio, Trained, lines_of, ratio, verdict
 from scripts.bench.layouts.emulated import Emulated
 from scripts.bench.layouts.emulated import lines_of as emulated_lines
 from scripts.bench.layouts.trained import Case, chosen_layers
 
-RANKS = 2
+QUIET = Occupancy(0.1, num_ranks=2, num_cores=2)
 
 
 def measured(name: str, layers: str, planned_us: float, *rounds_us: float) -> Measured:
@@ -30,27 +33,26 @@ def test_ratios_are_those_of_the_medians() -> None:
 
 
 @pytest.mark.parametrize(
-    ("auto", "load", "says"),
+    ("auto", "others", "says"),
     [
-        (AUTO, 2.0, "as planned, within 5%"),
-        (AUTO, 2.4, "as planned, within 5%"),
-        (AUTO, 2.6, "inconclusive: the machine was busy (load 2.6 with 2 ranks)"),
+        (AUTO, 0.1, "as planned, within 5%"),
+        (AUTO, 0.6, "inconclusive: the machine was busy (other programs took 0.6 of 2 cores)"),
         (
             measured("auto", "3.5, 1.5", 350_000, 360_000, 406_000),
-            2.0,
+            0.1,
             "inconclusive: the machine was busy (the measured times overlap",
         ),
-        (measured("auto", "3.5, 1.5", 300_000, 360_000, 361_000), 2.0, "not as planned: more than 5%"),
-        (measured("auto", "3.5, 1.5", 390_000, 360_000, 361_000), 2.0, "not as planned: more than 5%"),
-        (measured("auto", "3, 2", 400_000, 600_000), 9.0, "the same layers as even"),
+        (measured("auto", "3.5, 1.5", 300_000, 360_000, 361_000), 0.1, "not as planned: more than 5%"),
+        (measured("auto", "3.5, 1.5", 390_000, 360_000, 361_000), 0.1, "not as planned: more than 5%"),
+        (measured("auto", "3, 2", 400_000, 600_000), 2.0, "the same layers as even"),
     ],
 )
-def test_a_verdict_is_given_only_where_the_machine_was_quiet(auto: Measured, load: float, says: str) -> None:
-    assert verdict(auto, EVEN, load, RANKS).startswith(says)
+def test_a_verdict_is_given_only_where_the_machine_was_quiet(auto: Measured, others: float, says: str) -> None:
+    assert verdict(auto, EVEN, replace(QUIET, others=others)).startswith(says)
 
 
 def test_the_table_has_a_line_per_layout_and_one_per_ratio() -> None:
-    lines = lines_of([EVEN, AUTO], 2.0, RANKS)
+    lines = lines_of([EVEN, AUTO], QUIET)
     assert [line.split()[0] for line in lines] == ["layout", "even", "auto", "auto"]
     assert lines[1].split()[-5:] == ["400", "410", "23%", "420", "410"]
     assert lines[-1] == (

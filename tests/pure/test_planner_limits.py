@@ -9,6 +9,7 @@ import pytest
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner.search import limits as search_limits
 from megatron_epp.planner.search.limits import BATCHES, Limit, Limits
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
@@ -45,6 +46,15 @@ def test_the_smallest_cap_fits_and_a_byte_less_does_not():
     assert max(made.predicted.peak_bytes) <= found.value
     assert fits(BATCH, found.value)
     assert not fits(BATCH, found.value - 1)
+
+
+def test_the_smallest_cap_of_a_large_plan_is_what_the_plan_holds(monkeypatch: pytest.MonkeyPatch):
+    exact, _ = limits().cap()
+    monkeypatch.setattr(search_limits, "LARGE", 0)
+    found, made = limits().cap()
+    assert found == Limit(max(made.predicted.peak_bytes), 0)
+    assert exact.value is not None and found.value is not None  # noqa: PT018
+    assert exact.value <= found.value <= 1.01 * exact.value
 
 
 def test_with_offload_a_smaller_cap_is_found_in_steps_that_are_small_beside_it():

@@ -7,14 +7,15 @@ import pytest
 from megatron_epp.cli.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
 from megatron_epp.cli.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
 from megatron_epp.launch.runs import Run
-from megatron_epp.report.rounds import Rounds
+from megatron_epp.report.rounds import Occupancy, Rounds
 from tests.support.plan.report_plans import sliced_plan
 
 MIB = 1 << 20
 PARITY = Parity(((5.5, 5.5), (5.0, 5.00005)), 2e-7)
+QUIET = Occupancy(0.1, num_ranks=2, num_cores=2)
 WHOLE = Schedule(Rounds((9_000.0, 10_000.0, 11_000.0)), 137 * MIB, 4.5e6, 4.2e6, (5.8, 5.7))
 ELASTIC = Schedule(Rounds((14_000.0, 13_000.0, 15_000.0)), 116 * MIB, 3.0e6, 3.0e6, (5.8, 5.7))
-SKEWED = SkewedDocuments(WHOLE, ELASTIC, 2.0, 2, 123 * MIB)
+SKEWED = SkewedDocuments(WHOLE, ELASTIC, QUIET, 123 * MIB)
 LONG = LongDocument((8192, 90, 80), 116 * MIB, 52 * MIB, 46 * MIB, 47 * MIB, 51 * MIB, ((5.0, 5.0),), sliced_plan(num_ranks=2))
 
 
@@ -44,16 +45,16 @@ def test_the_planned_ratio_is_beside_the_measured_one_and_losses_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("load", "rates", "reason"),
+    ("others", "rates", "reason"),
     [
-        (4.0, (14_000.0, 13_000.0), "inconclusive: the machine was busy (load 4.0 with 2 ranks): "),
-        (2.0, (14_000.0, 10_500.0), "inconclusive: the machine was busy (the measured times overlap): "),
-        (2.0, (14_000.0,), "inconclusive: one round has no spread: "),
-        (2.0, (14_000.0, 13_000.0), "elastic plans train"),
+        (1.0, (14_000.0, 13_000.0), "inconclusive: the machine was busy (other programs took 1.0 of 2 cores): "),
+        (0.1, (14_000.0, 10_500.0), "inconclusive: the machine was busy (the measured times overlap): "),
+        (0.1, (14_000.0,), "inconclusive: one round has no spread: "),
+        (None, (14_000.0, 13_000.0), "elastic plans train"),
     ],
 )
-def test_a_difference_that_is_not_certain_is_called_inconclusive(load, rates, reason):
-    found = replace(SKEWED, load=load, elastic=replace(ELASTIC, tokens_per_second=Rounds(rates)))
+def test_a_difference_that_is_not_certain_is_called_inconclusive(others, rates, reason):
+    found = replace(SKEWED, occupancy=replace(QUIET, others=others), elastic=replace(ELASTIC, tokens_per_second=Rounds(rates)))
     assert any(line.startswith(reason) for line in skewed_lines(found))
 
 
@@ -78,5 +79,6 @@ def test_the_report_has_every_figure():
     report = figures(PARITY, SKEWED, LONG)
     assert report["parity"]["max_relative_loss_difference"] == pytest.approx(1e-5)
     assert report["skewed"]["schedules"]["elastic plans"]["tokens_per_second"] == (14_000.0, 13_000.0, 15_000.0)
+    assert report["skewed"]["occupancy"] == {"others": 0.1, "num_ranks": 2, "num_cores": 2}
     assert report["skewed"]["elastic_over_whole"]["measured"] == pytest.approx(1.4)
     assert report["long_document"]["elastic_bytes"] == 46 * MIB

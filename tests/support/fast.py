@@ -172,6 +172,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_a_process_that_no_torchrun_started_outlives_its_parent",
         "test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once",
     ),
+    "pure/test_launch_processor_time.py": (),
     "pure/test_launch_rendezvous.py": (
         "test_a_first_node_that_is_missing_is_said_with_where_it_was_looked_for",
         "test_a_first_node_that_says_little_at_a_time_outlasts_no_limit",
@@ -241,6 +242,8 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_where_the_host_has_too_little_the_error_names_what_would_do",
         "test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it",
     ),
+    "pure/test_planner_least.py": (),
+    "pure/test_planner_local.py": (),
     "pure/test_planner_limits.py": (
         "test_memory_does_not_grow_with_the_batch_as_planners_let_earlier_sequences_end",
         "test_the_longest_sequence_fits_and_a_step_more_does_not",

@@ -27,7 +27,7 @@ from megatron_epp.cli.first_run.outcome import (
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.first_run.training import parity
 from megatron_epp.cli.lengths import SOURCES
-from megatron_epp.cli.terminal import Command, Parser, progress, say
+from megatron_epp.cli.terminal import Command, Parser, output_folder, progress, say
 from megatron_epp.cli.train import quietly
 from megatron_epp.cost.library import load_cluster, load_flags, shipped
 from megatron_epp.launch.command import versions
@@ -114,7 +114,8 @@ def add_arguments(parser: Parser) -> None:
         help=f"only these of {', '.join(step.name for step in STEPS)} (default: all)",
     )
     add("--reduced", action="store_true", help="everything tiny, in a minute or two: what runs on a CPU in any case")
-    add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs and the report go (default: %(default)s)")
+    where = "where logs and the report go (default: %(default)s)"
+    add("-o", "--output", type=output_folder, default=_FOLDER, metavar="FOLDER", help=where)
     add(
         "launch", nargs="*", metavar="-- COMMAND", help="your launch command as it is today, behind --, with variables replaced"
     )

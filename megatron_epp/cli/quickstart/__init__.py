@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_epp.cli.quickstart.parts import (
     skewed_documents,
 )
 from megatron_epp.cli.quickstart.setting import CAP_SHARE, Setting, measured_costs
-from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.cli.terminal import Command, Parser, output_folder, say
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import WARM_UP, pipeline_size
 from megatron_epp.mcore.arguments.flag import COUNT, STAGES
@@ -67,7 +66,8 @@ def add_arguments(parser: Parser) -> None:
     )
     add("--pipeline", type=STAGES, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
     add("--context", type=COUNT, default=8192, metavar="N", help="tokens of the longest document (%(default)s)")
-    add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs, figures and pictures go (%(default)s)")
+    where = "where logs, figures and pictures go (%(default)s)"
+    add("-o", "--output", type=output_folder, default=_FOLDER, metavar="FOLDER", help=where)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     start_s = time.monotonic()
     setting = Setting(Path(args.output), pipeline_size(args.pipeline), args.context, args.iterations, args.rounds)
-    say(f"{machine()}, load {os.getloadavg()[0]:.1f} before; {setting.num_ranks} ranks", flush=True)
+    say(f"{machine()}; {setting.num_ranks} ranks", flush=True)
     _demonstrate(setting)
     say(f"\nTook {time.monotonic() - start_s:.0f} s.")
     return 0

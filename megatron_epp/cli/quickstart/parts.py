@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +10,14 @@ from typing import Any
 from megatron_epp.cli.quickstart import documents
 from megatron_epp.cli.quickstart.setting import CAP_SHARE, Setting, cap_gb, known_costs
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.launch.processor_time import OthersMeter
 from megatron_epp.launch.runs import WARM_UP, Run, tiny_gpt
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.fidelity import compare
-from megatron_epp.report.rounds import Rounds, turns
+from megatron_epp.report.rounds import Occupancy, Rounds, turns
 
 PARITY_CONTEXT, FEW = 1024, 3
 """Context and iterations of trainings that compare losses only."""
@@ -91,15 +90,13 @@ class SkewedDocuments:
     """Both schedules on the skewed documents.
 
     Attributes:
-        load: median load average during the rounds.
-        num_ranks: of a training.
+        occupancy: of the machine during the rounds.
         cap_bytes: cap on activations.
     """
 
     whole: Schedule
     elastic: Schedule
-    load: float
-    num_ranks: int
+    occupancy: Occupancy
     cap_bytes: int
 
 
@@ -124,17 +121,16 @@ def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) 
     setting.train("whole-traced", data, iterations, epp_costs=costs, epp_planner="1f1b", **setting.every_iteration)
     traced = setting.train("elastic-traced", data, iterations, **elastic, **setting.every_iteration)
     found: dict[str, list[Run]] = {WHOLE: [], ELASTIC: []}
-    loads = []
+    others = OthersMeter()
     for number, order in enumerate(turns((WHOLE, ELASTIC), setting.rounds), start=1):
         for name in order:
             folder, flags = ("elastic", elastic) if name == ELASTIC else ("whole", whole)
-            found[name].append(setting.train(f"{folder}-round-{number}", data, iterations, **flags))
-            loads.append(os.getloadavg()[0])
+            with others.measured():
+                found[name].append(setting.train(f"{folder}-round-{number}", data, iterations, **flags))
     return SkewedDocuments(
         _schedule(setting, "whole-traced", found[WHOLE], peak_bytes),
         _schedule(setting, "elastic-traced", found[ELASTIC], max(traced.peak_activation_bytes)),
-        statistics.median(loads),
-        setting.num_ranks,
+        others.occupancy(setting.num_ranks),
         int(CAP_SHARE * peak_bytes),
     )
 

@@ -87,7 +87,7 @@ def figures(parity: Parity, found: SkewedDocuments, long: LongDocument) -> dict[
         "skewed": {
             "schedules": {name: asdict(one) | rates[name] for name, one in _both(found)},
             "elastic_over_whole": ratios(found),
-            "load": found.load,
+            "occupancy": asdict(found.occupancy),
             "activation_cap_bytes": found.cap_bytes,
             "max_relative_loss_difference": difference(both_losses(found)),
         },
@@ -114,7 +114,7 @@ def _ratio_line(found: SkewedDocuments) -> str:
     parts = [f"elastic plans train {ratio['measured']:.2f} times as fast, {ratio['planned']:.2f} planned"]
     if ratio["by_processor_time"] is not None:
         parts.append(f"{ratio['by_processor_time']:.2f} by processor time alone")
-    reason = doubt(found.whole.tokens_per_second, found.elastic.tokens_per_second, found.load, found.num_ranks)
+    reason = doubt(found.whole.tokens_per_second, found.elastic.tokens_per_second, found.occupancy)
     return (f"{reason}: " if reason else "") + ", ".join(parts)
 
 

@@ -52,7 +52,7 @@ _PLANNING = (
         "machine, unlike with --steps (default: none)",
     ),
     Flag("steps", "", "--steps", WHOLE, default=0).described(
-        "Of local search (default: 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
+        "Of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
     Flag("seed", "", "--seed", SEED, "Of the planner's search (default: 0).", default=0, metavar="S"),
 )

@@ -69,16 +69,17 @@ def recompute_frontier(
             for mode_index, *frontier_step in zip(mode_indices, *columns, strict=True)
         ]
     at_saved, at_us, at_fuller = 0 * kept, np.zeros(len(kept)), 0 * kept
+    all_saved, all_us, all_fuller, chunks = np.array(saved), np.array(took_us), np.array(fuller), np.arange(len(kept))
     frontier = []
     for _ in modes:
-        more, longer_us = np.array(saved) - at_saved, np.array(took_us) - at_us
+        more, longer_us = all_saved - at_saved, all_us - at_us
         price = np.where(more > 0, longer_us / np.maximum(more, 1), np.inf)
         chosen = price.argmin(axis=0)
-        there = np.isfinite(price.min(axis=0))
+        there = np.isfinite(price[chosen, chunks])
         if not there.any():
             break
-        found = (more, longer_us, np.array(fuller) - at_fuller)
-        step, step_us, step_fuller = (np.where(there, np.take_along_axis(rows, chosen[None], 0)[0], 0) for rows in found)
+        found = (more, longer_us, all_fuller - at_fuller)
+        step, step_us, step_fuller = (np.where(there, rows[chosen, chunks], 0) for rows in found)
         frontier.append(FrontierStep(np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
         at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
     return frontier or [FrontierStep(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]

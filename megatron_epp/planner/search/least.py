@@ -1,7 +1,8 @@
 """The least memory with which a batch can be planned, without the search for a fast plan.
 
 With one stage per rank no order of a chunk table keeps less than that of `OrderRules.least`, so a table fits under a cap if and
-only if it does in that order. One order of every table is tried, where `greedy` tries many.
+only if it does in that order. One order of every table is tried, where `greedy` tries many. In that order all ranks run the
+same actions, so of ranks with equal costs and caps one is looked at.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost import Costs, PipelineCosts
 from megatron_epp.plan import Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.grains import first_grain, grain_counts, whole_bytes
+from megatron_epp.planner.search.grains import grain_counts, whole_bytes
 from megatron_epp.planner.search.replicas import Chunkers, Replicas
 from megatron_epp.planner.search.trials import Trials
 
@@ -37,8 +38,8 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
     """
     validate(problem, costs, options)
     unfit = replace(problem, cap_bytes=(1,) * problem.num_ranks)
-    trials = Trials(Replicas((unfit,), costs, options))
-    for table in _tables(trials):
+    trials = _trials_of_distinct_ranks(unfit, costs, options)
+    for table in _tables(Replicas((unfit,), costs, options), trials):
         trials.better(table, trials.rules.least)
         if trials.least_cap <= enough_bytes:
             break
@@ -59,11 +60,15 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     validate(problem, costs, options)
 
     def make(asked: Problem) -> Plan:
-        trials = Trials(Replicas((asked,), costs, options))
-        for table in _tables(trials):
-            trials.better(table, trials.rules.least)
-            if trials.best is not None:
+        replicas, distinct = Replicas((asked,), costs, options), _trials_of_distinct_ranks(asked, costs, options)
+        for table in _tables(replicas, distinct):
+            distinct.better(table, distinct.rules.least)
+            if distinct.best is not None:
                 break
+        trials = Trials(replicas)
+        trials.least_cap = distinct.least_cap
+        if distinct.best is not None:
+            trials.better(distinct.best.table, trials.rules.least)
         found = trials.result()
         made = replace(found.only, order=found.complete) if found.complete else found.only
         return build_plan(asked, costs, options, made)
@@ -71,10 +76,38 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     return planned_with_room(problem, make)
 
 
-def _tables(trials: Trials) -> Iterator[Aligned]:
-    """Yield the tables that `greedy` tries: middling grains, finer and coarser ones, and tables with whole sequences."""
-    replicas, problem = trials.replicas, trials.problem
-    costs, options = replicas.costs, replicas.options
+def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Trials:
+    """Return trials of the pipeline that has one of each kind of rank: the first, the last, and others that differ.
+
+    Weight gradients are not split off, which decides nothing about memory.
+
+    Args:
+        problem, costs, options: as for `least_plan`.
+    """
+    options = replace(options, split_weight=False)
+    if type(costs) is not PipelineCosts or costs.vocabulary is not None:  # shards join all ranks
+        return Trials(Replicas((problem,), costs, options))
+    ends, equal, kinds = {0, problem.num_ranks - 1}, costs.equal_stages, dict[tuple[int, ...], int]()
+    for rank, cap in enumerate(problem.cap_bytes):
+        kinds.setdefault((rank if rank in ends else -1, equal[rank], cap, *problem.message_bytes[rank : rank + 1]), rank)
+    ranks = sorted(kinds.values())
+    few = replace(
+        problem,
+        placement=tuple(range(len(ranks))),
+        cap_bytes=tuple(problem.cap_bytes[rank] for rank in ranks),
+        message_bytes=tuple(problem.message_bytes[rank] for rank in ranks) if problem.message_bytes else (),
+    )
+    return Trials(Replicas((few,), replace(costs, stages=tuple(costs.stages[rank] for rank in ranks)), options))
+
+
+def _tables(replicas: Replicas, trials: Trials) -> Iterator[Aligned]:
+    """Yield the tables that `greedy` tries, coarse ones first: grains, and tables with whole sequences.
+
+    Args:
+        replicas: the problem.
+        trials: of the tables so far.
+    """
+    (problem,), costs, options = replicas.problems, replicas.costs, replicas.options
     for chunkers in replicas.shapes():
         yield from dict.fromkeys(_cut(chunkers, problem, options))
     if options.slices is None:
@@ -89,7 +122,6 @@ def _cut(chunkers: Chunkers, problem: Problem, options: Options) -> Iterator[Ali
         found = [chunkers.table(slices=options.slices)]
     else:
         counts = grain_counts(problem.num_ranks, chunkers.coarsest)
-        start = first_grain(counts, problem.num_ranks)
-        found = [chunkers.table(chunks=count) for count in (*counts[start:], *counts[:start][::-1])]
+        found = [chunkers.table(chunks=count) for count in counts]
         found += [chunkers.table(slices=1)] if chunkers.is_even else []
     yield from (table for table in found if table is not None)

@@ -22,6 +22,8 @@ LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
 BATCHES = 16
 """Largest multiple of the batch that is tried."""
+LARGE = 1 << 14
+"""Stages times chunks of a plan above which the smallest cap is not lowered byte by byte: each proof takes seconds."""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
@@ -116,7 +118,9 @@ class Limits:
     def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
-        Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection.
+        Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
+        messages may need less than was set aside for them; that lowers it further, down to the last byte unless plans are
+        large.
 
         Args:
             step: bytes between the caps tried with offload; None for about a thousandth of the answer.
@@ -128,6 +132,8 @@ class Limits:
         named = self._named_cap(lengths)
         if not self.options.offload:
             made = self._plan_of_cap(lengths, named)
+            if made.num_stages * len(made.chunks) > LARGE:
+                return Limit(max(made.predicted.peak_bytes)), made
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
                     if self._is_quick:

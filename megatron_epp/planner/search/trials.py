@@ -133,11 +133,12 @@ class Trials:
         rules = [rule for rule in rules if (table, rule) not in self.seen]
         if table is None or not rules:
             return False
-        tables = self.replicas.tables(table)
-        bound_us = self.replicas.bound_us(tables, table)
+        tables, bound_us = self._tables(table), 0.0
         close = -PROVEN if self.replicas.is_lockstep else close
         found, orders = False, self._orders.setdefault(table, set())
         for rule in rules:
+            if self.best_us < math.inf and not bound_us:  # without a best, as where memory is asked for, no bound is needed
+                bound_us = self.replicas.bound_us(tables, table)
             if bound_us * (1 + close) >= self.best_us:
                 break
             self.seen.add((table, rule))
@@ -155,6 +156,13 @@ class Trials:
         if math.isinf(fastest_us):
             return self.rules.narrow
         return self.rules.narrow[:1] if fastest_us <= NEARLY * self.best_us else ()
+
+    def _tables(self, table: Aligned) -> tuple[Tables, ...]:
+        """Tabulate a table without KV offload, unless it is that of the best candidate."""
+        best = self.best
+        if best is not None and best.table == table and not any(made.kv_offload for made in best.made):
+            return best.tables
+        return self.replicas.tables(table)
 
     def _better(self, tried: Candidate) -> bool:
         before = self.least_cap or math.inf
@@ -175,7 +183,7 @@ class Trials:
 
         Where the best so far is close to what offload could reach at most, it is not tried: it takes longer than all else.
         """
-        tables = self.replicas.tables(table)
+        tables = self._tables(table)
         bound_us = self.replicas.bound_us(tables, table)
         found = False
         for rule in dict.fromkeys(rules):

@@ -21,6 +21,10 @@ from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
 from megatron_epp.planner.service.worker import Worker
 
+NICENESS = 10
+"""Niceness of the planning process, which is ahead of training: it runs while ranks leave a core idle. A rank that waits for a
+plan leaves its own.
+"""
 KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
 
@@ -61,7 +65,7 @@ class BackgroundPlanner:
     def __init__(
         self, costs: Costs, options: Options, lockstep_group: int = 0, lockstep_groups: LockstepGroups = ((0,),)
     ) -> None:
-        self._worker = Worker(_planning, costs, options, lockstep_group, lockstep_groups)
+        self._worker = Worker(_planning, costs, options, lockstep_group, lockstep_groups, niceness=NICENESS)
         self._lock = threading.Lock()
 
     def plan(self, problem: Problem) -> PackedPlans:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_epp.report.rounds import Rounds, doubt
+from megatron_epp.report.rounds import Occupancy, Rounds, doubt
 from megatron_epp.report.table import table
 
 EVEN, AUTO, VOCABULARY = "even", "auto", "vocabulary"
@@ -81,23 +81,22 @@ def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio
     return Ratio(planned, measured)
 
 
-def verdict(found: Measured, base: Measured, load: float, num_ranks: int) -> str:
+def verdict(found: Measured, base: Measured, occupancy: Occupancy) -> str:
     """Say whether the measured ratio is the planned one, or why that is not known.
 
     Args:
         found, base: two layouts.
-        load: average during the trainings, their own ranks included.
-        num_ranks: of a training.
+        occupancy: of the machine during the trainings.
     """
     if found.layers == base.layers:
         return f"the same layers as {base.name}"
-    if reason := doubt(found.measured_us, base.measured_us, load, num_ranks):
+    if reason := doubt(found.measured_us, base.measured_us, occupancy):
         return reason
     error = ratio(found, base).error
     return f"{'as planned, within' if abs(error) <= CLOSE else 'not as planned: more than'} {CLOSE:.0%}"
 
 
-def lines_of(found: Sequence[Measured], load: float, num_ranks: int) -> list[str]:
+def lines_of(found: Sequence[Measured], occupancy: Occupancy) -> list[str]:
     """Format the layouts as a table, and below it their ratios to even layers with the verdict."""
     header = ["layout", "layers", "planned (ms)", "measured (ms)", "spread", "iteration (ms)", "by processor time (ms)"]
     figures = ("planned_us", "measured_us", "iteration_us", "own_us")
@@ -109,7 +108,7 @@ def lines_of(found: Sequence[Measured], load: float, num_ranks: int) -> list[str
     lines = table(header, rows, left=(0, 1))
     for one in found:
         if one is not base:
-            lines.append(f"{one.name} / even: {_words(one, base)}; {verdict(one, base, load, num_ranks)}")
+            lines.append(f"{one.name} / even: {_words(one, base)}; {verdict(one, base, occupancy)}")
     return lines
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import machine
-from megatron_epp.report.rounds import is_busy
+from megatron_epp.launch.processor_time import OthersMeter
 from scripts.bench.layouts import compared, emulated
-from scripts.bench.layouts.trained import CASES, RANKS, measure
+from scripts.bench.layouts.trained import CASES, measure
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_layouts"
 LAYOUTS = ("even", "balanced", "auto", "vocabulary")
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and the runs")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine(), "load_before": os.getloadavg()[0]}
-    print(f"{report['machine']}, load {report['load_before']:.1f} before", flush=True)
+    report: dict[str, Any] = {"machine": machine()}
+    print(report["machine"], flush=True)
     report["trained"] = [trained(number, args.output, args.rounds, args.iterations) for number in args.cases]
     report["emulated"] = emulation(args.emulate, args.seconds)
     (args.output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -54,24 +54,23 @@ def trained(number: int, folder: Path, rounds: int, iterations: int) -> dict[str
     """Train one of the models with all layouts; print a table and return its figures."""
     case, now = CASES[number], ["starting"]
     with progress(f"{case}", lambda: now[0]):
-        found, load = measure(
+        found, occupancy = measure(
             case, folder / f"case-{number}", LAYOUTS, rounds, iterations, lambda text: now.append(now.pop() and text)
         )
-    print("\n".join([f"\n{case}, load {load:.1f}", *compared.lines_of(found, load, RANKS)]), flush=True)
-    return {"case": str(case), "load": load, "layouts": compared.report_of(found)}
+    print("\n".join([f"\n{case}; {occupancy}", *compared.lines_of(found, occupancy)]), flush=True)
+    return {"case": str(case), "occupancy": asdict(occupancy), "layouts": compared.report_of(found)}
 
 
 def emulation(sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     """Emulate pipelines of some sizes; print a table and return its figures."""
-    found, loads, cores = [], [], os.cpu_count() or 1
+    found, others = [], OthersMeter()
     for num_ranks in sizes:
-        with progress(f"emulating {num_ranks} ranks"):
+        with progress(f"emulating {num_ranks} ranks"), others.measured():
             found.append(emulated.emulate(num_ranks, seconds))
-        loads.append(os.getloadavg()[0])
     if found:
         print("\n".join([f"\n{emulated.MODEL}, emulated", *emulated.lines_of(found)]), flush=True)
-        if is_busy(max(loads), cores):
-            print(f"inconclusive: the machine was busy (load {max(loads):.1f} on {cores} cores)", flush=True)
+        if (occupancy := others.occupancy(max(sizes))).is_busy:
+            print(f"inconclusive: the machine was busy ({occupancy})", flush=True)
     return [one._asdict() for one in found]
 
 

@@ -9,16 +9,16 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
 
 from megatron_epp.cost.library import even_layers
+from megatron_epp.launch.processor_time import OthersMeter
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.plan.layout import layers_text
 from megatron_epp.report.fidelity import compare, traces
-from megatron_epp.report.rounds import turns
+from megatron_epp.report.rounds import Occupancy, turns
 from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Measured, Trained
 from scripts.bench.microbatches.batches import batch
 
@@ -88,7 +88,7 @@ def documents(case: Case, folder: Path, batches: int) -> str:
 
 def measure(
     case: Case, folder: Path, layouts: Sequence[str], rounds: int, iterations: int, note: Callable[[str], None]
-) -> tuple[list[Measured], float]:
+) -> tuple[list[Measured], Occupancy]:
     """Train with every layout in turn, several times.
 
     Args:
@@ -101,7 +101,7 @@ def measure(
         note: called with what is next.
 
     Returns:
-        the figures of each layout, and the median load average at the end of the trainings.
+        the figures of each layout, and how busy other programs kept the machine during the trainings.
     """
     note("profiling the model")
     profile = profiled(case, folder)
@@ -115,15 +115,15 @@ def measure(
         "epp_trace": list(range(1, iterations + 2)),  # one more than there are: with a single one, no numbers
     }
     found: dict[str, list[Trained]] = {name: [] for name in layouts}
-    layers, loads = {}, []
+    layers, others = {}, OthersMeter()
     for number, order in enumerate(turns(layouts, rounds), start=1):
         for name in order:
             note(f"round {number} of {rounds}, {name}")
-            run = train(folder / name, RANKS, settings | flags_of(name), program="megatron_epp.mcore.pinned")
-            loads.append(os.getloadavg()[0])
+            with others.measured():
+                run = train(folder / name, RANKS, settings | flags_of(name), program="megatron_epp.mcore.pinned")
             found[name].append(summary(folder / name, run.iteration_ms))
             layers[name] = chosen_layers(case, name, (folder / name / "train.log").read_text(errors="replace"))
-    return [Measured(name, layers[name], tuple(found[name])) for name in layouts], median(loads)
+    return [Measured(name, layers[name], tuple(found[name])) for name in layouts], others.occupancy(RANKS)
 
 
 def flags_of(name: str) -> dict[str, Any]:

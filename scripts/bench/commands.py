@@ -1,0 +1,135 @@
+"""Processor time of every command of `megatron-epp` on a small and on a large input: `python -m scripts.bench.commands`.
+
+Commands run one after the other, each in a process of its own. Times are those of all its processes, so other programs on the
+machine change them little. Commands that measure or train are run with their smallest sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_epp.cli.main import MODULES
+from megatron_epp.report.table import table
+
+HELP_S, COMMAND_S, MEMORY_S = 1.0, 5.0, 10.0
+"""Seconds of processor time within which help, a command without progress, and `memory` should end."""
+_PROGRESS = re.compile(r", \d+ s\b")
+_BATCH = "--lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8"
+_LARGE = "--lengths wikipedia --context 131072 --model llama3-70b --cluster h100x8 --tensor-parallel 8 --stages 64"
+_MOST = f"{_LARGE} --sequence-parallel --token-multiple 8 --offload --split-weight"
+_QUICK = "--rounds 1 --iterations 1 --context 512 -o quickstart"
+INPUTS: dict[str, dict[str, str]] = {
+    "plan": {"small": f"{_BATCH} -o small.json", "large": f"{_LARGE} -o large.json", "large, offload": _MOST},
+    "memory": {
+        "small": f"{_BATCH} --no-megatron",
+        "large": f"{_LARGE} --no-megatron",
+        "large, offload": f"{_MOST} --no-megatron",
+    },
+    "check": {"small": "small.json", "large": "large.json"},
+    "simulate": {"small": "small.json", "large": "large.json"},
+    "compare": {"small": _BATCH, "large": _LARGE},
+    "schedules": {"": ""},
+    "advise": {
+        "small": "--model llama3-8b --cluster h100x8 --devices 8 --lengths wikipedia --global-batch-size 64 --context 8192",
+        "large": "--model llama3-70b --cluster h100x8 --devices 512 --lengths wikipedia --context 131072",
+    },
+    "show": {"small": "small.json -o small.html", "large": "large.json -o large.html", "picture": "large.json --png large.png"},
+    "profile": {"": "--model tiny-gpt --device cpu --tokens 64,128,256 --prefixes 0,128 -o profile.json"},
+    "emulate": {"small": "small.json"},
+    "prepare": {"small": "--input texts --output-prefix documents"},
+    "train": {"dry run": "-c recipes/tiny-cpu train_iters=2 data_path=documents --dry-run"},
+    "quickstart": {"small": _QUICK},
+    "doctor": {"": ""},
+    "first-run": {"reduced": "--reduced -o first-run"},
+}
+"""Flags of every command by the name of the input. Files that a command writes are read by later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """One run of a command.
+
+    Attributes:
+        command: its name.
+        given: name of the input.
+        cpu_s: processor time of all its processes, in seconds.
+        has_progress: it said what it was doing while it ran.
+        exit_code: 0 if it succeeded.
+    """
+
+    command: str
+    given: str
+    cpu_s: float
+    has_progress: bool
+    exit_code: int
+
+    @property
+    def is_late(self) -> bool:
+        """True if it takes longer than it should."""
+        if self.given == "--help":
+            return self.cpu_s > HELP_S
+        return self.cpu_s > (MEMORY_S if self.command == "memory" else COMMAND_S) and not self._may_take_long
+
+    @property
+    def _may_take_long(self) -> bool:
+        return self.has_progress and self.command != "memory"
+
+
+def took(command: str, given: str, flags: str, folder: Path) -> Took:
+    """Run a command and return its time.
+
+    Args:
+        command: its name.
+        given: name of the input.
+        flags: of the command, separated by spaces.
+        folder: where it runs.
+    """
+    words = [sys.executable, "-m", "megatron_epp.cli.main", command, *flags.split()]
+    errors = folder / "errors.txt"
+    with open(errors, "w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
+        _, status, used = os.wait4(process.pid, 0)
+    has_progress = bool(_PROGRESS.search(errors.read_text(encoding="utf-8")))
+    return Took(command, given, used.ru_utime + used.ru_stime, has_progress, os.waitstatus_to_exitcode(status))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the commands and print a row for each; return 1 if one fails or takes longer than it should."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.commands", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=[*MODULES], help="commands to run (default: all)")
+    parser.add_argument("--help-only", action="store_true", help="run their help alone")
+    args = parser.parse_args(argv)
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts").mkdir()
+        for number in range(100):
+            (folder / "texts" / f"{number}.txt").write_text("text " * 20 * number, encoding="utf-8")
+        for command in args.only:
+            inputs = {"--help": "--help"} | ({} if args.help_only else INPUTS[command])
+            for given, flags in inputs.items():
+                found.append(took(command, given, flags, folder))
+                print("\n".join(rows_of(found[-1:])), file=sys.stderr, flush=True)
+    print("\n".join(rows_of(found)))
+    return int(any(one.is_late or one.exit_code for one in found))
+
+
+def rows_of(found: Iterable[Took]) -> list[str]:
+    """Format runs as a table."""
+    rows = []
+    for one in found:
+        verdict = f"exit code {one.exit_code}" if one.exit_code else "too long" if one.is_late else ""
+        rows.append([one.command, one.given, f"{one.cpu_s:.1f}", "yes" if one.has_progress else "", verdict])
+    return table(("command", "input", "processor time (s)", "progress", ""), rows, left=(0, 1, 3, 4))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

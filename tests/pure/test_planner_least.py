@@ -1,0 +1,52 @@
+"""The least memory of a batch: ranks with equal costs need the same, so one of each kind tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.check import check
+from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.search import least
+from megatron_epp.planner.search.least import least_cap_bytes, least_plan
+from megatron_epp.planner.search.replicas import Replicas
+from megatron_epp.planner.search.trials import Trials
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+
+LENGTHS = (*web_lengths(20, seed=5, longest=20_000), 40_000)
+
+
+def all_ranks(asked: Problem, costs, options) -> Trials:
+    return Trials(Replicas((asked,), costs, options))
+
+
+@pytest.mark.parametrize("options", [Options(), Options(slices=3), Options(recompute=1), Options(split_weight=True)], ids=str)
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_the_least_cap_is_that_of_all_ranks(stages: int, options: Options, monkeypatch: pytest.MonkeyPatch):
+    asked, costs = problem(LENGTHS, stages), pipeline(stages, 2)
+    found = least_cap_bytes(asked, costs, options)
+    monkeypatch.setattr(least, "_trials_of_distinct_ranks", all_ranks)
+    assert found == least_cap_bytes(asked, costs, options)
+
+
+def test_ranks_with_other_layers_or_caps_are_looked_at_too():
+    costs = pipeline(8, 2)
+    deeper = replace(costs, stages=(*costs.stages[:3], pipeline(8, 4).stages[3], *costs.stages[4:]))
+    asked = problem(LENGTHS, 8)
+    assert least_cap_bytes(asked, deeper, Options()) > least_cap_bytes(asked, costs, Options())
+    lower = replace(asked, cap_bytes=(*[60 * GIB] * 5, 1 * GIB, *[60 * GIB] * 2))
+    with pytest.raises(InfeasibleError):
+        least_plan(lower, costs, Options())
+
+
+def test_the_first_plan_found_is_sound_and_within_the_cap():
+    costs = pipeline(8, 2)
+    cap = int(1.05 * least_cap_bytes(problem(LENGTHS, 8), costs, Options()))
+    made = least_plan(problem(LENGTHS, 8, cap), costs, Options())
+    assert check(made) == []
+    assert max(made.predicted.peak_bytes) <= cap
+    with pytest.raises(InfeasibleError) as refused:
+        least_plan(problem(LENGTHS, 8, cap // 2), costs, Options())
+    assert refused.value.least_cap_bytes > cap // 2
