@@ -33,7 +33,7 @@ LITTLE = 0.001
 """Relative gain of a run after which another one is not worth its time."""
 STEP_US = 5.0
 """Processor time of a step with compiled loops: 3 to 6 us on plans of 12 to 40 actions."""
-SHARE = 0.01
+SHARE = 0.05
 """Share of an iteration that the long search may take: planning shares its cores with training."""
 RESTARTS = 10
 """Times the search returns to the best found."""
