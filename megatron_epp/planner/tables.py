@@ -38,6 +38,7 @@ class Tables:
         num_layers: of each stage.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
+        exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: bytes kept from forward to backward without recompute.
@@ -73,6 +74,7 @@ class Tables:
     forward_us: Times
     backward_us: Times
     weight_us: Times
+    exchange_us: Times
     message_us: list[float]
     hops: Times
     activation: Sizes
