@@ -95,7 +95,7 @@ class Executor:
         self._actions, self._layouts = program.actions, program.layouts
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
-        self._exchanges = None if streams_kv else exchanges
+        self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
         self._together = {step.action: step.also[0] for step in plan.ranks[rank] if len(step.also) == 1}
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {
@@ -158,7 +158,7 @@ class Executor:
         if other is None or self._exchanges is None:
             self._perform(action)
             return 1
-        run_together(partial(self._perform, action), partial(self._perform, other), self._exchanges)
+        self.num_turns += run_together(partial(self._perform, action), partial(self._perform, other), self._exchanges)
         return 2
 
     def _perform(self, action: Action) -> None:

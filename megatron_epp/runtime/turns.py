@@ -82,12 +82,15 @@ Exchanges = Callable[[Turns], AbstractContextManager[None]]
 """Makes a context manager in which every exchange between tensor-parallel ranks hands over the turn once it has begun."""
 
 
-def run_together(first: Callable[[], None], second: Callable[[], None], exchanges: Exchanges) -> None:
+def run_together(first: Callable[[], None], second: Callable[[], None], exchanges: Exchanges) -> int:
     """Run two actions that need nothing of each other, the first in this thread. Raises what the one that failed first raised.
 
     Args:
         first, second: the actions.
         exchanges: of the model that both run.
+
+    Returns:
+        the number of times that the turn changed; 2 if the second ran when the first had ended.
     """
     global _current
     turns, errors = Turns(), list[BaseException]()
@@ -106,6 +109,7 @@ def run_together(first: Callable[[], None], second: Callable[[], None], exchange
         _current = None
     if errors:
         raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
+    return turns.num_changes
 
 
 def _catch(body: Callable[[], None], errors: list[BaseException]) -> None:

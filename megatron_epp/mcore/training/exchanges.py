@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed
 from megatron.core import mpu
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.runtime.turns import Collective, Exchanges, exchanges_of
+from megatron_epp.plan import Plan
+from megatron_epp.runtime.turns import Collective, Exchanges, Turns, exchanges_of
+
+logger = logging.getLogger(__name__)
 
 _LAUNCHED = (
     *(Collective(torch.distributed, name) for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
@@ -21,17 +29,66 @@ another action must not fill before it has been used.
 """
 
 
-def tensor_parallel_exchanges(config: Any) -> Exchanges | None:
-    """Return the exchanges between the ranks that share the layers; None where two actions can only run one after the other.
+def exchanges_for(plan: Plan, config: Any, args: argparse.Namespace) -> Exchanges | None:
+    """Return the exchanges at which the actions of a plan's steps take turns; None where they run one after the other.
 
-    That is without tensor parallelism, where nothing is exchanged; with experts, whose layers keep what they have dispatched
-    until they combine it; with dropout, which draws from one state for both; and with timers of level 2, of which one runs.
+    Rank 0 logs the reason once.
 
     Args:
+        plan: of an iteration.
         config: the model's `TransformerConfig`.
+        args: of the training.
     """
-    group = mpu.get_tensor_model_parallel_group()
-    has_timers = config.timers is not None and getattr(config.timers, "_log_level", 0) >= 2
-    if group.size() == 1 or config.num_moe_experts or config.hidden_dropout or config.attention_dropout or has_timers:
+    if not any(step.also for row in plan.ranks for step in row):
         return None
-    return exchanges_of([one for one in _LAUNCHED if hasattr(one.module, one.name)], group)
+    if reason := _obstacle(config, args):
+        _say(reason)
+        return None
+    launched = [one for one in _LAUNCHED if hasattr(one.module, one.name)]
+    collectives = exchanges_of(launched, mpu.get_tensor_model_parallel_group())
+
+    @contextmanager
+    def exchanging(turns: Turns) -> Iterator[None]:
+        with collectives(turns), _without_forks():
+            yield
+
+    return exchanging
+
+
+def _obstacle(config: Any, args: argparse.Namespace) -> str:
+    """Reason for which two actions cannot take turns; empty if they can."""
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return "without --tensor-model-parallel-size there is no exchange to overlap"
+    if config.num_moe_experts:
+        return "layers with experts keep what they have sent until it comes back, for one action at a time"
+    if config.hidden_dropout or config.attention_dropout:
+        return "both would draw from one state of --hidden-dropout"
+    if config.tp_comm_overlap:
+        return "--tp-comm-overlap has buffers for one action at a time"
+    if args.timing_log_level > 1:
+        return "the timers of --timing-log-level 2 time one action at a time"
+    return ""
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        logger.info("the two actions of a step run one after the other: %s", reason)
+
+
+@contextmanager
+def _without_forks() -> Iterator[None]:
+    """Leave Megatron's random states as they are, which its layers would switch to and from, one action at a time.
+
+    Nothing draws from them without dropout.
+    """
+    tracker = get_cuda_rng_tracker()
+    tracker.fork = _no_fork
+    try:
+        yield
+    finally:
+        del tracker.fork
+
+
+def _no_fork(*_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
