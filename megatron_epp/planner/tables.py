@@ -54,6 +54,7 @@ class Tables:
         backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
+        passing: bytes held only while a pass of the chunk runs, of which `static` has those of the largest pass.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
         split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
@@ -87,6 +88,7 @@ class Tables:
     backward_layer_peak: Sizes
     backward_constant: Sizes
     backward_residual: Sizes
+    passing: Sizes
     weight_bytes: Sizes
     weight_layer: Sizes
     split_layer_peak: Sizes

@@ -189,6 +189,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "backward_layer_peak": layer_peak,
         "backward_constant": constant,
         "backward_residual": residual,
+        "passing": sum(costs.pass_items(stage, work).values(), none),
         "weight_bytes": weight,
         "weight_layer": of_layer,
         "split_layer_peak": split,

@@ -13,7 +13,7 @@ from tests.support.mcore.parity_figures import Figures, check_closeness, parity_
 
 ITERATIONS = 2
 BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp")
-"""One of each kind: one stage per rank, several, with weight gradients of their own, and in a V with steps of two actions, which
+"""One of each kind: one stage per rank, several, with separate weight gradients, and in a V with steps of two actions, which
 take turns at the exchanges of tensor parallelism. The others are slow."""
 
 

@@ -193,7 +193,7 @@ def step_bytes(
     taken, given = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
     if joined and not isinstance(order, Codes):
         for actions, *own in zip(order, taken, given, strict=True):
-            joined_bytes(actions, joined, *own)
+            joined_bytes(actions, joined, tables, *own)
     return taken, given
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_epp.plan import Action
 from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.tables import Tables
 
 Joined = frozenset[tuple[Action, Action]]
 """Pairs of actions of a rank that run in one step; an action is in one pair at most."""
@@ -51,15 +52,19 @@ def joined_us(one: Passing, other: Passing) -> float:
     return max(exchange_us, other_compute_us) + max(other_exchange_us, compute_us)
 
 
-def joined_bytes(row: Sequence[Action], joined: Joined, takes: list[int], gives: list[int]) -> None:
+def joined_bytes(row: Sequence[Action], joined: Joined, tables: Tables, takes: list[int], gives: list[int]) -> None:
     """Let both actions of a step allocate when the first starts and free when the second ends.
+
+    A rank's static bytes have room for one pass; a step of two needs that of the smaller one too.
 
     Args:
         row: the actions of a rank.
         joined: the pairs.
+        tables: sizes of the chunks.
         takes, gives: bytes that every action allocates when it starts and frees when it ends; changed in place.
     """
     for at, pair in enumerate(pairwise(row)):
         if pair in joined:
-            takes[at], takes[at + 1] = takes[at] + takes[at + 1], 0
-            gives[at], gives[at + 1] = 0, gives[at] + gives[at + 1]
+            more = min(tables.passing[stage][chunk] for _, stage, chunk in pair)
+            takes[at], takes[at + 1] = takes[at] + takes[at + 1] + more, 0
+            gives[at], gives[at + 1] = 0, gives[at] + gives[at + 1] + more
