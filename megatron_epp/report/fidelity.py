@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.operations import is_compute
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import Plan, Step
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
