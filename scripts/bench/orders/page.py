@@ -25,12 +25,15 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "v-min": ("`2 (p-1)` and a constant", 14, "`p/3` and a constant", 8 / 3),
     "v-half": ("`1.5 (p-1)` and a constant", 10.5, "`p/2` and a constant", 4),
     "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
+    "stp": ("`(p-1) / 2`, without exchange", 3.5, "`3 p / 2`", 12),
     "hanayo": ("none for more than `p`", None, "none", None),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
 SLICES = {"slimpipe": 16}
 """Slices of every sequence in the table of claims; 1 for the others."""
+DRAWN_MORE = {"stp": 11}
+"""Microbatches in the picture of a schedule whose phases have more than `DRAWN_MICROBATCHES`."""
 HEAD = """\
 <!-- Written by `python -m scripts.bench.orders --page docs/schedules.md`: change scripts/bench/orders/page.py instead. -->
 
@@ -82,7 +85,8 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
 def picture(path: Path) -> None:
     """Draw every schedule for few microbatches, one below the other."""
     sizes = {name: 4 if name in SLICES else 1 for name in CLAIMS}
-    plans = [(name, Unit(name, DRAWN_RANKS, DRAWN_MICROBATCHES, slices).plan()) for name, slices in sizes.items()]
+    count = {name: DRAWN_MORE.get(name, DRAWN_MICROBATCHES) for name in sizes}
+    plans = [(name, Unit(name, DRAWN_RANKS, count[name], slices).plan()) for name, slices in sizes.items()]
     side_by_side(plans).savefig(path, dpi=80)
 
 
@@ -95,9 +99,30 @@ def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
     """
     return f"""{HEAD.format(microbatches=MICROBATCHES, ranks=RANKS)}{claims()}
 
+## Steps of two actions
+
+STP runs a forward and a backward of one stage in one step (`7F5+7B4` in a plan), or a forward and a weight gradient, or two
+forwards: while one of the two exchanges activations between tensor-parallel ranks, the other computes. Its memory above is
+that with weight gradients split off, whose inputs count; with whole backwards it is `(3 p + 1) / 2` = 12.5.
+
+A plan counts for such a step the larger of the first action's exchange and the second one's compute, plus the larger of the
+second one's exchange and the first one's compute. Recompute counts as compute. Memory counts both actions at once, and the
+working memory of both.
+
+In training the two actions have a thread each and take turns: one launches work until it has begun an exchange, then the other
+does. So parts of a forward's layers alternate on the compute stream with parts of a backward's, and every exchange is
+overlapped with the other action. This works with Megatron's own layers and with Transformer Engine's, of which only the former
+have been run so far, on CPUs; on GPUs the gain has not been measured. With sequence parallelism the gathers ahead of a linear
+layer are not overlapped, since their buffer is shared by all layers.
+
+The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
+`--tp-comm-overlap`, `--timing-log-level 2`, KV offload, and a script's own microbatches; and without tensor parallelism, where
+there is nothing to overlap. Rank 0 logs the reason. Activations are not offloaded.
+
 ## In a picture
 
 {DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; SlimPipe's are in four slices.
+STP needs {DRAWN_MORE["stp"]}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first.
 Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
@@ -107,8 +132,9 @@ Weight gradients, where they are actions of their own, are green.
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
 placement, cap and options: above 1 the schedule is slower. Columns are batch and memory cap per rank: "64 x 8K" are 64
 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like Wikipedia's and one of 64K
-tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "no plan": the schedule does not
-fit under the cap, whatever is recomputed. `interleaved, 4` has four stages per rank, `interleaved` two.
+tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8" is with tensor parallel
+size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is recomputed, or has too
+few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
 
 {gallery(rows)}
 
