@@ -111,13 +111,13 @@ working memory of both.
 
 In training the two actions have a thread each and take turns: one launches work until it has begun an exchange, then the other
 does. So parts of a forward's layers alternate on the compute stream with parts of a backward's, and every exchange is
-overlapped with the other action. This works with Megatron's own layers and with Transformer Engine's, of which only the former
-have been run so far, on CPUs; on GPUs the gain has not been measured. With sequence parallelism the gathers ahead of a linear
-layer are not overlapped, since their buffer is shared by all layers.
+overlapped with the other action. It has been run with Megatron's own layers on CPUs, where gradients equal those of Megatron's
+schedule; not yet with Transformer Engine's layers or on GPUs, where the gain is to be measured. With sequence parallelism the
+gathers ahead of a linear layer are not overlapped, since their buffer is shared by all layers.
 
 The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
-`--tp-comm-overlap`, `--timing-log-level 2`, KV offload, and a script's own microbatches; and without tensor parallelism, where
-there is nothing to overlap. Rank 0 logs the reason. Activations are not offloaded.
+`--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload and with a script's own
+microbatches; and without tensor parallelism, where there is nothing to overlap. Activations are not offloaded.
 
 ## In a picture
 
