@@ -69,7 +69,7 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipe-v": Schedule(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DeepSeek's DualPipe", splits_weight=True),
     "stp": Schedule(
         FixedOrder(stp, "v", 2),
-        "tensor-parallel exchanges behind compute, two in a V",
+        "exchanges behind compute, two stages in a V",
         "2510.27257",
         splits_weight=True,
     ),
