@@ -21,7 +21,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.planner.search.greedy import predicted_us
-from scripts.bench.orders.unit import TOKENS, Unit
+from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -171,7 +171,7 @@ def exchanging(unit: Unit, share: float, joined: bool = True) -> float:
 def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
     """Written anew, as in `test_plan_golden.py`, with ``MEGATRON_EPP_WRITE_GOLDEN=1``."""
     path = GOLDEN / f"order_{name}.txt"
-    text = to_grid(Unit(name, 4, 11 if name == "stp" else 8).plan())  # the least that its phases have
+    text = to_grid(Unit(name, 4, max(8, fewest(name, 4))).plan())
     if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.gantt import side_by_side
-from scripts.bench.orders.unit import Unit
+from scripts.bench.orders.unit import Unit, fewest
 from scripts.bench.planner.report import table
 
 RANKS, MICROBATCHES = 8, 32
@@ -32,8 +32,6 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
 SLICES = {"slimpipe": 16}
 """Slices of every sequence in the table of claims; 1 for the others."""
-DRAWN_MORE = {"stp": 11}
-"""Microbatches in the picture of a schedule whose phases have more than `DRAWN_MICROBATCHES`."""
 HEAD = """\
 <!-- Written by `python -m scripts.bench.orders --page docs/schedules.md`: change scripts/bench/orders/page.py instead. -->
 
@@ -85,7 +83,7 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
 def picture(path: Path) -> None:
     """Draw every schedule for few microbatches, one below the other."""
     sizes = {name: 4 if name in SLICES else 1 for name in CLAIMS}
-    count = {name: DRAWN_MORE.get(name, DRAWN_MICROBATCHES) for name in sizes}
+    count = {name: max(DRAWN_MICROBATCHES, fewest(name, DRAWN_RANKS)) for name in sizes}
     plans = [(name, Unit(name, DRAWN_RANKS, count[name], slices).plan()) for name, slices in sizes.items()]
     side_by_side(plans).savefig(path, dpi=80)
 
@@ -122,7 +120,7 @@ microbatches; and without tensor parallelism, where there is nothing to overlap.
 ## In a picture
 
 {DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; SlimPipe's are in four slices.
-STP needs {DRAWN_MORE["stp"]}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first.
+STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first.
 Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})

@@ -20,6 +20,11 @@ from megatron_epp.planner.search.greedy import predicted_us
 TOKENS = 96
 
 
+def fewest(name: str, ranks: int) -> int:
+    """Return the least number of microbatches that a schedule has an order for, if that is more than twice the ranks."""
+    return 3 * ranks - 1 if name == "stp" else 2 * ranks
+
+
 def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
     """Return costs without fixed times, messages, and bytes that recompute could save.
 
