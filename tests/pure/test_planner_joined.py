@@ -6,6 +6,7 @@ import pytest
 
 from megatron_epp.cost import H100, Line, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.slowness import ITERATIONS, SlowStages
 from megatron_epp.plan import Action, Op, PlanError, Step
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -88,3 +89,15 @@ def test_an_action_is_in_one_pair_at_most():
     row = made.order[0]
     with pytest.raises(PlanError, match=f"joined has {row[1]} in two pairs"):
         build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
+
+
+def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():
+    made = Unit("stp", 2, 5).plan()
+    alone, slow = ((step.action, step.time_us) for step in made.ranks[0] if not step.also), SlowStages()
+    times = [*alone, *((action, 9 * step.time_us) for step in made.ranks[0] if step.also for action in step.actions)]
+    for _ in range(ITERATIONS):
+        slow.add(made, 0, times)
+    assert slow.found == {}
+    for _ in range(ITERATIONS):
+        slow.add(made, 0, [(action, 2 * time_us) for action, time_us in times])
+    assert slow.found == {0: 2.0, 3: 2.0}

@@ -57,6 +57,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_context_parallel.py": (),
     "mcore/test_data_flags.py": (),
     "mcore/test_document_iterators.py": (),
+    "mcore/test_exchanges.py": (),
     "mcore/test_documents.py": (),
     "mcore/test_document_masks.py": (),
     "mcore/test_document_streams.py": ("test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint",),
