@@ -93,6 +93,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=linear,
+        exchange=Line(0.0, MICROSECONDS * shape.tensor_exchanged_bytes_per_token / rates.exchange_bytes),
         recompute={
             "selective": ModeCosts(
                 overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token

@@ -105,10 +105,11 @@ class Learner:
         """
         self.seen += 1
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
+        joined = {action for row in plan.ranks for step in row if step.also for action in step.actions}
         for action, time_us in took_us.items():
             op, stage, chunk = action
-            if op not in (Op.F, Op.B, Op.W):
-                continue
+            if op not in (Op.F, Op.B, Op.W) or joined & {action, action._replace(op=Op.W)}:
+                continue  # the actions of a step take turns, so each lasts longer than by itself
             recompute = NO_RECOMPUTE
             if op is Op.B:
                 time_us += took_us.get(action._replace(op=Op.W), 0.0)

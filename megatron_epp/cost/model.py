@@ -135,6 +135,11 @@ class PipelineCosts:
         own = self.stages[stage]
         return self._time_us(stage, own.stage_weight, own.extra_weight, work)
 
+    def exchange_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Time of the exchange between tensor-parallel ranks in a forward, and as much in a backward; a part of both."""
+        time_us: TimeColumn = self.stages[stage].stage_exchange.time_us(work.tokens, work.pairs)
+        return time_us
+
     def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
         """Time of a pass, less the part of `extra` for tokens that do not pass the output layer of the last stage."""
         time_us = whole.time_us(work.tokens, work.pairs)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_epp.plan import Action, Plan, simulate
-from megatron_epp.plan.operations import is_compute
 
 SLOWER = 1.25
 """Ratio of measured to planned time of a stage above which it counts as slow. Sums over an iteration's actions scatter by some
@@ -24,7 +23,7 @@ class SlowStages:
     _ratios: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, plan: Plan, rank: int, took_us: Iterable[tuple[Action, float]]) -> None:
-        """Add an iteration.
+        """Add an iteration. Actions that run in one step with others are left out: they take turns, so each lasts longer.
 
         Args:
             plan: its plan.
@@ -32,11 +31,12 @@ class SlowStages:
             took_us: measured time of every action of the rank; those that do not compute are left out.
         """
         planned_us: dict[int, float] = {}
-        for step in plan.ranks[rank]:
+        alone = [step for step in plan.ranks[rank] if not step.also]
+        for step in alone:
             planned_us[step.action.stage] = planned_us.get(step.action.stage, 0.0) + step.time_us
-        measured_us = dict.fromkeys(planned_us, 0.0)
+        measured_us, counted = dict.fromkeys(planned_us, 0.0), {step.action for step in alone}
         for action, time_us in took_us:
-            if is_compute(action.op):
+            if action in counted:
                 measured_us[action.stage] += time_us
         for stage, time_us in measured_us.items():
             ratio = time_us / planned_us[stage] if planned_us[stage] > 0 else 1.0

@@ -21,6 +21,8 @@ class LayerCosts:
         forward: one layer's forward; recomputing a layer in full costs the same.
         backward: one layer's backward, weight gradient included, recompute not.
         weight: one layer's weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
+        exchange: the part of one layer's forward, and of its backward, in which tensor-parallel ranks exchange activations.
+            Another action in the same step can compute meanwhile.
         recompute: a layer in each recompute mode whose costs are known, by the mode's name, except a layer that recomputes in
             full.
         attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
@@ -35,6 +37,7 @@ class LayerCosts:
     forward: Line = NO_TIME
     backward: Line = NO_TIME
     weight: Line = NO_TIME
+    exchange: Line = NO_TIME
     recompute: dict[str, ModeCosts] = field(default_factory=dict, hash=False)
     attended_bytes_per_token: float | None = None
     apart_bytes_per_token: float | None = None
@@ -206,3 +209,8 @@ class StageCosts(LayerCosts):
     def stage_weight(self) -> Line:
         """Time of all weight gradients of the stage, a part of `stage_backward`."""
         return self.weight.scaled(self.num_layers) + self.half.weight + self.extra_weight
+
+    @property
+    def stage_exchange(self) -> Line:
+        """Time of the exchange in the stage's forward, and of that in its backward; a half layer has half of a layer's."""
+        return self.exchange.scaled(self.num_halves / 2)

@@ -266,7 +266,7 @@ def _link(plan: Plan, graph: Graph) -> None:
                     if need < 0:
                         if not if_present:
                             _required(graph, Action(other, at, chunk), action)
-                    elif need != number:
+                    else:
                         found.append((need, times_us[chunk] if times_us else 0.0))
                         if link is not None:
                             graph.transfers.append(Transfer(need, number, chunk, link))

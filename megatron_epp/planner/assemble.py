@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
 from operator import add, sub
@@ -18,6 +19,7 @@ from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
+from megatron_epp.planner.orders.joined import Passing, adjacent, joined_us
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
@@ -42,11 +44,31 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
+    plan = written(problem, costs, options, made, tables)
+    faults, timeline, rows = examine(plan)
+    if faults or timeline is None or rows is None:
+        raise PlanError(cannot_run(options.planner) + report(plan, faults))
+    # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
+    at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
+    bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
+    plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
+    return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
+
+
+def written(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables) -> Plan:
+    """Turn decisions into a plan without predictions, which `check` has not seen.
+
+    Args:
+        problem, costs, options: the arguments of the planner.
+        made: the decisions, of known actions and chunks.
+        tables: of the chunks.
+    """
     if has_shards(tables) and not any(action.op is Op.S for row in made.order for action in row):
         made = replace(made, order=with_shards(made.order, tables, made.recompute_steps))
+        made = replace(made, joined=adjacent(made.order, made.joined))
     made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
-    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps)
-    plan = Plan(
+    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps, made.joined)
+    return Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
@@ -58,7 +80,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         ),
         recompute_us=recompute_times(tables, made.recompute_steps),
         offload_share=tuple(tuple(writer.share(s, c) for c in range(len(made.chunks))) for s in range(problem.num_stages)),
-        ranks=tuple(tuple(map(writer.step, *row)) for row in zip(made.order, *sizes, strict=True)),
+        ranks=tuple(tuple(writer.steps(*row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         kv_offload=kv_offload_entries(made.chunks, problem, costs, made.kv_offload),
@@ -73,14 +95,6 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         planner=options.planner,
         seed=options.seed,
     )
-    faults, timeline, rows = examine(plan)
-    if faults or timeline is None or rows is None:
-        raise PlanError(cannot_run(options.planner) + report(plan, faults))
-    # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
-    at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
-    bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
-    plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
-    return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
 
 
 def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
@@ -111,24 +125,40 @@ class _Writer:
     """Writer of each action with its planned time and bytes."""
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
-        self.tables, self.made = tables, made.as_offload
+        self.tables, self.made, self.offload = tables, made, made.as_offload
         backward_us = backward_times(tables, made.recompute_steps, made.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
 
-    def step(self, action: Action, takes: int, gives: int) -> Step:
+    def steps(self, row: Sequence[Action], takes: Sequence[int], gives: Sequence[int]) -> Iterator[Step]:
+        """Yield the steps of a rank.
+
+        Args:
+            row: its actions.
+            takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
+        """
+        each = zip(row, takes, gives, [*row[1:], None], [*gives[1:], 0], strict=True)
+        seconds = {second for _, second in self.made.joined}
+        for action, taken, given, after, later in each:
+            if (action, after) in self.made.joined and after is not None:
+                yield Step(action, joined_us(self._passing(action), self._passing(after)), taken, later, (after,))
+            elif action not in seconds:
+                yield Step(action, self._passing(action).time_us, taken, given)
+
+    def _passing(self, action: Action) -> Passing:
         op, stage, c = action
-        return Step(action, self.times_us[op][stage][c], takes, gives)
+        exchange_us = self.tables.exchange_us[stage][c] if op in (Op.F, Op.B) else 0.0
+        return Passing(self.times_us[op][stage][c], exchange_us)
 
     def share(self, stage: int, c: int) -> float:
         """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
-        if not self.made.shares:
+        if not self.offload.shares:
             return 0.0
-        share, moved = self.made.shares[stage][c], self.made.moved(self.tables, stage, c)
-        kept = self.tables.kept_bytes(stage, c, self.made.recompute_steps[stage][c])
+        share, moved = self.offload.shares[stage][c], self.offload.moved(self.tables, stage, c)
+        kept = self.tables.kept_bytes(stage, c, self.offload.recompute_steps[stage][c])
         return share if moved == int(kept * share) else moved / kept
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action
-        moved = self.made.moved(self.tables, stage, c)
+        moved = self.offload.moved(self.tables, stage, c)
         return Copy(action, self.tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)

@@ -9,6 +9,7 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload
+from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import Tables
@@ -28,6 +29,7 @@ class Decisions:
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
         kv_offload: stages and sequences whose keys and values are in host memory.
+        joined: pairs of actions that stand one after the other in `order` and run in one step, each in one pair at most.
     """
 
     chunks: tuple[Chunk, ...]
@@ -38,6 +40,7 @@ class Decisions:
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
     kv_offload: Pairs = frozenset()
+    joined: Joined = frozenset()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         """Times and sizes of the decisions."""

@@ -38,6 +38,7 @@ class Tables:
         num_layers: of each stage.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
+        exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: bytes kept from forward to backward without recompute.
@@ -53,6 +54,7 @@ class Tables:
         backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
+        passing: bytes held only while a pass of the chunk runs, of which `static` has those of the largest pass.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
         split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
@@ -73,6 +75,7 @@ class Tables:
     forward_us: Times
     backward_us: Times
     weight_us: Times
+    exchange_us: Times
     message_us: list[float]
     hops: Times
     activation: Sizes
@@ -85,6 +88,7 @@ class Tables:
     backward_layer_peak: Sizes
     backward_constant: Sizes
     backward_residual: Sizes
+    passing: Sizes
     weight_bytes: Sizes
     weight_layer: Sizes
     split_layer_peak: Sizes

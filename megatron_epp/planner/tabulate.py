@@ -63,6 +63,7 @@ def tabulate(
         forward_us=times(lambda stage: costs.forward_us(stage, work)),
         backward_us=times(lambda stage: costs.backward_us(stage, work)) if trains else [],
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
+        exchange_us=times(lambda stage: costs.exchange_us(stage, work)),
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
         static=tuple(
@@ -188,6 +189,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "backward_layer_peak": layer_peak,
         "backward_constant": constant,
         "backward_residual": residual,
+        "passing": sum(costs.pass_items(stage, work).values(), none),
         "weight_bytes": weight,
         "weight_layer": of_layer,
         "split_layer_peak": split,

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.operations import is_compute
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import Plan, Step
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
@@ -92,7 +92,13 @@ def compare(plan: Plan, measured: Measured) -> Comparison:
 
 
 def _replayed_us(plan: Plan, events: dict[Action, Event], took_us: Callable[[Event], float]) -> float:
-    ranks = tuple(tuple(step._replace(time_us=took_us(events[step.action])) for step in steps) for steps in plan.ranks)
+    def of_step(step: Step) -> float:
+        """Return the time of a step; two actions that take turns overlap."""
+        found = [events[action] for action in step.actions]
+        span_us = max(event.end_us for event in found) - min(event.start_us for event in found)
+        return min(sum(map(took_us, found)), span_us) if step.also else took_us(found[0])
+
+    ranks = tuple(tuple(step._replace(time_us=of_step(step)) for step in steps) for steps in plan.ranks)
     return simulate(replace(plan, ranks=ranks)).makespan_us
 
 

@@ -22,6 +22,7 @@ from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.turns import Exchanges, run_together
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 Handler = Callable[["Executor", Action], None]
@@ -50,6 +51,8 @@ class Executor:
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
         out_of_memory: describes an action that runs out of memory.
         handlers: handlers of operations that this package does not define, collectives included.
+        exchanges: exchanges of the stages' layers, at which the two actions of a step take turns (`turns`). If None, they run
+            one after the other.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -67,6 +70,7 @@ class Executor:
         out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
@@ -90,6 +94,9 @@ class Executor:
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts = program.actions, program.layouts
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
+        streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
+        self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
+        self._together = {step.action: step.also[0] for step in plan.ranks[rank] if len(step.also) == 1}
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
@@ -130,9 +137,10 @@ class Executor:
         watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
             with torch.set_grad_enabled(not self.plan.forward_only), watched:
-                for position, action in enumerate(self._actions):
+                position = 0
+                while position < len(self._actions):
                     self._progress.reach(ProgressPoint(position))
-                    self._perform(action)
+                    position += self._perform_step(self._actions[position])
                 self._progress.reach(ProgressPoint(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
@@ -143,6 +151,15 @@ class Executor:
             raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
         finally:
             self._progress.close()
+
+    def _perform_step(self, action: Action) -> int:
+        """Perform an action, with the other one of its step if the two can take turns. Returns the number of actions."""
+        other = self._together.get(action)
+        if other is None or self._exchanges is None:
+            self._perform(action)
+            return 1
+        self.num_turns += run_together(partial(self._perform, action), partial(self._perform, other), self._exchanges)
+        return 2
 
     def _perform(self, action: Action) -> None:
         try:

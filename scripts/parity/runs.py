@@ -34,6 +34,7 @@ class Run:
         final: parameters after the last step.
         plans: of the training iterations, as executed; none under Megatron's schedules.
         attention: the class that core attention had; empty where there was none.
+        num_turns: times that the turn changed between the two actions of a step.
     """
 
     shard: tuple[int, int] = (0, 0)
@@ -44,6 +45,7 @@ class Run:
     final: Tensors = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     attention: str = ""
+    num_turns: int = 0
 
 
 def record(flags: Sequence[str], checkpoint: Path | None = None) -> Run:
@@ -123,6 +125,10 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
                 run.plans.append(plan)
             super().__init__(plan, *rest, **named)
 
+        def run(self) -> None:
+            super().run()
+            run.num_turns += self.num_turns
+
     training.train_step, training.evaluate, schedule.Executor = train_step, evaluate, RecordedExecutor
     try:
         yield
@@ -173,6 +179,7 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
         "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
         "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
         "plans": [[contents(plan) for plan in plans] for plans in replicas.values()],
+        "turns": sum(run.num_turns for run in elastic),
     }
 
 
@@ -221,6 +228,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
+        "joined": sum(len(step.also) > 0 for row in plan.ranks for step in row),
         "shards": sum(action.op is Op.S for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,

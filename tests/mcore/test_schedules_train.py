@@ -12,8 +12,9 @@ from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
-BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "v-half")
-"""One of each kind: one stage per rank, several, with weight gradients of their own, and in a V. The others are slow."""
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp")
+"""One of each kind: one stage per rank, several, with separate weight gradients, and in a V with steps of two actions, which
+take turns at the exchanges of tensor parallelism. The others are slow."""
 
 
 def case_of(name: str) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def case_of(name: str) -> dict[str, Any]:
     cell: dict[str, Any] = {"pp": 2}
     if count > 1:
         cell |= {"virtual": count, "placement": schedule.order.kind}
+    if name == "stp":
+        cell["tp"] = 2
     if schedule.splits_weight:
         cell["split"] = True
     return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}"}
@@ -51,3 +54,12 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans)
     assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
+
+
+def test_the_two_actions_of_a_step_take_turns_in_the_midst_of_their_layers(
+    figures_of: Callable[[bool], dict[str, Figures]],
+) -> None:
+    figures = figures_of(True)["stp"]
+    joined = sum(plan["joined"] for replica in figures["plans"] for plan in replica)
+    assert joined > 0
+    assert figures["turns"] > 2 * 2 * joined  # two on each tensor-parallel rank, if the second ran when the first had ended

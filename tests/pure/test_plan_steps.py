@@ -59,6 +59,13 @@ def test_a_step_whose_actions_need_each_other_by_way_of_another_rank_is_a_deadlo
     assert any("deadlock" in str(fault) for fault in faults)
 
 
+def test_actions_of_one_step_that_need_each_other_are_refused():
+    plan = one_f_one_b()
+    last = plan.placement[plan.num_stages - 1]
+    faults = check(joined(plan, last, 0))  # a chunk's forward and its backward
+    assert [str(fault) for fault in faults if "one action of its step needs the other" in str(fault)]
+
+
 def test_backwards_of_a_loss_group_wait_for_all_its_forwards_on_the_last_stage():
     plan = one_f_one_b()
     last = plan.num_stages - 1

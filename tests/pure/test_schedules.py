@@ -20,7 +20,8 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
-from scripts.bench.orders.unit import Unit
+from megatron_epp.planner.search.greedy import predicted_us
+from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -136,11 +137,41 @@ def test_dualpipe_v_waits_less_than_half_of_1f1b_with_one_more_microbatch():
     assert unit.kept(made) <= 8 + 1
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 11), (4, 16), (8, 32)])
+def test_stp_has_the_bubble_the_memory_and_the_lone_forwards_of_its_paper(p: int, m: int):
+    """2510.27257: bubble ``(p - 1)(F + exchange + B - W)``, activations ``3 p``, exchange of ``2 p + 1`` forwards in sight.
+
+    Passes and activations are of a stage. Both actions of a step keep activations, so there is one more here.
+    """
+    unit = Unit("stp", p, m)
+    made = unit.of_paper()
+    assert unit.waits(made) == (p - 1) * (1 + 0 + 1 - 1) / 2
+    whole = plan(unit.problem, unit.costs, Options(planner="stp", slices=1))
+    assert max(whole.predicted.peak_bytes) == TOKENS * (3 * p + 1) / 2
+    lone = [sum(step.action.op is Op.F and not step.also for step in row) for row in unit.plan().ranks]
+    assert lone == [2 * p + (rank + 1) % 2 for rank in range(p)]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+def test_stp_hides_the_exchange_of_all_but_as_many_passes_as_its_phases_have(share: float):
+    """More microbatches leave no more exchange in sight: all of a further one's is behind compute."""
+    times = [exchanging(Unit("stp", 4, m), share) for m in (16, 17)]
+    assert times[1] - times[0] == pytest.approx(3 - 2 * share)
+    assert times[0] < exchanging(Unit("stp", 4, 16), share, joined=False) - 2 * share
+
+
+def exchanging(unit: Unit, share: float, joined: bool = True) -> float:
+    """Return the makespan in units, if a share of a forward, and as much of a backward, is exchange."""
+    stages = tuple(replace(stage, exchange=stage.forward.scaled(share)) for stage in unit.costs.stages)
+    made = unit.of_paper() if joined else replace(unit.of_paper(), joined=frozenset())
+    return predicted_us(made, unit.problem, replace(unit.costs, stages=stages)) / TOKENS
+
+
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
     """Written anew, as in `test_plan_golden.py`, with ``MEGATRON_EPP_WRITE_GOLDEN=1``."""
     path = GOLDEN / f"order_{name}.txt"
-    text = to_grid(Unit(name, 4, 8).plan())
+    text = to_grid(Unit(name, 4, max(8, fewest(name, 4))).plan())
     if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
@@ -214,10 +245,11 @@ def test_a_window_that_fits_is_found_behind_those_that_do_not():
         assert max(made.predicted.peak_bytes) <= refused.value.least_cap_bytes
 
 
-def test_too_few_chunks_are_refused_with_how_many_it_takes():
-    problem = replace(problem_of("dualpipe-v"), lengths=(300, 200))
-    with pytest.raises(PlanError, match="DualPipeV needs at least 7 chunks on 4 ranks; there are 2"):
-        plan(problem, costs_of(problem), Options(planner="dualpipe-v", slices=1))
+@pytest.mark.parametrize(("name", "least"), [("dualpipe-v", "DualPipeV needs at least 7"), ("stp", "STP needs at least 11")])
+def test_too_few_chunks_are_refused_with_how_many_it_takes(name: str, least: str):
+    problem = replace(problem_of(name), lengths=(300, 200))
+    with pytest.raises(PlanError, match=f"^{least} chunks on 4 ranks; there are 2: [^\\n]*$"):
+        plan(problem, costs_of(problem), Options(planner=name, slices=1))
 
 
 def test_a_cap_below_what_any_table_takes_is_refused_with_one_that_would_do():

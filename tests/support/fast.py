@@ -34,6 +34,7 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "cpu/test_runtime_saved.py": (),
     "cpu/test_runtime_trace.py": (),
+    "cpu/test_runtime_turns.py": ("test_exchanges_of_two_ranks_alternate_between_the_actions_and_change_no_result",),
     "cpu/test_runtime_watchdog.py": (),
     "cpu/test_runtime_weights.py": (),
     "cpu/test_runtime_loss_kernels.py": ("test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter",),
@@ -56,6 +57,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_context_parallel.py": (),
     "mcore/test_data_flags.py": (),
     "mcore/test_document_iterators.py": (),
+    "mcore/test_exchanges.py": (),
     "mcore/test_documents.py": (),
     "mcore/test_document_masks.py": (),
     "mcore/test_document_streams.py": ("test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint",),
@@ -233,6 +235,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_any_batch_is_planned_or_refused_with_a_cap_that_would_do",
         "test_where_less_than_a_layers_input_may_leave_nothing_is_copied",
     ),
+    "pure/test_planner_joined.py": ("test_bytes_by_item_add_up_to_those_of_the_steps",),
     "pure/test_planner_fitted.py": (
         "test_an_order_with_weight_gradients_fits_by_the_obvious_call",
         "test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_names_that_cap",

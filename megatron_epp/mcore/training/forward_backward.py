@@ -20,6 +20,7 @@ from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
+from megatron_epp.mcore.training.exchanges import exchanges_for
 from megatron_epp.mcore.training.reduction import Reduction, process_groups
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
@@ -134,9 +135,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
         with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
             handlers = None if vocabulary is None else vocabulary.begin(batch.chunk)
-        Executor(
-            batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host, handlers
-        ).run()
+        running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
+        Executor(*running, handlers, exchanges_for(batch.plan, config, args)).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
                 tied.add_gradients()

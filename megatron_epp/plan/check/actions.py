@@ -157,6 +157,9 @@ def _because(action: Action, need: Action) -> str:
 def _deadlock(graph: Graph, number: int, need: int) -> Violation:
     rank, position = graph.where(number)
     other_rank, other = graph.where(need)
+    if need == number:
+        reason = "one action of its step needs the other, and all actions of a step begin together"
+        return Violation(rank, position, graph.steps[number].action, reason)
     reason = f"deadlock: waits for {graph.steps[need].action} (rank {other_rank}, position {other}), which is never reached"
     return Violation(rank, position, graph.steps[number].action, reason, number >= graph.tracks[graph.num_ranks].start)
 

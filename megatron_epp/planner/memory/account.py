@@ -17,7 +17,7 @@ from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.account import Account, Items
 from megatron_epp.plan.operations import operation, operations
-from megatron_epp.plan.plan import AnyStep
+from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.planner.memory.kv_offload import without_caches
 from megatron_epp.planner.tabulate import static_items
@@ -35,7 +35,7 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
     known = {kind.op for kind in operations() if kind.rows is None}
-    pairs = {step.action: stages[step.action.stage].pair(step) if step.action.op in known else _added(step) for step in steps}
+    pairs = {step.action: stages[step.action.stage].pairs(step) if step.action.op in known else _added(step) for step in steps}
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
     return Account(
@@ -76,9 +76,10 @@ class _Stage:
         self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
         used = {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
         self.recompute_steps = {mode: _layers(costs, stage, work, mode) for mode in used}
-        steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
+        steps = {action: step for step in plan.ranks[plan.placement[stage]] for action in step.actions}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
         again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
+        self.passing = {name: row.tolist() for name, row in costs.pass_items(stage, work).items()}
         self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
         columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
         self.kept = []
@@ -86,8 +87,28 @@ class _Stage:
             items = {name: int(row[c]) for name, row in columns[r].items()}
             if plan.forward_only:
                 items = {item.HEAD: self.head[c]}
-            whole = steps[Action(Op.F, stage, c)].alloc_bytes - self.opened[c] - self.streamed[c][0]
-            self.kept.append(_filled(items, whole, _busiest(items, r)))
+            if not (step := steps[Action(Op.F, stage, c)]).also:
+                items = _filled(items, step.alloc_bytes - self.opened[c] - self.streamed[c][0], _busiest(items, r))
+            self.kept.append(items)
+
+    def pairs(self, step: AnyStep) -> tuple[Items, Items]:
+        """Return `pair` of a step; of two actions of one stage the sum, with what both need while they run."""
+        if len(step.actions) == 1:
+            return self.pair(step)
+        takes, gives = Counter[str](), Counter[str]()
+        for action in step.actions:
+            if action.op is Op.F:
+                own = self.pair(Step(action, 0.0, 0, 0))
+                takes.update(own[0])
+                gives.update(own[1])
+        more = {name: min(row[chunk] for _, _, chunk in step.actions) for name, row in self.passing.items()}
+        takes.update(more)
+        gives.update(more)
+        if (other := step.actions[-1]).op is not Op.F:
+            rest = self.pair(Step(other, 0.0, step.alloc_bytes - takes.total(), step.free_bytes - gives.total()))
+            takes.update(rest[0])
+            gives.update(rest[1])
+        return _filled(takes, step.alloc_bytes, item.LAYERS), _filled(gives, step.free_bytes, item.LAYERS)
 
     def pair(self, step: AnyStep) -> tuple[Items, Items]:
         """Compute the bytes by item that a step allocates when it starts and frees when it ends."""
@@ -114,7 +135,7 @@ class _Stage:
         gives = Counter(takes)
         gives.subtract(left)
         gives[item.RECOMPUTED] += self.ahead.get(c, 0)
-        return takes, gives
+        return takes, _filled(gives, step.free_bytes, item.LAYERS)
 
     def _backward_peak(self, c: int, backward_peak: int, split: bool) -> dict[str, int]:
         """Compute by item the peak of a backward above the bytes live when it starts (see

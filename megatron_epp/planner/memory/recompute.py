@@ -19,6 +19,7 @@ from megatron_epp.planner.kernels.columns import KIND_BITS, Codes, Columns, enco
 from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
+from megatron_epp.planner.orders.joined import Joined, joined_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -173,14 +174,15 @@ def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
 
 
 def step_bytes(
-    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
 
     Args:
-        order: the actions of every rank.
+        order: the actions of every rank; no codes where actions are joined.
         tables: sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``.
+        joined: pairs of actions that run in one step: the first allocates what both do, the second frees it.
     """
     codes, columns = _coded(order, tables)
     count, split = len(codes.actions), integers([0] * columns.num_items)
@@ -188,19 +190,24 @@ def step_bytes(
     mark_split(codes.actions, split)
     inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
-    taken, given = numbers(takes), numbers(gives)
-    return [taken[row] for row in rows], [given[row] for row in rows]
+    taken, given = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
+    if joined and not isinstance(order, Codes):
+        for actions, *own in zip(order, taken, given, strict=True):
+            joined_bytes(actions, joined, tables, *own)
+    return taken, given
 
 
-def held_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[NDArray[np.int64]]:
+def held_bytes(
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
+) -> list[NDArray[np.int64]]:
     """Bytes live while each action runs, ``[rank][position]``.
 
     Args:
-        order: actions of every rank.
+        order, joined: as for `step_bytes`.
         tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
     """
-    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps), strict=True)
+    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, joined), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 

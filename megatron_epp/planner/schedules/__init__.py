@@ -21,6 +21,7 @@ from megatron_epp.planner.schedules.one_f_one_b import one_f_one_b
 from megatron_epp.planner.schedules.seq1f1b import seq1f1b
 from megatron_epp.planner.schedules.slimpipe import slimpipe
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
+from megatron_epp.planner.schedules.stp import stp
 from megatron_epp.planner.schedules.v_blocks import v_half, v_min
 from megatron_epp.planner.schedules.zb_v import zb_v
 from megatron_epp.planner.schedules.zero_bubble import zb_h1, zb_h2
@@ -66,6 +67,12 @@ SCHEDULES: dict[str, Schedule] = {
     "v-min": Schedule(FixedOrder(v_min, "v", 2), "a third of the memory of 1F1B", "2405.15362", splits_weight=True),
     "v-half": Schedule(FixedOrder(v_half, "v", 2), "half of the memory of 1F1B", "2405.15362", splits_weight=True),
     "dualpipe-v": Schedule(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DeepSeek's DualPipe", splits_weight=True),
+    "stp": Schedule(
+        FixedOrder(stp, "v", 2),
+        "exchanges behind compute, two stages in a V",
+        "2510.27257",
+        splits_weight=True,
+    ),
     "hanayo": Schedule(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(

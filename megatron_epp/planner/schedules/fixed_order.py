@@ -12,6 +12,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.orders.joined import JoinedOrder, adjacent
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
@@ -60,7 +61,7 @@ class FixedOrder:
         chunks_per_rank: stages of each rank; None for two or more.
     """
 
-    orders: Callable[[Batch], Iterable[Order]]
+    orders: Callable[[Batch], Iterable[Order | JoinedOrder]]
     kind: Literal["looped", "v"] = "looped"
     chunks_per_rank: int | None = 1
 
@@ -77,7 +78,8 @@ class FixedOrder:
         for chunks in _tables(problem, costs, options):
             for order in self._orders(Batch(chunks, slice_groups(chunks), placement, problem, costs), refusals):
                 try:
-                    made = fitted(_asked_for(order, problem, options), chunks, problem, costs, options)
+                    rows, joined = _asked_for(order, problem, options)
+                    made = fitted(rows, chunks, problem, costs, options, joined)
                 except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
                     refusals.append(refusal)
                     continue
@@ -89,10 +91,10 @@ class FixedOrder:
             raise min(without_room, key=lambda one: one.least_cap_bytes or math.inf) if without_room else refusals[0]
         return best[1]
 
-    def _orders(self, batch: Batch, refusals: list[InfeasibleError | PlanError]) -> Iterator[Order]:
+    def _orders(self, batch: Batch, refusals: list[InfeasibleError | PlanError]) -> Iterator[JoinedOrder]:
         """Yield the orders of a chunk table; append to `refusals` why there are none."""
         try:
-            yield from self.orders(batch)
+            yield from map(as_joined, self.orders(batch))
         except PlanError as refusal:
             refusals.append(refusal)
 
@@ -119,7 +121,13 @@ def _tables(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[
     yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
 
 
-def _asked_for(order: Order, problem: Problem, options: Options) -> Order:
+def as_joined(order: Order | JoinedOrder) -> JoinedOrder:
+    """Return an order with its steps of two actions, which may be none."""
+    return order if isinstance(order, JoinedOrder) else JoinedOrder(order, frozenset())
+
+
+def _asked_for(order: JoinedOrder, problem: Problem, options: Options) -> JoinedOrder:
     """Leave out what the problem does not have: backwards of an evaluation, and weight gradients that are not split off."""
     left_out = {Op.B, Op.W} if problem.forward_only else set() if options.split_weight else {Op.W}
-    return tuple(tuple(action for action in row if action.op not in left_out) for row in order)
+    rows = tuple(tuple(action for action in row if action.op not in left_out) for row in order.rows)
+    return JoinedOrder(rows, adjacent(rows, order.joined))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
+from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
@@ -30,6 +32,7 @@ def fitted(
     problem: Problem,
     costs: Costs,
     options: Options = Options(),  # noqa: B008 - frozen
+    joined: Joined = frozenset(),
 ) -> Decisions:
     """Choose how much recomputes, and with `options.offload` what is copied to the host, so that an order fits the memory caps.
 
@@ -42,6 +45,7 @@ def fitted(
         problem: the batch, the placement and the memory caps.
         costs: time and memory of every stage.
         options: `recompute`, `recompute_modes` and `offload` are respected; the order is not changed.
+        joined: pairs of neighbouring actions that run in one step; with such, no activations are offloaded.
 
     Returns:
         The chunks and the order with recompute and copies.
@@ -53,14 +57,15 @@ def fitted(
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
-    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
+    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs), joined=joined)
     refuse_mistakes(made, problem, costs, planner, complete=True)
     tables = made.tables(problem, costs)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
-    fit = _fit(order, whole, tables, problem.cap_bytes, options)
+    fit = _fit(made, whole, tables, problem.cap_bytes, options)
     best_us = math.inf if fit.recompute_steps is None else makespan_us(order, tables, fit.recompute_steps)
     copied = None
-    if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
+    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and not joined
+    if may_offload and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
     if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
         (one,) = copied.made
@@ -68,23 +73,24 @@ def fitted(
     if fit.recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
-    return Decisions(made.chunks, order, fit.recompute_steps, made.modes)
+    return replace(made, recompute_steps=fit.recompute_steps)
 
 
-def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
-    """Fit recompute to the caps, with what waits for weight gradients.
+def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
+    """Fit recompute to the caps, with what waits for weight gradients and what two actions of a step hold at once.
 
-    What the actions of a rank hold more than with whole backwards is taken off its cap, action by action, and recompute fitted
-    to what is left. It changes a little with the recompute, so this is repeated.
+    What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
+    and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.
 
     Args:
-        order: with weight gradients of their own.
-        whole: the same without.
+        made: the order, with weight gradients of their own or steps of two actions.
+        whole: the order without weight gradients.
         tables: times and sizes of the chunks.
         caps: bytes of the ranks.
         options: the user's settings.
     """
-    if not split_off(order):
+    order, joined = made.order, made.joined
+    if not split_off(order) and not joined:
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
     is_fixed = options.recompute != "auto"
@@ -93,7 +99,7 @@ def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], option
     at = [[position for position, action in enumerate(row) if action.op is not Op.W] for row in order]
     more = [np.zeros(len(row), dtype=np.int64) for row in whole]
     for left in reversed(range(ROUNDS)):
-        held = held_bytes(order, tables, recompute_steps)
+        held = held_bytes(order, tables, recompute_steps, joined)
         above = [rank for rank, cap in enumerate(caps) if held[rank].max(initial=0) > cap]
         if not above or is_fixed:
             break
@@ -104,7 +110,7 @@ def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], option
             if not left or not fit_with_copies(codes, tables, rank, allowed, most, recompute_steps):
                 for stage in tables.stages_of[rank]:
                     recompute_steps[stage] = most[stage]
-    return Fit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps)), caps)
+    return Fit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, joined)), caps)
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:

@@ -9,7 +9,8 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk
+from megatron_epp.plan import Chunk, simulate
+from megatron_epp.planner.assemble import written
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
@@ -113,6 +114,8 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
         problem, costs: as for `plan`.
     """
     tables = made.tables(problem, costs)
+    if made.joined:  # `play` runs actions one by one
+        return simulate(written(problem, costs, Options(), made, tables)).makespan_us
     return play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables)).makespan_us
 
 

@@ -11,7 +11,7 @@ leaves are given back as the objects they are: the copy of a leaf has the leaf's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -228,6 +228,11 @@ def _itself(tensor: Tensor | None) -> Tensor | None:
 
 
 _active: list[SavedTensors] = []
+
+
+def tracking_in_this_thread() -> AbstractContextManager[Any]:
+    """Return a context manager in which the innermost active `SavedTensors` also sees what this thread saves."""
+    return _active[-1]._hooks if _active else nullcontext()
 
 
 def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:

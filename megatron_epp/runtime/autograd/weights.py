@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.handles import SavedHandle
+from megatron_epp.runtime.turns import hand_over
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Function from the kept part of a layer's input and its output's gradient to its weight's gradient."""
@@ -70,10 +71,11 @@ class WeightGradients:
         return self._deferred.pop(chunk)
 
     def run(self, chunk: int) -> None:
-        """Compute the deferred gradients of a chunk, freeing their tensors layer by layer."""
+        """Compute the deferred gradients of a chunk, freeing their tensors layer by layer; between two, hand over the turn."""
         deferred = self.pop(chunk)
         while deferred:
             deferred.pop(0).run()
+            hand_over()
 
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.

@@ -1,6 +1,6 @@
 """Comparison of orders of other papers with greedy's, on paper: equal placement, caps and features.
 
-    python -m scripts.bench.orders                            nine cases, all orders
+    python -m scripts.bench.orders                            ten cases, all orders
     python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
     python -m scripts.bench.orders --reduced                  one case, two orders
 
@@ -46,11 +46,13 @@ class Case:
         name: of the batch.
         cap_gib: of every rank.
         context_parallel: ranks that share each chunk.
+        tensor_parallel: ranks that share each layer.
     """
 
     name: str
     cap_gib: int
     context_parallel: int = 1
+    tensor_parallel: int = 1
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -63,11 +65,13 @@ def wikipedia_and_a_long_one() -> tuple[int, ...]:
 
 LENGTHS = {
     "64 x 8K": lambda: tuple(equal(64, 0).tolist()),
+    "64 x 8K, TP 8": lambda: tuple(equal(64, 0).tolist()),
     "512 Wikipedia, one of 64K": wikipedia_and_a_long_one,
     "1M and 500 tiny": lambda: tuple(whale(501, 0).tolist()),
 }
 CASES = (
     *(Case("64 x 8K", cap) for cap in (80, 40, 20)),
+    Case("64 x 8K, TP 8", 80, tensor_parallel=8),
     *(Case("512 Wikipedia, one of 64K", cap) for cap in (80, 40, 28)),
     *(Case("1M and 500 tiny", cap, context_parallel=2) for cap in (120, 100, 80)),
 )
@@ -75,9 +79,9 @@ CASES = (
 
 
 @cache
-def costs_of(num_stages: int, context_parallel: int, longest: int) -> Costs:
-    ranks = {"tensor_model_parallel_size": 1, "context_parallel_size": context_parallel}
-    shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
+def costs_of(num_stages: int, case: Case) -> Costs:
+    ranks = {"tensor_model_parallel_size": case.tensor_parallel, "context_parallel_size": case.context_parallel}
+    shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": max(case.lengths)})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     layers = [shape.num_layers // num_stages] * num_stages
     return on_device(profile.costs(layers, state_bytes_per_parameter=STATE_BYTES))
@@ -88,7 +92,7 @@ def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: boo
     """Makespan of a proven plan; None where nothing fits."""
     problem = Problem(case.lengths, placement, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel)
     try:
-        costs = costs_of(len(placement), case.context_parallel, max(case.lengths))
+        costs = costs_of(len(placement), case)
         made = plan(problem, costs, Options(planner=planner, split_weight=split))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None

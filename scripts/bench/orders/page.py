@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.gantt import side_by_side
-from scripts.bench.orders.unit import Unit
+from scripts.bench.orders.unit import Unit, fewest
 from scripts.bench.planner.report import table
 
 RANKS, MICROBATCHES = 8, 32
@@ -25,6 +25,7 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "v-min": ("`2 (p-1)` and a constant", 14, "`p/3` and a constant", 8 / 3),
     "v-half": ("`1.5 (p-1)` and a constant", 10.5, "`p/2` and a constant", 4),
     "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
+    "stp": ("`(p-1) / 2`, without exchange", 3.5, "`3 p / 2`", 12),
     "hanayo": ("none for more than `p`", None, "none", None),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
 }
@@ -82,7 +83,8 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
 def picture(path: Path) -> None:
     """Draw every schedule for few microbatches, one below the other."""
     sizes = {name: 4 if name in SLICES else 1 for name in CLAIMS}
-    plans = [(name, Unit(name, DRAWN_RANKS, DRAWN_MICROBATCHES, slices).plan()) for name, slices in sizes.items()]
+    count = {name: max(DRAWN_MICROBATCHES, fewest(name, DRAWN_RANKS)) for name in sizes}
+    plans = [(name, Unit(name, DRAWN_RANKS, count[name], slices).plan()) for name, slices in sizes.items()]
     side_by_side(plans).savefig(path, dpi=80)
 
 
@@ -95,9 +97,30 @@ def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
     """
     return f"""{HEAD.format(microbatches=MICROBATCHES, ranks=RANKS)}{claims()}
 
+## Steps of two actions
+
+STP runs a forward and a backward of one stage in one step (`7F5+7B4` in a plan), or a forward and a weight gradient, or two
+forwards: while one of the two exchanges activations between tensor-parallel ranks, the other computes. Its memory above is
+that with weight gradients split off, whose inputs count; with whole backwards it is `(3 p + 1) / 2` = 12.5.
+
+A plan counts for such a step the larger of the first action's exchange and the second one's compute, plus the larger of the
+second one's exchange and the first one's compute. Recompute counts as compute. Memory counts both actions at once, and the
+working memory of both.
+
+In training the two actions have a thread each and take turns: one launches work until it has begun an exchange, then the other
+does. So parts of a forward's layers alternate on the compute stream with parts of a backward's, and every exchange is
+overlapped with the other action. It has been run with Megatron's own layers on CPUs, where gradients equal those of Megatron's
+schedule; not yet with Transformer Engine's layers or on GPUs, where the gain is to be measured. With sequence parallelism the
+gathers ahead of a linear layer are not overlapped, since their buffer is shared by all layers.
+
+The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
+`--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload and with a script's own
+microbatches; and without tensor parallelism, where there is nothing to overlap. Activations are not offloaded.
+
 ## In a picture
 
 {DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; SlimPipe's are in four slices.
+STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first.
 Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
@@ -107,8 +130,9 @@ Weight gradients, where they are actions of their own, are green.
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
 placement, cap and options: above 1 the schedule is slower. Columns are batch and memory cap per rank: "64 x 8K" are 64
 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like Wikipedia's and one of 64K
-tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "no plan": the schedule does not
-fit under the cap, whatever is recomputed. `interleaved, 4` has four stages per rank, `interleaved` two.
+tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8" is with tensor parallel
+size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is recomputed, or has too
+few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
 
 {gallery(rows)}
 

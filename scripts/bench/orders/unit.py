@@ -11,12 +11,18 @@ from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.schedules import SCHEDULES
-from megatron_epp.planner.schedules.fixed_order import Batch
+from megatron_epp.planner.schedules.fixed_order import Batch, as_joined
+from megatron_epp.planner.search.greedy import predicted_us
 
 TOKENS = 96
+
+
+def fewest(name: str, ranks: int) -> int:
+    """Return the least number of microbatches that a schedule has an order for, if that is more than twice the ranks."""
+    return 3 * ranks - 1 if name == "stp" else 2 * ranks
 
 
 def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
@@ -57,18 +63,18 @@ class Unit:
     def of_paper(self, which: int = 0) -> Decisions:
         assert self.schedule.order is not None
         batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
-        order = list(self.schedule.order.orders(batch))[which]
-        return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages)
+        order, joined = as_joined(list(self.schedule.order.orders(batch))[which])
+        return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages, joined=joined)
 
     def greedy(self, cap: int) -> Decisions:
         problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)
         return for_table(self.chunks, problem, self.costs, Options(split_weight=self.schedule.splits_weight))
 
     def makespan_us(self, made: Decisions) -> float:
-        return makespan_us(made.order, self.tables, made.recompute_steps)
+        return predicted_us(made, self.problem, self.costs)
 
     def peak_bytes(self, made: Decisions) -> int:
-        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps)))
+        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps, made.joined)))
 
     def waits(self, made: Decisions) -> float:
         """Return the time that a rank waits, in units: F, B and W of a microbatch on all stages of a rank take one each."""

@@ -1,0 +1,94 @@
+"""Exchanges of Megatron's layers, at which the two actions of a step take turns."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed
+from megatron.core import mpu
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
+
+from megatron_epp.plan import Plan
+from megatron_epp.runtime.turns import Collective, Exchanges, Turns, exchanges_of
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHED = (
+    *(Collective(torch.distributed, name) for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
+    *(Collective(mappings, name) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")),
+)
+"""Functions by which Megatron and Transformer Engine exchange activations.
+
+The linear layers' own gather with sequence parallelism is not one of them: it fills a buffer that all layers share, which
+another action must not fill before it has been used.
+"""
+
+
+def exchanges_for(plan: Plan, config: Any, args: argparse.Namespace) -> Exchanges | None:
+    """Return the exchanges at which the actions of a plan's steps take turns; None where they run one after the other.
+
+    Rank 0 logs the reason once.
+
+    Args:
+        plan: of an iteration.
+        config: the model's `TransformerConfig`.
+        args: of the training.
+    """
+    if not any(step.also for row in plan.ranks for step in row):
+        return None
+    if reason := _obstacle(config, args):
+        _say(reason)
+        return None
+    launched = [one for one in _LAUNCHED if hasattr(one.module, one.name)]
+    collectives = exchanges_of(launched, mpu.get_tensor_model_parallel_group())
+
+    @contextmanager
+    def exchanging(turns: Turns) -> Iterator[None]:
+        with collectives(turns), _without_forks():
+            yield
+
+    return exchanging
+
+
+def _obstacle(config: Any, args: argparse.Namespace) -> str:
+    """Reason for which two actions cannot take turns; empty if they can."""
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return "without --tensor-model-parallel-size there is no exchange to overlap"
+    if config.num_moe_experts:
+        return "layers with experts keep what they have sent until it comes back, for one action at a time"
+    if config.hidden_dropout or config.attention_dropout:
+        return "both would draw from one state of --hidden-dropout"
+    if config.tp_comm_overlap:
+        return "--tp-comm-overlap has buffers for one action at a time"
+    if args.timing_log_level > 1:
+        return "the timers of --timing-log-level 2 time one action at a time"
+    return ""
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        logger.info("the two actions of a step run one after the other: %s", reason)
+
+
+@contextmanager
+def _without_forks() -> Iterator[None]:
+    """Leave Megatron's random states as they are, which its layers would switch to and from, one action at a time.
+
+    Nothing draws from them without dropout.
+    """
+    tracker = get_cuda_rng_tracker()
+    tracker.fork = _no_fork
+    try:
+        yield
+    finally:
+        del tracker.fork
+
+
+def _no_fork(*_: Any) -> AbstractContextManager[None]:
+    return nullcontext()

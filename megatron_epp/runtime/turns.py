@@ -1,0 +1,179 @@
+"""Two actions in one step: each runs while the other exchanges activations between tensor-parallel ranks.
+
+The two run in a thread each, but only one at a time. One launches work until its exchange has begun, then it is the other's
+turn; when its turn comes again, its stream waits for the exchange and it goes on. So, on one compute stream, the parts of a
+forward's layers between two exchanges alternate with those of a backward, and the exchange of each is overlapped with the
+compute of the other. All tensor-parallel ranks change turns at the same exchanges, so they launch them in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
+
+
+class AbandonedError(EppError):
+    """The other action of the step has failed, so this one ends too."""
+
+
+class Turns:
+    """Turns of two threads, of which the first begins.
+
+    The action that runs is the one whose turn it is, and not known by its thread: autograd runs parts of a backward in threads
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._whose, self._ended, self._failed = 0, [False, False], False
+        self.num_changes = 0
+
+    def hand_over(self) -> None:
+        """Let the other run until it hands over or ends. Raises `AbandonedError` if it has failed."""
+        with self._changed:
+            me = self._whose
+            if not self._ended[1 - me]:
+                self._give(1 - me)
+                self._wait(me)
+            if self._failed:
+                raise AbandonedError("the other action of its step failed")
+
+    def run(self, number: int, body: Callable[[], None]) -> None:
+        """Run one of the two, 0 or 1, when its turn comes, and leave the rest to the other."""
+        with self._changed:
+            self._wait(number)
+        try:
+            if not self._failed:
+                body()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._changed:
+                self._ended[number] = True
+                self._give(1 - number)
+
+    def _give(self, number: int) -> None:
+        self._whose = number
+        self.num_changes += 1
+        self._changed.notify_all()
+
+    def _wait(self, number: int) -> None:
+        self._changed.wait_for(lambda: self._whose == number)
+
+
+_current: Turns | None = None
+
+
+def hand_over() -> None:
+    """Let the other action of the step run, if there is one: for actions without exchange, between two parts of them."""
+    if _current is not None:
+        _current.hand_over()
+
+
+Exchanges = Callable[[Turns], AbstractContextManager[None]]
+"""Makes a context manager in which every exchange between tensor-parallel ranks hands over the turn once it has begun."""
+
+
+def run_together(first: Callable[[], None], second: Callable[[], None], exchanges: Exchanges) -> int:
+    """Run two actions that need nothing of each other, the first in this thread. Raises what the one that failed first raised.
+
+    Args:
+        first, second: the actions.
+        exchanges: of the model that both run.
+
+    Returns:
+        the number of times that the turn changed; 2 if the second ran when the first had ended.
+    """
+    global _current
+    turns, errors = Turns(), list[BaseException]()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def in_thread() -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream), tracking_in_this_thread():
+            _catch(lambda: turns.run(1, second), errors)
+
+    thread = threading.Thread(target=in_thread, name="epp-second-action")
+    with exchanges(turns):
+        _current = turns
+        thread.start()
+        _catch(lambda: turns.run(0, first), errors)
+        thread.join()
+        _current = None
+    if errors:
+        raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
+    return turns.num_changes
+
+
+def _catch(body: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        body()
+    except BaseException as error:
+        errors.append(error)
+
+
+class Collective(NamedTuple):
+    """Function of a module that launches a collective, with the signature of those of `torch.distributed`.
+
+    Attributes:
+        module: that calls it by this name.
+        name: of the function.
+    """
+
+    module: Any
+    name: str
+
+
+def exchanges_of(collectives: Sequence[Collective], group: Any) -> Exchanges:
+    """Return the exchanges that are collectives of a group. Collectives of other groups run as they are.
+
+    A call that waits for its end hands over between the launch and the wait, and so does the wait for one that does not.
+
+    Args:
+        collectives: the functions to replace while two actions run.
+        group: the ranks that share the layers.
+    """
+
+    def handing_over(original: Callable[..., Any], turns: Turns) -> Callable[..., Any]:
+        def launch(*args: Any, **named: Any) -> Any:
+            if named.get("group") is not group:
+                return original(*args, **named)
+            is_async = named.pop("async_op", False)
+            work = _Work(original(*args, **named, async_op=True), turns)
+            return work if is_async else work.wait()
+
+        return launch
+
+    @contextmanager
+    def exchanging(turns: Turns) -> Iterator[None]:
+        originals = [getattr(module, name) for module, name in collectives]
+        try:
+            for (module, name), original in zip(collectives, originals, strict=True):
+                setattr(module, name, handing_over(original, turns))
+            yield
+        finally:
+            for (module, name), original in zip(collectives, originals, strict=True):
+                setattr(module, name, original)
+
+    return exchanging
+
+
+class _Work:
+    """Handle of a collective that has begun, as `torch.distributed` returns it; its wait hands over first."""
+
+    def __init__(self, work: Any, turns: Turns) -> None:
+        self._work, self._turns = work, turns
+
+    def wait(self) -> None:
+        self._turns.hand_over()
+        self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

@@ -1,0 +1,66 @@
+"""Exchanges of Megatron's layers: when two actions take turns at them, and why not otherwise."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
+
+from megatron_epp.mcore.training import exchanges
+from megatron_epp.runtime.turns import Turns
+from scripts.bench.orders.unit import Unit
+
+CONFIG = {"num_moe_experts": None, "hidden_dropout": 0.0, "attention_dropout": 0.0, "tp_comm_overlap": False}
+
+
+@pytest.fixture(autouse=True)
+def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges._say.cache_clear()
+    monkeypatch.setattr(exchanges.mpu, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(exchanges.mpu, "get_tensor_model_parallel_group", lambda: "group")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def found(name: str = "stp", timing_log_level: int = 0, **changes: Any) -> exchanges.Exchanges | None:
+    config, args = SimpleNamespace(**(CONFIG | changes)), SimpleNamespace(timing_log_level=timing_log_level)
+    return exchanges.exchanges_for(Unit(name, 2, 5).plan(), config, args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_moe_experts": 4}, "layers with experts"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"timing_log_level": 2}, "--timing-log-level 2"),
+    ],
+)
+def test_where_two_actions_cannot_take_turns_the_reason_is_logged_once(
+    changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert [found(**changes), found(**changes)] == [None, None]
+    (record,) = caplog.records
+    assert "run one after the other" in record.message
+    assert reason in record.message
+
+
+def test_plans_without_steps_of_two_actions_have_nothing_to_take_turns_at(caplog: pytest.LogCaptureFixture) -> None:
+    assert found("zb-v") is None
+    assert caplog.records == []
+
+
+def test_torch_and_megatron_are_as_they_were_after_a_step() -> None:
+    exchanging, before = found(), (dist.all_reduce, mappings.dist_all_gather_func)
+    assert exchanging is not None
+    with exchanging(Turns()):
+        assert dist.all_reduce is not before[0]
+        assert mappings.dist_all_gather_func is not before[1]
+        with get_cuda_rng_tracker().fork("no such state"):
+            pass
+    assert (dist.all_reduce, mappings.dist_all_gather_func) == before
+    assert "fork" not in vars(get_cuda_rng_tracker())
