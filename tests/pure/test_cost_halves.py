@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
-from megatron_epp.cost.learning import Learnt, Timed, fitted_costs
+from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.library import load_costs
+from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
@@ -133,7 +134,7 @@ def test_learnt_times_are_shared_with_the_half():
         for stage, own in enumerate(base.stages)
         for op, line in ((Op.F, own.stage_forward), (Op.B, own.stage_backward))
     }
-    learnt = fitted_costs(base, [Learnt(times, {})])
+    learnt = fitted_costs(base, [Learnt(times)])
     for own, then in zip(learnt.stages, base.stages, strict=True):
         assert own.stage_forward.time_us(100, 5050) == pytest.approx(2 * then.stage_forward.time_us(100, 5050), rel=1e-3)
         assert own.half.forward.per_token_us == pytest.approx(2 * then.half.forward.per_token_us, rel=0.02)

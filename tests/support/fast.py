@@ -193,6 +193,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_kept.py": (),
     "pure/test_cost_learning.py": (),
     "pure/test_cost_learning_chunks.py": (),
+    "pure/test_cost_learning_shards.py": (),
     "pure/test_cost_slowness.py": (),
     "pure/test_pipelining_tables.py": (),
     "pure/test_plan_check.py": (),
