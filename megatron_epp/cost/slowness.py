@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_epp.plan import Action, Plan, simulate
-from megatron_epp.plan.operations import is_compute
+from megatron_epp.plan.operations import is_compute, of_stages, operation
 
 SLOWER = 1.25
 """Ratio of measured to planned time of a stage above which it counts as slow. Sums over an iteration's actions scatter by some
@@ -29,14 +29,15 @@ class SlowStages:
         Args:
             plan: its plan.
             rank: pipeline rank.
-            took_us: measured time of every action of the rank; those that do not compute are left out.
+            took_us: measured time of every action of the rank; those that do not compute, or not for a stage, are left out.
         """
         planned_us: dict[int, float] = {}
         for step in plan.ranks[rank]:
-            planned_us[step.action.stage] = planned_us.get(step.action.stage, 0.0) + step.time_us
+            if _is_of_stage(step.action):
+                planned_us[step.action.stage] = planned_us.get(step.action.stage, 0.0) + step.time_us
         measured_us = dict.fromkeys(planned_us, 0.0)
         for action, time_us in took_us:
-            if is_compute(action.op):
+            if is_compute(action.op) and _is_of_stage(action):
                 measured_us[action.stage] += time_us
         for stage, time_us in measured_us.items():
             ratio = time_us / planned_us[stage] if planned_us[stage] > 0 else 1.0
@@ -48,9 +49,18 @@ class SlowStages:
         return {stage: statistics.median(some) for stage, some in self._ratios.items() if len(some) >= ITERATIONS}
 
 
+def _is_of_stage(action: Action) -> bool:
+    """True for an action of a stage. The number of others, of vocabulary shards, is of a rank."""
+    return operation(action.op).sites is of_stages
+
+
 def slowed_us(plan: Plan, ratios: Mapping[int, float]) -> float:
     """Return the makespan of a plan, in microseconds, whose stages take longer by these ratios."""
     ranks = tuple(
-        tuple(step._replace(time_us=step.time_us * ratios.get(step.action.stage, 1.0)) for step in row) for row in plan.ranks
+        tuple(
+            step._replace(time_us=step.time_us * ratios.get(step.action.stage, 1.0)) if _is_of_stage(step.action) else step
+            for step in row
+        )
+        for row in plan.ranks
     )
     return simulate(replace(plan, ranks=ranks)).makespan_us
