@@ -1,61 +1,26 @@
-"""Costs learnt from the first iterations of a training: measured times and bytes of chunks on every stage."""
+"""Costs learnt from the first iterations of a training: measured times and bytes of chunks on every stage and shard."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
-from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.learning_shards import fitted_shards
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import NO_TIME, Line, causal_pairs
-from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan, Recompute
+from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to
+from megatron_epp.cost.work import Line, causal_pairs
+from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
 WARM_UP = 1
 """Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
 RECORDED = 3
 """Iterations whose times costs are fitted to."""
 
-_SIZES, _SPREAD = 4, 2.0
-"""Least number of different sizes, and least ratio of the largest to the smallest, for a line of three coefficients to be
-fitted. With less, the earlier line is scaled: through nearly equal points many lines go, and most mislead for other sizes."""
-
-
 OutputShare = Callable[[int], float]
 """Function from a chunk to the share of its tokens that pass the output layer and the loss."""
-
-
-class Timed(NamedTuple):
-    """Measured time of an action: padded tokens and causal pairs of its chunk, and the layers that recomputed in it.
-
-    `output_share` is the share of the tokens that passed the output layer and the loss, where the stage has them.
-    """
-
-    tokens: int
-    pairs: int
-    time_us: float
-    recompute: Recompute = NO_RECOMPUTE
-    output_share: float = 1.0
-
-
-class Learnt(NamedTuple):
-    """Measurements of one rank.
-
-    Attributes:
-        times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage.
-        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
-            where memory is not measured.
-        peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
-        offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
-    """
-
-    times: dict[tuple[int, Op], list[Timed]]
-    sizes: dict[tuple[int, Op], list[tuple[int, int]]]
-    peak_bytes: int = 0
-    offloadable_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -63,7 +28,7 @@ class Learner:
     """Collects times and bytes of actions, iteration by iteration."""
 
     seen: int = 0
-    learnt: Learnt = field(default_factory=lambda: Learnt({}, {}))
+    learnt: Learnt = field(default_factory=Learnt)
 
     @staticmethod
     def done() -> Learner:
@@ -91,6 +56,7 @@ class Learner:
         peak_bytes: int = 0,
         offloadable_share: float | None = None,
         output_share: OutputShare | None = None,
+        collectives: Iterable[tuple[Action, float]] = (),
     ) -> None:
         """Add a training iteration.
 
@@ -101,26 +67,39 @@ class Learner:
                 stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
             offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
-            output_share: of chunks, on the rank with the output layer; None where all tokens pass it.
+            output_share: of chunks, on a rank with the output layer or a shard of it; None where all tokens pass it.
+            collectives: of vocabulary shards, each with its time on this rank in microseconds.
         """
-        self.seen += 1
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
         joined = {action for row in plan.ranks for step in row if step.also for action in step.actions}
+        has_shards = any(action.op is Op.S for action in took_us)
         for action, time_us in took_us.items():
             op, stage, chunk = action
+            if op in (Op.S, Op.T):
+                self.learnt.times.setdefault((stage, op), []).append(_of_shard(plan, chunk, time_us, output_share))
             if op not in (Op.F, Op.B, Op.W) or joined & {action, action._replace(op=Op.W)}:
                 continue  # the actions of a step take turns, so each lasts longer than by itself
             recompute = NO_RECOMPUTE
             if op is Op.B:
                 time_us += took_us.get(action._replace(op=Op.W), 0.0)
                 recompute = plan.recompute[stage][chunk]
-            share = output_share(chunk) if output_share and stage == plan.num_stages - 1 else 1.0
+            has_output = stage == plan.num_stages - 1 and not has_shards
+            share = output_share(chunk) if output_share and has_output else 1.0
             self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute, share))
-        self.learnt = self.learnt._replace(
-            peak_bytes=max(peak_bytes, self.learnt.peak_bytes), offloadable_share=offloadable_share
-        )
+        self.learnt.peak_bytes = max(peak_bytes, self.learnt.peak_bytes)
+        self.learnt.offloadable_share = offloadable_share
         for (op, stage, chunk), size in kept_bytes.items():
             self.learnt.sizes.setdefault((stage, op), []).append((size_of(plan, chunk)[0], size))
+        for action, time_us in collectives:
+            timed = _of_shard(plan, action.chunk, time_us, output_share)
+            self.learnt.collectives[action.op, self.seen, action.chunk] = timed
+        self.seen += 1
+
+
+def _of_shard(plan: Plan, chunk: int, time_us: float, output_share: OutputShare | None) -> Timed:
+    """Return a time with the tokens of the chunk that pass the output layer."""
+    share = output_share(chunk) if output_share else 1.0
+    return Timed(round(share * plan.padded_tokens(chunk)), 0, time_us)
 
 
 def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
@@ -133,7 +112,7 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
 
     Args:
         base: costs by formula, whose layers, messages and static bytes stay.
-        everyone: measurements of every rank; ranks that share a stage count together.
+        everyone: measurements of every rank; ranks that share a stage, or have the same vocabulary shard, count together.
         keeps_weights: weight gradients that were never split keep their share of the backward; otherwise they are unknown.
     """
     times: dict[tuple[int, Op], list[Timed]] = {}
@@ -154,28 +133,34 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
             known = replace(known, half=half, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
         stages.append(known)
     shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
-    return replace(base, stages=tuple(stages), offloadable_share=min(shares, default=base.offloadable_share), name="learnt")
+    return replace(
+        base,
+        name="learnt",
+        stages=tuple(stages),
+        vocabulary=None if base.vocabulary is None else fitted_shards(base.vocabulary, everyone),
+        offloadable_share=min(shares, default=base.offloadable_share),
+    )
 
 
 def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
     """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
     forwards = _with_all_tokens(stage.stage_forward, stage.extra_forward, times[Op.F])
-    forward = _fitted(stage.stage_forward, forwards)
+    forward = fitted_line(stage.stage_forward, forwards)
     layer_forward, half_forward, extra_forward = shared(
         forward, stage.forward, stage.num_layers, stage.half.forward, stage.extra_forward
     )
-    factor = _factor(stage.stage_forward, forwards)
+    factor = ratio_to(stage.stage_forward, forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
     known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
     once = _with_all_tokens(stage.stage_backward, stage.extra_backward, once)
-    backward = _fitted(stage.stage_backward, once)
+    backward = fitted_line(stage.stage_backward, once)
     layer_backward, half_backward, extra_backward = shared(
         backward, stage.backward, stage.num_layers, stage.half.backward, stage.extra_backward
     )
-    factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
+    factor = ratio_to(stage.stage_backward, once) if keeps_weights else 0.0
     split = _with_all_tokens(stage.stage_weight, stage.extra_weight, times[Op.W])
-    weight = _fitted(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
+    weight = fitted_line(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
     layer_weight, half_weight, extra_weight = shared(
         weight, stage.weight, stage.num_layers, stage.half.weight, stage.extra_weight
     )
@@ -210,24 +195,6 @@ def _again_us(stage: StageCosts, timed: Timed) -> float:
     """Time that layers which recomputed took of a backward."""
     modes = ((count, stage.mode(name)) for name, count in timed.recompute.by_mode())
     return sum(count * mode.again.time_us(timed.tokens, timed.pairs) for count, mode in modes if mode is not None)
-
-
-def _fitted(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
-    """Fit a line to times, or scale the earlier one if there are too few sizes; equal sizes count by their median."""
-    by_size: dict[tuple[int, int], list[float]] = {}
-    for one in times:
-        by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
-    points = [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
-    tokens = [point.tokens for point in points]
-    if earlier != NO_TIME and (len(points) < _SIZES or max(tokens) < _SPREAD * min(tokens)):
-        return earlier.scaled(_factor(earlier, times))
-    return fit_line(points, pairs).line if points else earlier
-
-
-def _factor(earlier: Line, times: Sequence[Timed]) -> float:
-    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
-    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
-    return statistics.median(ratios) if ratios else 1.0
 
 
 def shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -> tuple[Line, Line, Line]:
@@ -305,14 +272,26 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
 
 class Deviation(NamedTuple):
-    """Ratio of learnt times to those by the earlier costs: over all stages, and the least and the largest of a stage."""
+    """Ratio of learnt times to those by the earlier costs.
+
+    Attributes:
+        overall: over all stages.
+        least, largest: of a stage.
+        shards: of vocabulary shards; None without shards.
+        collectives: of their collectives; None without shards.
+    """
 
     overall: float
     least: float
     largest: float
+    shards: float | None = None
+    collectives: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.overall:.2f} of the time by formulas (stages {self.least:.2f} to {self.largest:.2f})"
+        text = f"{self.overall:.2f} of the time by formulas (stages {self.least:.2f} to {self.largest:.2f}"
+        if self.shards is not None:
+            text += f", vocabulary shards {self.shards:.2f}"
+        return f"{text}, their collectives {self.collectives:.2f})" if self.collectives is not None else f"{text})"
 
 
 def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> Deviation:
@@ -323,10 +302,18 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
         sizes: tokens and pairs of each chunk.
     """
 
-    def stage_us(stage: StageCosts) -> float:
-        lines = stage.stage_forward, stage.stage_backward
+    def total_us(lines: Iterable[Line]) -> float:
         return sum(line.time_us(tokens, pairs) for line in lines for tokens, pairs in sizes)
 
-    before, after = ([stage_us(stage) for stage in costs.stages] for costs in (base, learnt))
+    def ratio(then: Iterable[Line], now: Iterable[Line]) -> float | None:
+        return total_us(now) / then_us if (then_us := total_us(then)) > 0 else None
+
+    before, after = ([total_us((s.stage_forward, s.stage_backward)) for s in costs.stages] for costs in (base, learnt))
     ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
-    return Deviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
+    found = Deviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
+    if (then := base.vocabulary) is None or (now := learnt.vocabulary) is None:
+        return found
+    return found._replace(
+        shards=ratio((then.logits, then.gradient), (now.logits, now.gradient)),
+        collectives=ratio((then.spread, then.gather), (now.spread, now.gather)),
+    )

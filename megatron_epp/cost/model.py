@@ -267,28 +267,22 @@ class PipelineCosts:
         comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
         return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
+    def num_cached_halves(self, stage: int) -> int:
+        """Return 1 if the stage ends with an attention besides its layers, whose keys and values it caches; else 0."""
+        return self.stages[stage].half.num_cached_layers
+
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
         """Bytes by item that a backward holds for halves of layers from its start to its end, besides its layers' peaks.
 
-        An MLP at the stage's start stays until the end anyway; one that counts as a layer with an attention is not freed with
-        that layer. The gradient of an attention's keys and values comes first of all.
+        The gradient of keys and values of an attention at the stage's end comes first of all. Of an MLP at its start that
+        counts as a layer with such an attention, the input stays until the end, in every recompute mode.
         """
         own = self.stages[stage]
-        if own.half == NO_HALF and not own.first_mlp_bytes_per_token:
-            return {}
-        kept = self._whole_bytes(own.first_mlp_bytes_per_token * work.tokens)
         gradient = np.where(work.last, own.half.num_cached_layers * self._gradient_of_layer(stage, work), 0.0)
-        return {LAYERS: kept + self._half_layer_peak(stage, work), CACHE_GRADIENT: self._whole_bytes(gradient)}
+        of_mlp = own.recomputed_layer_bytes_per_token if own.first_mlp_bytes_per_token else 0.0
+        return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
 
-    def half_layer_freed(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that a backward frees when it has passed the attention at the stage's end, before it reaches the layers."""
-        own = self.stages[stage]
-        if own.half.kind != ATTENTION:
-            return np.zeros(len(work.tokens), dtype=np.int64)
-        kept = (own.half.bytes_per_token - self._in_cache(stage, work)) * work.tokens
-        return -self._whole_bytes(-kept) + self._half_layer_peak(stage, work)
-
-    def _half_layer_peak(self, stage: int, work: ChunkWork) -> IntColumn:
+    def half_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if its
         weight gradient is split that of its output, of the size of its input.
         """
@@ -297,6 +291,20 @@ class PipelineCosts:
             return np.zeros(len(work.tokens), dtype=np.int64)
         deferred = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
         return self._whole_bytes(deferred * work.tokens + prefix_bytes(own, work))
+
+    def half_freed_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes that a backward frees when it has passed the attention at the stage's end, before it reaches the layers."""
+        own = self.stages[stage]
+        if own.half.kind != ATTENTION:
+            return np.zeros(len(work.tokens), dtype=np.int64)
+        return -self._whole_bytes(-(own.half.bytes_per_token - self._in_cache(stage, work)) * work.tokens)
+
+    def first_mlp_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes of the MLP at the stage's start, besides its input, if it counts as a layer with the attention at the stage's
+        end and they keep everything: a backward comes to that attention first, and frees the MLP last.
+        """
+        own = self.stages[stage]
+        return self._whole_bytes(max(0.0, own.first_mlp_bytes_per_token - own.recomputed_layer_bytes_per_token) * work.tokens)
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_epp.plan import Action, Plan, simulate
+from megatron_epp.plan.operations import of_stages, operation
 
 SLOWER = 1.25
 """Ratio of measured to planned time of a stage above which it counts as slow. Sums over an iteration's actions scatter by some
@@ -28,10 +29,10 @@ class SlowStages:
         Args:
             plan: its plan.
             rank: pipeline rank.
-            took_us: measured time of every action of the rank; those that do not compute are left out.
+            took_us: measured time of every action of the rank; those that do not compute, or not for a stage, are left out.
         """
         planned_us: dict[int, float] = {}
-        alone = [step for step in plan.ranks[rank] if not step.also]
+        alone = [step for step in plan.ranks[rank] if not step.also and _is_of_stage(step.action)]
         for step in alone:
             planned_us[step.action.stage] = planned_us.get(step.action.stage, 0.0) + step.time_us
         measured_us, counted = dict.fromkeys(planned_us, 0.0), {step.action for step in alone}
@@ -48,9 +49,18 @@ class SlowStages:
         return {stage: statistics.median(some) for stage, some in self._ratios.items() if len(some) >= ITERATIONS}
 
 
+def _is_of_stage(action: Action) -> bool:
+    """True for an action of a stage. The number of others, of vocabulary shards, is of a rank."""
+    return operation(action.op).sites is of_stages
+
+
 def slowed_us(plan: Plan, ratios: Mapping[int, float]) -> float:
     """Return the makespan of a plan, in microseconds, whose stages take longer by these ratios."""
     ranks = tuple(
-        tuple(step._replace(time_us=step.time_us * ratios.get(step.action.stage, 1.0)) for step in row) for row in plan.ranks
+        tuple(
+            step._replace(time_us=step.time_us * ratios.get(step.action.stage, 1.0)) if _is_of_stage(step.action) else step
+            for step in row
+        )
+        for row in plan.ranks
     )
     return simulate(replace(plan, ranks=ranks)).makespan_us

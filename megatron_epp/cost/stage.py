@@ -192,8 +192,10 @@ class StageCosts(LayerCosts):
             own = self.mode(mode) if mode else None
             everything = self.layer_bytes_per_token if self.full_bytes_per_token is None else self.full_bytes_per_token
             sizes = None if own is None else own.full_bytes_per_token, self.attended_bytes_per_token
-        full, attended = (everything if size is None else size for size in sizes)
-        return full, attended
+        full, attended = sizes
+        if attended is not None and (split or not mode):  # the attention at the stage's end is reached before this MLP is freed
+            attended += self.first_mlp_bytes_per_token
+        return everything if full is None else full, everything if attended is None else attended
 
     @property
     def stage_forward(self) -> Line:

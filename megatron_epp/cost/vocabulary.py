@@ -40,6 +40,14 @@ class VocabularyShards:
     spread: Line = Line()  # noqa: RUF009 - frozen
     gather: Line = Line()  # noqa: RUF009 - frozen
 
+    def of_shard(self, whole: Line, rank: int) -> Line:
+        """Return the time of a rank's pass, given that of the whole vocabulary without `PASS_US`."""
+        return Line(PASS_US) + whole.scaled(self.shares[rank])
+
+    def of_whole(self, own: Line, rank: int) -> Line:
+        """Return the time of a pass of the whole vocabulary without `PASS_US`, given that of a rank's."""
+        return own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank])
+
     def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
         """Bytes of chunks between `S` and `T` on a rank, ``[chunk]``.
 

@@ -52,6 +52,9 @@ class Tables:
             gradient if it is the sequence's first slice, less their gradient if it is the last.
         backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
         backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
+        backward_half_peak: bytes that it needs for a moment at that attention, before it frees anything of a layer.
+        first_mlp: bytes that it holds until its end of the layer that it comes to first, an MLP at the stage's start and an
+            attention at its end, if that layer keeps everything.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
         passing: bytes held only while a pass of the chunk runs, of which `static` has those of the largest pass.
@@ -87,6 +90,8 @@ class Tables:
     backward_release_per_layer: Sizes
     backward_layer_peak: Sizes
     backward_constant: Sizes
+    backward_half_peak: Sizes
+    first_mlp: Sizes
     backward_residual: Sizes
     passing: Sizes
     weight_bytes: Sizes
@@ -172,7 +177,9 @@ class Tables:
             of_layer, layer_peak = self.weight_layer[stage][chunk], self.split_layer_peak[stage][chunk]
             first += self.weight_bytes[stage][chunk] - num_layers * of_layer
             release_per_layer -= of_layer
-        first += layer_peak
+        first += max(layer_peak, self.backward_half_peak[stage][chunk]) + (
+            self.first_mlp[stage][chunk] if num_layers > 1 else 0
+        )
         return first, self.activation[stage][chunk] + first - max(0, num_layers - 1) * release_per_layer
 
     def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
@@ -268,6 +275,8 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         release_per_layer=sizes(tables.backward_release_per_layer),
         layer_peak=sizes(tables.backward_layer_peak),
         constant=sizes(tables.backward_constant),
+        half_peak=sizes(tables.backward_half_peak),
+        first_mlp=sizes(tables.first_mlp),
         residual=sizes(tables.backward_residual),
         weight_bytes=sizes(tables.weight_bytes),
         weight_layer=sizes(tables.weight_layer),

@@ -166,17 +166,22 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = weight = of_layer = head = release_per_layer = layer_peak = split = constant = residual = none
+        kept = weight = of_layer = head = release_per_layer = layer_peak = split = constant = half_peak = first_mlp = (
+            residual
+        ) = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
         comes = np.where(work.last, gradient, 0)
-        layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work) + costs.half_layer_freed(stage, work)
+        layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work) + costs.half_freed_bytes(stage, work)
         goes = np.where(work.first, cache + gradient, 0)
-        release_per_layer = layer + (goes - comes) // max(1, costs.num_cached_layers[stage])
+        cached = max(1, costs.num_cached_layers[stage])
+        release_per_layer = layer + (goes - comes) // cached
+        head = head + goes // cached * costs.num_cached_halves(stage)
         layer_peak, split = (costs.layer_peak_bytes(stage, work, split=split).num_bytes - layer for split in (False, True))
         weight, of_layer = costs.weight_bytes(stage, work), costs.layer_weight_bytes(stage, work)
         constant = sum(costs.half_layer_items(stage, work).values(), none)
+        half_peak, first_mlp = costs.half_peak_bytes(stage, work), costs.first_mlp_bytes(stage, work)
         forward_alloc, forward_free = opened, none
         residual = comes - goes
     return {
@@ -188,6 +193,8 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "backward_release_per_layer": release_per_layer,
         "backward_layer_peak": layer_peak,
         "backward_constant": constant,
+        "backward_half_peak": half_peak,
+        "first_mlp": first_mlp,
         "backward_residual": residual,
         "passing": sum(costs.pass_items(stage, work).values(), none),
         "weight_bytes": weight,

@@ -1,9 +1,9 @@
-"""Measured start and end times of actions."""
+"""Measured start and end times of actions, and times of collectives."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ class Recorder:
     wait_us: float = 0.0
     _origin: Any = None
     _marks: list[tuple[Action, Any, Any, float | None]] = field(default_factory=list)
+    _collectives: list[tuple[Action, Any, Any]] = field(default_factory=list)
 
     def _mark(self) -> Any:
         if torch.cuda.is_initialized():
@@ -40,9 +41,15 @@ class Recorder:
             return (end - start) * 1e6
         return float(start.elapsed_time(end)) * 1e3
 
+    def _took_us(self, start: Any, end: Any) -> float:
+        if not isinstance(end, float):
+            end.synchronize()
+        return self._elapsed_us(start, end)
+
     def begin(self) -> None:
         """Set the origin of time."""
         self._marks.clear()
+        self._collectives.clear()
         self.wait_us = 0.0
         self._origin = self._mark() if self.enabled else None
 
@@ -67,12 +74,24 @@ class Recorder:
             yield
         self.wait_us += (time.perf_counter() - start) * 1e6
 
+    def collective(self, action: Action) -> Callable[[], None]:
+        """Start to time a collective, which overlaps with actions; return a function to call where it has ended.
+
+        On a GPU both are called on the stream that then waits for the collective, or has waited for it.
+        """
+        if not self.enabled:
+            return lambda: None
+        start = self._mark()
+        return lambda: self._collectives.append((action, start, self._mark()))
+
+    def collectives(self) -> list[tuple[Action, float]]:
+        """Return every collective with the time from this rank's entry to its end. On a GPU this waits for the device."""
+        return [(action, self._took_us(start, end)) for action, start, end in self._collectives]
+
     def took_us(self) -> Iterator[tuple[Action, float]]:
         """Yield every action with its time. On a GPU this waits for the device if it has not come to the action's end."""
         for action, start, end, _ in self._marks:
-            if not isinstance(end, float):
-                end.synchronize()
-            yield action, self._elapsed_us(start, end)
+            yield action, self._took_us(start, end)
 
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
         """Return ``(action, start_us, end_us, cpu_us)`` by start. On a GPU this waits for the device, and `cpu_us` is None."""

@@ -145,8 +145,9 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-LEAST = {"cut layers": 0.92, "cut layers, weights apart": 0.65}
-"""Least measured bytes over planned: an MLP that counts as a layer with an attention is planned as if it stayed longest."""
+LEAST = {"cut layers": 0.97, "cut layers, weights apart": 0.88}
+"""Least measured bytes over planned. Peaks of a layer that an MLP and an attention make are not measured, but taken as all that
+the layer keeps, besides what it keeps for weight gradients; of a stage of one such layer that is a tenth too much."""
 
 
 @pytest.mark.slow

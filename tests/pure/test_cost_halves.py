@@ -9,15 +9,21 @@ from itertools import pairwise
 import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
-from megatron_epp.cost.learning import Learnt, Timed, fitted_costs
+from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.library import load_costs
+from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
+from megatron_epp.planner.kernels.compiled import plain
+from megatron_epp.planner.kernels.memory import backward_peak as compiled_backward_peak
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import headline
+
+backward_peak = plain(compiled_backward_peak)
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)
@@ -99,10 +105,30 @@ def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
 
 def test_the_backward_of_a_half_alone_has_room_for_the_gradient_of_its_keys_and_values():
     costs = PROFILE.costs([0.5, 3.5])
-    items = costs.half_layer_items(0, WORK)
-    assert items["gradients of keys and values"].tolist() == [0, costs.gradient_bytes(0, WORK)[1], 0]
-    assert costs.half_layer_items(1, WORK)["gradients of keys and values"].tolist() == [0, 0, 0]
-    assert PROFILE.costs([1, 3]).half_layer_items(0, WORK) == {}
+    gradients = "gradients of keys and values"
+    assert costs.half_layer_items(0, WORK)[gradients].tolist() == [0, costs.gradient_bytes(0, WORK)[1], 0]
+    assert costs.half_layer_items(1, WORK)[gradients].tolist() == [0, 0, 0]
+    assert sum(PROFILE.costs([1, 3]).half_layer_items(0, WORK).values()).tolist() == [0, 0, 0]
+
+
+def test_the_backward_of_a_sequences_first_slice_frees_the_keys_and_values_of_a_half_before_it_reaches_the_layers():
+    costs = PROFILE.costs([1.5, 2.5])
+    tables = tabulate(CHUNKS, Problem((150, 64), (0, 1), (UNLIMITED_BYTES,) * 2), costs)
+    (goes, *_), kept = costs.cache_bytes(0, WORK) + costs.gradient_bytes(0, WORK), costs.half_freed_bytes(0, WORK)
+    assert goes > 0
+    assert tables.backward_head[0] == [kept[0] + goes // 2, kept[1], kept[2]]
+
+
+@pytest.mark.parametrize(("num_steps", "stays"), [(0, True), (1, True), (2, False)])
+def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_recomputes(num_steps, stays):
+    """In the peak of a backward: of two layers the one that the two halves make recomputes last."""
+    costs = on_device(PROFILE.costs([1.5, 2, 0.5]))
+    problem = Problem((150, 64), (0, 1, 2), (UNLIMITED_BYTES,) * 3)
+    tables = tabulate(CHUNKS, problem, costs, modes=("full",))
+    assert costs.stages[1].first_mlp_bytes_per_token > 0
+    more = replace(tables, first_mlp=[[10**6] * 3] * 3)
+    peaks = [backward_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
+    assert (peaks[1] > peaks[0] + 500_000) == stays
 
 
 def test_a_profile_without_an_attention_part_makes_whole_stages_only():
@@ -133,7 +159,7 @@ def test_learnt_times_are_shared_with_the_half():
         for stage, own in enumerate(base.stages)
         for op, line in ((Op.F, own.stage_forward), (Op.B, own.stage_backward))
     }
-    learnt = fitted_costs(base, [Learnt(times, {})])
+    learnt = fitted_costs(base, [Learnt(times)])
     for own, then in zip(learnt.stages, base.stages, strict=True):
         assert own.stage_forward.time_us(100, 5050) == pytest.approx(2 * then.stage_forward.time_us(100, 5050), rel=1e-3)
         assert own.half.forward.per_token_us == pytest.approx(2 * then.half.forward.per_token_us, rel=0.02)

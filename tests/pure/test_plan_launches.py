@@ -164,6 +164,11 @@ def test_planned_batches_end_on_every_machine(seed):
     assert judge(seed).faults == []
 
 
+@some_by_default("seed", range(20), 10)
+def test_planned_batches_with_vocabulary_shards_are_those_of_a_second_simulator_and_end_on_every_machine(seed):
+    assert judge(seed, only_shards=True).faults == []
+
+
 def test_matched_plans_of_replicas_that_share_experts_can_run_side_by_side():
     found = list(islice((plans for seed in range(120) if len(plans := random_plans(seed)) > 1), 2))
     assert len(found) == 2

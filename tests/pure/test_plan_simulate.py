@@ -1,12 +1,13 @@
 """The simulator: times by hand, against a second simulator written from the words of the format, and what it refuses."""
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 
 from megatron_epp.plan import Action, Op, PlanError, simulate
+from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import (
     evaluation,
@@ -97,7 +98,7 @@ def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
     for table, ends in ((plan.ranks, line.end_us), (plan.copies, line.copy_end_us)):
         for rank, steps in enumerate(table):
             ended |= {tuple(step.action): end for step, end in zip(steps, ends[rank], strict=True)}
-    needs = list(waited_for(plan))
+    needs = list(second_simulator.waited_for(plan))
     lanes = {}
     for rank, steps in enumerate(plan.copies):
         before_us = 0.0
@@ -195,45 +196,9 @@ def test_a_missing_or_doubled_action_is_refused():
         simulate(with_rows(one_f_one_b(), "0F0 0F0"))
 
 
-def waited_for(plan):
-    """The dependencies in the words of the plan format, written apart from `deps`: (first, then, message time)."""
-    placed = plan.placement
-    splits = [(c, s) for c, ch in enumerate(plan.chunks) for s in ch.segments]
-    after = [(c, d) for c, s in splits for d, t in splits if (s.sequence, s.end) == (t.sequence, t.start)]
-    chunks, stages = range(len(plan.chunks)), range(plan.num_stages)
-    for s in stages:
-        for c in chunks:
-            yield from [((Op.F, s, c), (Op.B, s, c), 0), ((Op.B, s, c), (Op.W, s, c), 0), ((Op.F, s, c), (Op.O, s, c), 0)]
-            yield from [((Op.O, s, c), (Op.L, s, c), 0), ((Op.L, s, c), (Op.B, s, c), 0)]
-            if s + 1 < plan.num_stages:
-                apart = placed[s] != placed[s + 1]
-                yield (Op.F, s, c), (Op.F, s + 1, c), plan.messages.activation_us[s][c] * apart
-                yield (Op.B, s + 1, c), (Op.B, s, c), plan.messages.gradient_us[s][c] * apart
-        for c, d in after:
-            yield (Op.F, s, c), (Op.F, s, d), 0
-            yield (Op.B, s, d), (Op.B, s, c), 0
-
-
-def relaxed_times(plan):
-    """Start times by raising them until nothing is violated any more."""
-    tracks = [*plan.ranks, *plan.copies]
-    took = {tuple(step.action): step.time_us for row in tracks for step in row}
-    edges = [edge for edge in waited_for(plan) if edge[0] in took and edge[1] in took]
-    edges += [(tuple(a.action), tuple(b.action), 0) for row in tracks for a, b in pairwise(row)]
-    edges += [(tuple(copy.after), tuple(copy.action), 0) for row in plan.copies for copy in row if copy.after is not None]
-    start = dict.fromkeys(took, 0.0)
-    changed = True
-    while changed:
-        changed = False
-        for first, then, message_us in edges:
-            if (ready := start[first] + took[first] + message_us) > start[then]:
-                start[then], changed = ready, True
-    return start, took
-
-
 @given(sound_plans())
 def test_times_are_the_least_that_respect_every_dependency(plan):
-    start, took = relaxed_times(plan)
+    start, took = second_simulator.times(plan)
     line = simulate(plan)
     for table, starts, ends in ((plan.ranks, line.start_us, line.end_us), (plan.copies, line.copy_start_us, line.copy_end_us)):
         for rank, steps in enumerate(table):
@@ -243,33 +208,12 @@ def test_times_are_the_least_that_respect_every_dependency(plan):
     assert 0.0 <= line.bubble_fraction <= 1.0
 
 
-def changes(plan, rank, start, took):
-    """When steps take and give back bytes: (time, order at that time, bytes). What a copy does while an action runs it does for
-    all of that action: a load takes from its start, an offload has until its end. A load comes behind its own offload even so.
-    """
-    spans = [(start[tuple(step.action)], start[tuple(step.action)] + took[tuple(step.action)]) for step in plan.ranks[rank]]
-    for place, ((begin, end), step) in enumerate(zip(spans, plan.ranks[rank], strict=True)):
-        yield (begin, 2, place), step.alloc_bytes
-        yield (end, 0, place), -step.free_bytes
-    issued, freed = 0.0, {}
-    for place, (action, _, takes, gives, _) in enumerate(plan.copies[rank]):
-        _, *key = action
-        begins, ends = start[tuple(action)], start[tuple(action)] + took[tuple(action)]
-        issued = max(issued, next((begin for begin, end in spans if begin < begins < end), begins))
-        if action.op is Op.L:
-            issued = max(issued, freed[tuple(key)])
-            yield (issued, 1, place), takes
-        else:
-            freed[tuple(key)] = next((end for begin, end in spans if begin < ends < end), ends)
-            yield (freed[tuple(key)], 1, place), -gives
-
-
 @given(sound_plans(min_time=1))
 def test_live_bytes_are_those_of_all_changes_sorted_by_time(plan):
-    start, took = relaxed_times(plan)
+    start, took = second_simulator.times(plan)
     line = simulate(plan)
     for rank, static in enumerate(plan.static_bytes):
-        found = sorted((when, size) for when, size in changes(plan, rank, start, took) if size)
+        found = sorted((when, size) for when, size in second_simulator.changes(plan, rank, start, took) if size)
         totals = accumulate((size for _, size in found), initial=static)
         assert line.live_bytes(rank) == list(zip((0.0, *(when for (when, *_), _ in found)), totals, strict=True))
         assert line.live_bytes(rank)[-1][1] == static

@@ -35,6 +35,7 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
+from tests.support.plan import second_simulator
 from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import makespan_us, stuck
 
@@ -66,6 +67,14 @@ def without(plan: Plan, action: Action) -> Plan:
 @pytest.fixture(scope="module")
 def usual() -> Plan:
     return made()
+
+
+def test_a_second_simulator_agrees_and_notices_what_differs(usual):
+    assert second_simulator.faults(usual) == []
+    slower = replace(usual.messages, collective_us=tuple((op, (1e6, *us[1:])) for op, us in usual.messages.collective_us))
+    less = replace(usual.predicted, peak_bytes=tuple(size - 1 for size in usual.predicted.peak_bytes))
+    for other in (without(usual, Action(Op.T, 1, 0)), replace(usual, messages=slower), replace(usual, predicted=less)):
+        assert second_simulator.faults(other) != []
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

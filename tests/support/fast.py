@@ -197,6 +197,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_kept.py": (),
     "pure/test_cost_learning.py": (),
     "pure/test_cost_learning_chunks.py": (),
+    "pure/test_cost_learning_shards.py": (),
     "pure/test_cost_slowness.py": (),
     "pure/test_pipelining_tables.py": (),
     "pure/test_plan_check.py": (),
@@ -210,6 +211,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_plan_launches.py": (
         "test_matched_plans_of_replicas_that_share_experts_can_run_side_by_side",
         "test_planned_batches_end_on_every_machine",
+        "test_planned_batches_with_vocabulary_shards_are_those_of_a_second_simulator_and_end_on_every_machine",
         "test_replicas_that_share_experts_receive_at_the_same_exchanges_whatever_each_copies",
     ),
     "pure/test_plan_lowering.py": (),

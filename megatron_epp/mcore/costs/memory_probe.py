@@ -63,6 +63,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         kept = least + (found.kept - base.kept) / (1 if is_uniform else layers)
         return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.peak_above_entry if is_uniform else None)
 
+    if costs.first_mlp_bytes_per_token:
+        costs = replace(costs, first_mlp_bytes_per_token=_first_mlp(stage))
     plain = at(ModeCosts(Line(), 0.0), "")
     costs = replace(
         costs,
@@ -96,6 +98,20 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         kv_gradient_bytes_per_token=few.gradient,
         many_kv_gradient_bytes_per_token=many.gradient,
     )
+
+
+def _first_mlp(stage: MegatronStage) -> float:
+    """Return the bytes per token that an MLP at a stage's start keeps, its input included."""
+    meter, chunk, kept = SavedTensors(stage.parameters), bytes_chunk(stage), [0]
+
+    def note(event: str) -> None:
+        if event in ("in", "out"):
+            kept[0] = meter.live_bytes - kept[0]
+
+    with meter, watched(layers_of(stage)[:1], note):
+        _, output, context = forward(stage, chunk)
+        backward(stage, output, context)
+    return kept[0] / chunk.num_tokens
 
 
 def _with(mode: str, count: int, full: int = 0) -> Recompute:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, PipelineCosts
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.cost.vocabulary import PASS_US
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.plan import EppError
@@ -95,8 +94,8 @@ def with_measured_shards(costs: PipelineCosts, rank: Measured | None, links: Lin
     """
     if costs.vocabulary is None or rank is None:
         return costs
-    share = costs.vocabulary.shares[dist.get_rank(rank.groups.spread)]
-    logits, gradient = (replace(line, fixed_us=max(0.0, line.fixed_us - PASS_US)).scaled(1 / share) for line in _passes(rank))
+    position = dist.get_rank(rank.groups.spread)
+    logits, gradient = (costs.vocabulary.of_whole(line, position) for line in _passes(rank))
     everyone = from_each((logits, gradient, _moves(rank, _spread), _moves(rank, _gather)), links.control)
     logits, gradient, spread, gather = (reduce(Line.larger, lines) for lines in zip(*everyone, strict=True))
     return replace(costs, vocabulary=replace(costs.vocabulary, logits=logits, gradient=gradient, spread=spread, gather=gather))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare, deviation, fitted_costs, size_of
+from megatron_epp.cost.timed import Learnt
 from megatron_epp.mcore.costs.learnt import keep
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.plan import EppError, Plan
@@ -33,10 +34,11 @@ class CostLearning:
         args: Megatron's arguments.
         costs: by formula, with measured bytes.
         learnt_with: fingerprint of the run.
+        pipeline: any number that the ranks of this rank's pipeline have in common, and no others.
     """
 
-    def __init__(self, args: argparse.Namespace, costs: PipelineCosts, learnt_with: Mapping[str, Any]) -> None:
-        self.learner = Learner()
+    def __init__(self, args: argparse.Namespace, costs: PipelineCosts, learnt_with: Mapping[str, Any], pipeline: int) -> None:
+        self.learner = Learner(learnt=Learnt(pipeline=pipeline))
         self.first_batch = WARM_UP + RECORDED + args.epp_lookahead + 1
         """Number of the first training batch that is planned by learnt costs, from 1."""
         self._args, self._costs, self._learnt_with = args, costs, learnt_with
@@ -50,11 +52,15 @@ class CostLearning:
         Args:
             plan: of the iteration.
             recorder: times of its actions.
-            output_share: of its chunks, on the rank with the output layer.
+            output_share: of its chunks, on a rank with the output layer or a shard of it.
         """
         if self.learner.is_done:
             return None
-        self.learner.add(plan, recorder.events() if self.learner.is_recording else (), {}, output_share=output_share)
+        if self.learner.is_recording:
+            collectives = recorder.collectives()
+            self.learner.add(plan, recorder.events(), {}, output_share=output_share, collectives=collectives)
+        else:
+            self.learner.add(plan, (), {})
         if not self.learner.is_done:
             return None
         everyone = from_each(self.learner.learnt)

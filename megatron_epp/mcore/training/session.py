@@ -184,7 +184,7 @@ class Session:
         learnt_with = fingerprint(self.args, {number: stage.model for number, stage in self.stages.items()}, links)
         known = resumed(self.args, (), learnt_with)
         if known is None:
-            self.learning = CostLearning(self.args, costs, learnt_with)
+            self.learning = CostLearning(self.args, costs, learnt_with, links.ranks[0])
             return costs
         return with_times(costs, known)
 
@@ -197,7 +197,8 @@ class Session:
         """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
-        share = None if last is None or not last.has_loss else cache(lambda chunk: last.output_share(batch.chunk(chunk)))
+        output = self.vocabulary or (last if last is not None and last.has_loss else None)
+        share = None if output is None else cache(lambda chunk: output.output_share(batch.chunk(chunk)))
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
             if self.learning is not None and (learnt := self.learning.after(plan, recorder, share)) is not None:
                 self.costs = learnt

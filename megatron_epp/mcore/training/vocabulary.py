@@ -92,7 +92,7 @@ class RankVocabulary:
         """Read a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
         assert self._arrays is not None
         stage, arrays = self._any_stage, self._any_stage.part(self._arrays(chunk))
-        rows = rows_to_compute(arrays.loss_mask, self._entries, self.hidden_size)
+        rows = self._rows(arrays)
         labels, weights, num_tokens = arrays.labels, arrays.loss_mask, len(arrays.labels)
         if rows is not None:
             labels, weights = labels[rows], weights[rows]
@@ -106,6 +106,16 @@ class RankVocabulary:
         count = num_tokens // parts if parts > 1 or rows is None else len(rows)
         whole = partial(_gathered, rows) if parts > 1 else _same
         return Targets((count, self.hidden_size), stage.on_device(labels), weights, whole)
+
+    def _rows(self, arrays: ChunkArrays) -> Tensor | None:
+        """Return the tokens of this rank's part of a chunk that pass the output layer, on the CPU; None for all."""
+        return rows_to_compute(arrays.loss_mask, self._entries, self.hidden_size)
+
+    def output_share(self, arrays: ChunkArrays) -> float:
+        """Return the share of a chunk's tokens that pass the output layer."""
+        part = self._any_stage.part(arrays)
+        rows = self._rows(part)
+        return 1.0 if rows is None else len(rows) / len(part.tokens)
 
     def message(self) -> tuple[torch.dtype, torch.device]:
         _, dtype, device = self._any_stage.message(1)

@@ -72,6 +72,8 @@ class Columns(NamedTuple):
     release_per_layer: Integers
     layer_peak: Integers
     constant: Integers
+    half_peak: Integers
+    first_mlp: Integers
     residual: Integers
     weight_bytes: Integers
     weight_layer: Integers

@@ -27,12 +27,14 @@ def kept(columns: Columns, item: int, num_steps: int) -> int:
 def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> int:
     """Compute the peak bytes of a chunk's backward above those live when it starts, after `num_steps` recompute steps.
 
-    A backward goes through the stage from its end. The bytes that the head kept go first. At each layer there are more for a
-    while: what recompute makes again, or the gradient of its keys and values, of which the latter stays. Then the bytes that
-    the layer kept go, and with a sequence's first slice its keys and values and their gradient.
+    A backward goes through the stage from its end. The bytes that the head kept go first, and those of an attention at the
+    stage's end, which needs more for a moment. At each layer there are more for a while: what recompute makes again, or the
+    gradient of its keys and values, of which the latter stays. Then the bytes that the layer kept go, and with a sequence's
+    first slice its keys and values and their gradient.
 
     The layers with fewest steps come first. Layers with equally many steps are equal, so the peak is at the first or at the
-    last of them; and as those that come later keep less, the last of the former is never the one.
+    last of them; and as those that come later keep less, the last of the former is never the one. If the first of all keeps an
+    MLP until the end of the backward (`Tables.first_mlp`), the peak may be at the second, too.
 
     Args:
         columns: sizes by item.
@@ -51,13 +53,17 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
         release_per_layer -= columns.weight_layer[item]
         layer_peak = columns.split_layer_peak[item]
     if num_layers == 0:
-        return columns.constant[item] + max(0, live)
+        return columns.constant[item] + max(columns.half_peak[item], live)
     for at in range(frontier_step, frontier_step + full):
         release_per_layer -= columns.saved[at]
         layer_peak += columns.saved[at]
         if not split:
             layer_peak += columns.fuller[at]
-    most = max(0, live + layer_peak)
+    most = max(columns.half_peak[item], live + layer_peak)
+    if full == 0 and num_layers > 1:
+        live += columns.first_mlp[item]
+        if rest < num_layers - 1:
+            most = max(most, live - release_per_layer + layer_peak)
     if rest > 0:
         live -= (num_layers - rest) * release_per_layer
         release_per_layer -= columns.saved[frontier_step + full]

@@ -66,8 +66,11 @@ class _Stage:
         kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
         self.streamed, self.num_cached = _streamed(costs, stage, work, kv_offload), costs.num_cached_layers[stage]
         work = without_caches(work, kv_offload)
-        self.freed: list[int] = costs.half_layer_freed(stage, work).tolist()
+        self.freed: list[int] = costs.half_freed_bytes(stage, work).tolist()
+        self.has_cached_half = costs.num_cached_halves(stage) > 0
         self.halves = {name: column.tolist() for name, column in costs.half_layer_items(stage, work).items()}
+        self.half_peak: list[int] = costs.half_peak_bytes(stage, work).tolist()
+        self.first_mlp: list[int] = costs.first_mlp_bytes(stage, work).tolist()
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
@@ -148,10 +151,13 @@ class _Stage:
         """
         of_layer = self.of_layer[c] if split else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0), item.LAYERS: -self.freed[c]})
+        if self.has_cached_half:
+            live[item.CACHE] -= self.opened[c] // self.num_cached
+            live[item.CACHE_GRADIENT] -= self.gone[c] // self.num_cached
         live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if split else 0
         constant = Counter({item.KV_OFFLOAD: self.streamed[c][1]} | {name: column[c] for name, column in self.halves.items()})
         live.update(constant)
-        found, most = constant + Counter(), constant.total()
+        found, most = constant + Counter({item.LAYERS: self.half_peak[c]}), constant.total() + self.half_peak[c]
         found[item.HEAD] = 0
         for number in reversed(range(self.num_layers)):
             mode = self.recompute[c].mode(number)
@@ -164,6 +170,7 @@ class _Stage:
             if there.total() > most:
                 found, most = there, there.total()
             live[own] -= layer.kept
+            live[item.LAYERS] += self.first_mlp[c] if number == self.num_layers - 1 and not mode else 0
             live[item.WEIGHT_INPUTS] += of_layer
             live[item.CACHE] -= self.opened[c] // self.num_cached
             live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_cached

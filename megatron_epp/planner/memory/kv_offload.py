@@ -35,6 +35,7 @@ _ROWS = (
     "backward_release_per_layer",
     "backward_layer_peak",
     "backward_constant",
+    "backward_half_peak",
     "backward_residual",
     "split_layer_peak",
 )

@@ -138,7 +138,10 @@ class VocabularyShards:
             x = torch.empty(targets.shape, dtype=dtype, device=device)
         else:
             x = self._last.spread(action.chunk)
+        ended = executor.recorder.collective(action)
         work = dist.broadcast(x, self._groups.root, group=self._groups.spread, async_op=True)
+        if executor.recorder.enabled:
+            work.get_future().add_done_callback(lambda _: ended())
         uses = (self._last is not None) + (not executor.plan.forward_only)
         self._states[action.chunk] = _State(targets, x, work, num_uses=uses)
 
@@ -155,24 +158,29 @@ class VocabularyShards:
 
     def _gather(self, executor: Executor, action: Action) -> None:
         state = self._states[action.chunk]
-        state.ready = self._background.start(partial(self._reduce, state))
+        state.ready = self._background.start(partial(self._reduce, state, partial(executor.recorder.collective, action)))
         if state.num_uses == 0:
             self._wait(executor, action)
             del self._states[action.chunk]
 
     @torch.no_grad()
-    def _reduce(self, state: _State) -> None:
-        """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32."""
-        logits, groups = state.logits, self._groups
+    def _reduce(self, state: _State, begin: Callable[[], Callable[[], None]]) -> None:
+        """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32.
+
+        Args:
+            state: of the chunk.
+            begin: starts to time the collectives; what it returns is called at their end.
+        """
+        logits, groups, ended = state.logits, self._groups, begin()
         assert logits is not None  # S has run
         summary, most = logits.summary, logits.summary.most.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.statistics)
         dist.all_reduce(added := summary.addends(most), group=groups.statistics)
         state.losses, state.log_sum = Summary.combined(most, added)
-        if logits.part is None:
-            return
-        part = scale_part(logits, state.log_sum, state.targets.labels, self._rank.shard())
-        dist.reduce(part, groups.root, group=groups.gather)
+        if logits.part is not None:
+            part = scale_part(logits, state.log_sum, state.targets.labels, self._rank.shard())
+            dist.reduce(part, groups.root, group=groups.gather)
+        ended()
 
     def _loss(self, executor: Executor, action: Action) -> None:
         state = self._wait(executor, action)

@@ -27,6 +27,7 @@ GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --h
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
+CUT = "a layer cut, some recompute"
 SHARDS = "a large vocabulary in shards"
 FREE = "three slices"
 BLOCKS = "three slices, loss by blocks"
@@ -43,6 +44,7 @@ PIPELINES = {
         "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
+        CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
     },
@@ -64,6 +66,10 @@ MORE = {
     "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
     "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
     "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
+    "a layer cut": f"{GROUPED} --epp-layout 3.5,4.5",
+    "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
+    "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
+    "a layer cut, offloaded": f"{LLAMA} --epp-memory-cap-gb 0.0085 --epp-offload --epp-costs {FAST_HOST} --epp-layout 4.5,3.5",
     "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
 }
 """On two ranks, in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""

@@ -1,10 +1,11 @@
-"""Plans random batches and lets an independent machine run each.
+"""Plans random batches, compares each plan with a second simulator, and lets an independent machine run it.
 
-python -m tests.support.plan.launch_campaign 2500 [first seed]
+python -m tests.support.plan.launch_campaign 2500 [--first-seed SEED] [--only-shards]
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from statistics import fmean
 
 from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
+from tests.support.plan import second_simulator
 from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import makespan_us, stuck_together
 
@@ -32,9 +34,9 @@ class Judgement:
     slower: list[float] = field(default_factory=list)
 
 
-def judge(seed: int) -> Judgement:
-    """Plan a random batch, check its plans, and run them on all machines."""
-    plans, found = random_plans(seed), Judgement()
+def judge(seed: int, *, only_shards: bool = False) -> Judgement:
+    """Plan a random batch, check and simulate its plans, and run them on all machines."""
+    plans, found = random_plans(seed, only_shards=only_shards), Judgement()
     rows = [lower(plan) for plan in plans]
     lockstep = len(plans) > 1
     for plan in plans:
@@ -47,6 +49,7 @@ def judge(seed: int) -> Judgement:
         found.kinds["forward only"] += plan.forward_only
         found.kinds["in lockstep"] += lockstep
         found.faults += map(str, check(plan))
+        found.faults += second_simulator.faults(plan)
     found.faults += map(str, check_lockstep(plans))
     found.faults += [f"blocked: {place}" for place in blocked(rows, lockstep)]
     texts = [(to_json(plan), to_grid(row)) for plan, row in zip(plans, rows, strict=True)]
@@ -73,11 +76,11 @@ def late_receives(rows: Rows) -> list[list[Action]]:
     return late
 
 
-def main(count: int, seed: int = 0) -> int:
+def main(count: int, seed: int = 0, only_shards: bool = False) -> int:
     """Judge seeds, from `seed` on, until so many plans are judged; how many faults there were."""
     kinds, slower, faults = Counter[str](), list[float](), 0
     while kinds["plans"] < count:
-        found = judge(seed)
+        found = judge(seed, only_shards=only_shards)
         kinds += found.kinds
         slower += found.slower
         faults += len(found.faults)
@@ -94,4 +97,9 @@ def main(count: int, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(*map(int, sys.argv[1:]))))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("count", type=int, help="number of plans")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only-shards", action="store_true", help="all plans have the vocabulary in shards")
+    args = parser.parse_args()
+    sys.exit(bool(main(args.count, args.first_seed, args.only_shards)))

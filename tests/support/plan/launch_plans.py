@@ -17,14 +17,19 @@ LAYERS = 32
 
 
 @cache
-def costs_of(num_stages: int, shards: int = 0) -> PipelineCosts:
-    """Costs of even stages, with the vocabulary on the last one or in shards over so many ranks."""
+def costs_of(num_stages: int, shares: tuple[float, ...] = ()) -> PipelineCosts:
+    """Costs of even stages, with the vocabulary on the last one or divided over the ranks by `shares`."""
     layers = [LAYERS // num_stages + (stage < LAYERS % num_stages) for stage in range(num_stages)]
-    return on_device(load_costs("llama3-8b-h100").costs(layers, vocabulary_shares=[1 / shards] * shards if shards else ()))
+    return on_device(load_costs("llama3-8b-h100").costs(layers, vocabulary_shares=shares))
 
 
-def random_plans(seed: int) -> tuple[Plan, ...]:
-    """A plan, or those of replicas that share experts; none where the batch fits no cap that was drawn."""
+def random_plans(seed: int, *, only_shards: bool = False) -> tuple[Plan, ...]:
+    """A plan, or those of replicas that share experts; none where the batch fits no cap that was drawn.
+
+    Args:
+        seed: of all that is random.
+        only_shards: the vocabulary is always in shards, whose sizes and times differ; else in some plans, in equal shards.
+    """
     rng = random.Random(seed)
     ranks, stages = rng.choice([2, 3, 4, 8]), rng.choice([1, 1, 2, 4])
     stages = 1 if LAYERS % (ranks * stages) else stages
@@ -40,7 +45,7 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
         slices=16 if is_long else rng.choice([None, 1, 3, 8]),
         planner=rng.choice(["1f1b", "seq1f1b", "1f1b-packed"]) if stages == replicas == 1 and rng.random() < 0.1 else "greedy",
     )
-    costs = costs_of(placement.num_stages, ranks if random.Random(f"shards of {seed}").random() < 0.3 else 0)
+    costs = _costs(seed, placement, only_shards)
     try:
         made = _planned(problems, costs, options)
         if is_long or rng.random() < 0.6:  # a cap between what is held throughout and the peak: recompute, copies
@@ -54,6 +59,18 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
     except InfeasibleError:
         return ()
     return made
+
+
+def _costs(seed: int, placement: Placement, only_shards: bool) -> PipelineCosts:
+    rng, ranks = random.Random(f"shards of {seed}"), placement.num_ranks
+    if not only_shards:
+        return costs_of(placement.num_stages, (1 / ranks,) * ranks if rng.random() < 0.3 else ())
+    parts = [rng.choice([1.0, 1.0, 1.1, 2.0]) for _ in range(ranks)]
+    costs = costs_of(placement.num_stages, tuple(part / sum(parts) for part in parts))
+    assert costs.vocabulary is not None
+    factors = {name: rng.choice([0.0, 0.5, 1.0, 1.0, 8.0]) for name in ("logits", "gradient", "spread", "gather")}
+    times = {name: getattr(costs.vocabulary, name).scaled(factor) for name, factor in factors.items()}
+    return replace(costs, vocabulary=replace(costs.vocabulary, **times))
 
 
 def _lengths(rng: random.Random, is_long: bool) -> tuple[int, ...]:

@@ -1,0 +1,90 @@
+"""Measured times and bytes of actions, and lines fitted to the times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.work import NO_TIME, Line
+from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
+
+_SIZES, _SPREAD = 4, 2.0
+"""Least number of different sizes, and least ratio of the largest to the smallest, for a line of three coefficients to be
+fitted. With less, the earlier line is scaled: through nearly equal points many lines go, and most mislead for other sizes."""
+
+_DISTURBED = 2.0
+"""Ratio of a time to the line through all times above which it is left out: the rank did something else meanwhile."""
+
+
+class Timed(NamedTuple):
+    """Measured time of an action.
+
+    Attributes:
+        tokens: of its chunk, padded; of vocabulary shards and their collectives those that pass the output layer.
+        pairs: causal query-key pairs of its chunk; 0 where the time does not depend on them.
+        time_us: measured.
+        recompute: layers that recomputed in it.
+        output_share: share of the tokens that passed the output layer and the loss, where the stage has them.
+    """
+
+    tokens: int
+    pairs: int
+    time_us: float
+    recompute: Recompute = NO_RECOMPUTE
+    output_share: float = 1.0
+
+
+@dataclass(slots=True)
+class Learnt:
+    """Measurements of one rank.
+
+    Attributes:
+        times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage;
+            of the passes of vocabulary shards (S, T) by pipeline rank.
+        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
+            where memory is not measured.
+        peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
+        offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
+        pipeline: any number that the ranks of a pipeline have in common, and no others.
+        collectives: of vocabulary shards, from this rank's entry to its end, by operation, iteration and chunk.
+    """
+
+    times: dict[tuple[int, Op], list[Timed]] = field(default_factory=dict)
+    sizes: dict[tuple[int, Op], list[tuple[int, int]]] = field(default_factory=dict)
+    peak_bytes: int = 0
+    offloadable_share: float | None = None
+    pipeline: int = 0
+    collectives: dict[tuple[Op, int, int], Timed] = field(default_factory=dict)
+
+
+def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
+    """Fit a line to times, or scale the earlier one if there are too few sizes.
+
+    Equal sizes count by their median. Times far above the line are left out, and it is fitted to the others again.
+
+    Args:
+        earlier: line by earlier costs.
+        times: as measured; if there are none, the earlier line stays.
+        pairs: whether the time may depend on pairs.
+    """
+    by_size: dict[tuple[int, int], list[float]] = {}
+    for one in times:
+        by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
+    points = [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+    tokens = [point.tokens for point in points]
+    if earlier != NO_TIME and (len(points) < _SIZES or max(tokens) < _SPREAD * min(tokens)):
+        return earlier.scaled(ratio_to(earlier, times))
+    if not points:
+        return earlier
+    line = fit_line(points, pairs).line
+    rest = [point for point in points if point.time_us <= _DISTURBED * line.time_us(point.tokens, point.pairs)]
+    return line if len(rest) == len(points) else fit_line(rest, pairs).line
+
+
+def ratio_to(earlier: Line, times: Sequence[Timed]) -> float:
+    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
+    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
+    return statistics.median(ratios) if ratios else 1.0

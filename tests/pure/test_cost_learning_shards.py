@@ -1,0 +1,166 @@
+"""Costs of vocabulary shards learnt from measured iterations: passes of the slowest rank, collectives without waits."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
+from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
+from megatron_epp.cost.timed import Learnt
+from megatron_epp.cost.vocabulary import PASS_US, VocabularyShards
+from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
+from tests.support.plan.small_plans import one_f_one_b
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=5000)
+SHARES = (0.25, 0.75)
+FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2), vocabulary_shares=SHARES)
+WHOLE = {Op.S: Line(400.0, 3.0), Op.T: Line(100.0, 1.5)}
+MOVED = {Op.SPREAD: Line(30.0, 0.2), Op.GATHER: Line(80.0, 0.4)}
+SIZES = (64, 500, 1000, 3000)
+FEW = (700, 900)
+
+Disturbance = Callable[[float], float]
+
+
+def plan_of(sizes: tuple[int, ...]) -> Plan:
+    chunks = tuple(Chunk((Segment(number, 0, length),)) for number, length in enumerate(sizes))
+    return replace(one_f_one_b(), lengths=sizes, chunks=chunks, recompute=((NO_RECOMPUTE,) * len(sizes),) * 2)
+
+
+def measured(
+    sizes: tuple[int, ...] = SIZES,
+    disturbed: Disturbance = lambda time_us: time_us,
+    share: Callable[[int], float] | None = None,
+    slowness: tuple[float, float] = (1.0, 1.0),
+    pipeline: int = 0,
+) -> list[Learnt]:
+    """Measurements of two ranks whose shards take `WHOLE` and whose collectives take `MOVED`; one of them enters earlier.
+
+    Args:
+        sizes: tokens of the chunks.
+        disturbed: changes a time.
+        share: of a chunk's tokens that pass the output layer; None for all.
+        slowness: factor of each rank's passes.
+        pipeline: of the ranks.
+    """
+    plan, learners = plan_of(sizes), [Learner(learnt=Learnt(pipeline=pipeline)) for _ in SHARES]
+    for iteration in range(WARM_UP + RECORDED):
+        for rank, learner in enumerate(learners):
+            events, collectives = [], []
+            for chunk, size in enumerate(sizes):
+                tokens = size * (1.0 if share is None else share(chunk))
+                for op, line in WHOLE.items():
+                    time_us = slowness[rank] * (PASS_US + SHARES[rank] * line.time_us(tokens, 0))
+                    events.append((f"{rank}{op}{chunk}", 0.0, disturbed(time_us), None))
+                for op, line in MOVED.items():
+                    waits_us = 5000.0 * ((iteration + chunk + rank) % 2)
+                    collectives.append((Action(op, rank, chunk), waits_us + disturbed(line.time_us(tokens, 0))))
+            is_recording = learner.is_recording
+            learner.add(plan, events if is_recording else (), {}, 0, None, share, collectives if is_recording else ())
+    return [learner.learnt for learner in learners]
+
+
+def fitted(everyone: list[Learnt]) -> VocabularyShards:
+    shards = fitted_costs(FORMULAS, everyone, keeps_weights=True).vocabulary
+    assert shards is not None
+    return shards
+
+
+def lines(shards: VocabularyShards) -> dict[Op, Line]:
+    return {Op.S: shards.logits, Op.T: shards.gradient, Op.SPREAD: shards.spread, Op.GATHER: shards.gather}
+
+
+def check_times(shards: VocabularyShards, rel: float, sizes: tuple[int, ...] = SIZES) -> None:
+    """Compare times of every rank's passes, and of collectives, with those that were measured."""
+    for tokens in sizes:
+        for op, line in WHOLE.items():
+            for rank, share in enumerate(SHARES):
+                own_us = shards.of_shard(lines(shards)[op], rank).time_us(tokens, 0)
+                assert own_us == pytest.approx(PASS_US + share * line.time_us(tokens, 0), rel=rel), (op, rank, tokens)
+        for op, line in MOVED.items():
+            assert lines(shards)[op].time_us(tokens, 0) == pytest.approx(line.time_us(tokens, 0), rel=rel), (op, tokens)
+
+
+def test_times_of_passes_and_collectives_are_those_that_were_measured() -> None:
+    check_times(fitted(measured()), rel=1e-6)
+
+
+def test_shares_and_bytes_stay() -> None:
+    found, before = fitted(measured()), FORMULAS.vocabulary
+    assert before is not None
+    times = {"logits", "gradient", "spread", "gather"}
+    assert replace(found, **{name: getattr(before, name) for name in times}) == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_averages_out(seed: int) -> None:
+    draw = random.Random(seed)
+    check_times(fitted(measured(disturbed=lambda time_us: time_us * draw.uniform(0.9, 1.1))), rel=0.12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_times_that_were_disturbed_do_not_count(seed: int) -> None:
+    """One time in ten is fifty times as long."""
+    draw = random.Random(seed)
+    check_times(fitted(measured(disturbed=lambda time_us: time_us * (50.0 if draw.random() < 0.1 else 1.0))), rel=1e-6)
+
+
+def test_few_sizes_scale_the_formulas() -> None:
+    before, found = FORMULAS.vocabulary, fitted(measured(FEW))
+    assert before is not None
+    check_times(found, rel=0.25, sizes=FEW)
+    assert found.spread == before.spread.scaled(found.spread.per_token_us / before.spread.per_token_us)
+
+
+def test_tokens_that_are_not_trained_are_left_out() -> None:
+    check_times(fitted(measured(share=(0.5, 1.0, 0.3, 0.5).__getitem__)), rel=1e-6)
+
+
+def test_the_slowest_rank_counts() -> None:
+    found = fitted(measured(slowness=(1.0, 1.5)))
+    for op, line in WHOLE.items():
+        own_us = found.of_shard(lines(found)[op], 1).time_us(1000, 0)
+        assert own_us == pytest.approx(1.5 * (PASS_US + SHARES[1] * line.time_us(1000, 0)))
+
+
+def test_each_replica_has_collectives_of_its_own() -> None:
+    """A replica that is slower does not make a rank of the other wait."""
+    slow = measured(disturbed=lambda time_us: 3.0 * time_us, pipeline=2)
+    found = fitted(measured() + slow)
+    assert found.spread.time_us(1000, 0) == pytest.approx(2.0 * MOVED[Op.SPREAD].time_us(1000, 0))  # the median of two
+
+
+def test_collectives_that_a_rank_has_not_measured_are_left_out() -> None:
+    first, second = measured()
+    second.collectives.clear()
+    found, before = fitted([first, second]), FORMULAS.vocabulary
+    assert before is not None
+    assert (found.spread, found.gather) == (before.spread, before.gather)
+    assert found.logits != before.logits
+
+
+def test_equal_measurements_give_equal_costs_in_whatever_order_ranks_are() -> None:
+    ranks = measured() + measured(slowness=(1.2, 1.1), pipeline=2)
+    assert fitted_costs(FORMULAS, ranks) == fitted_costs(FORMULAS, ranks[::-1])
+
+
+def test_learnt_costs_of_shards_come_back_from_a_state() -> None:
+    costs = fitted_costs(FORMULAS, measured(), keeps_weights=True)
+    (kept,) = from_state(json.loads(json.dumps(to_state([KeptCosts(costs, {})]))))
+    assert kept.costs == costs
+
+
+def test_the_error_of_formulas_is_told_for_passes_and_collectives() -> None:
+    shards = FORMULAS.vocabulary
+    assert shards is not None
+    twice = {name: line.scaled(2.0) for name, line in (("logits", shards.logits), ("gradient", shards.gradient))}
+    half = {name: line.scaled(0.5) for name, line in (("spread", shards.spread), ("gather", shards.gather))}
+    learnt = replace(FORMULAS, vocabulary=replace(shards, **twice, **half))
+    said = str(deviation(FORMULAS, learnt, [(64, 2080), (3000, 4_501_500)]))
+    assert said == "1.00 of the time by formulas (stages 1.00 to 1.00, vocabulary shards 2.00, their collectives 0.50)"
