@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.attention import AttentionApart, attention_of, without_attention
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
@@ -60,6 +61,7 @@ class PipelineCosts:
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
+        attention: of every layer, apart from the stages; None if it is a part of them.
     """
 
     name: str
@@ -74,6 +76,7 @@ class PipelineCosts:
     fragmentation_share: float = 0.0
     message_bytes_per_token: float = 0.0
     vocabulary: VocabularyShards | None = None
+    attention: AttentionApart | None = None
 
     @property
     def num_layers(self) -> tuple[int, ...]:
@@ -155,6 +158,24 @@ class PipelineCosts:
             work: of the chunks.
         """
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
+
+    def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
+        """Times and bytes of an operation of `plan.attention`; None if attention is a part of the stages.
+
+        Args:
+            op: of `plan.attention`.
+            sites: of the operation.
+            work: of the chunks.
+        """
+        message = Line(self.message_latency_us, self.message_us_per_byte)
+        return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
+
+    def with_attention_apart(self) -> PipelineCosts:
+        """Return the costs of the same stages, each cut inside attention, which runs apart from them (`plan.attention`).
+
+        The output projection is counted with the queries, keys and values of its layer, one stage before the one it runs in.
+        """
+        return replace(self, stages=tuple(map(without_attention, self.stages)), attention=attention_of(self.stages))
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""

@@ -129,6 +129,8 @@ def _document(plan: Plan) -> dict[str, Any]:
         messages["num_bytes"] = _ints(plan.messages.num_bytes)
     if plan.messages.collective_us:
         messages["collective_us"] = {str(op): _floats(row) for op, row in plan.messages.collective_us}
+    if plan.messages.message_us:
+        messages["message_us"] = {str(op): _floats(row) for op, row in plan.messages.message_us}
     if plan.message_bytes:
         optional["message_bytes"] = _ints(plan.message_bytes)
     if plan.half_layers:
@@ -204,7 +206,7 @@ def _value(name: str, value: Any) -> str:
     elif name == "messages":
         parts = []
         for key, table in value.items():
-            if key in ("num_bytes", "collective_us"):
+            if key in ("num_bytes", "collective_us", "message_us"):
                 parts.append(f"    {_dumps(key)}: {_dumps(table)}")
             else:
                 parts.append(f"    {_dumps(key)}: [" + ",".join("\n      " + _dumps(row) for row in table) + "]")
@@ -296,8 +298,11 @@ def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
 
 def _messages(value: Any) -> Messages:
     times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
-    collective = tuple((Op(name), _float_row(row)) for name, row in value.get("collective_us", {}).items())
-    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())), collective_us=collective)
+    own = {
+        key: tuple((Op(name), _float_row(row)) for name, row in value.get(key, {}).items())
+        for key in ("collective_us", "message_us")
+    }
+    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())), **own)
 
 
 def _chunk(value: Any) -> Chunk:

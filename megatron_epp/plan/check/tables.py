@@ -166,12 +166,13 @@ def _message_times(plan: Plan) -> Iterator[str]:
             for c, time_us in enumerate(times):
                 if not 0.0 <= time_us < math.inf:
                     yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
-    for op, times in plan.messages.collective_us:
-        if len(times) != len(plan.chunks):
-            yield f"messages.collective_us of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
-        for c, time_us in enumerate(times):
-            if not 0.0 <= time_us < math.inf:
-                yield f"messages.collective_us of {op}, chunk {c} is {time_us} us"
+    for name in ("collective_us", "message_us"):
+        for op, times in getattr(plan.messages, name):
+            if len(times) != len(plan.chunks):
+                yield f"messages.{name} of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
+            for c, time_us in enumerate(times):
+                if not 0.0 <= time_us < math.inf:
+                    yield f"messages.{name} of {op}, chunk {c} is {time_us} us"
     grouped = [chunk for group in plan.loss_groups for chunk in group]
     if len(set(grouped)) < len(grouped) or not set(grouped) <= set(range(len(plan.chunks))):
         yield f"loss_groups {plan.loss_groups} name a chunk twice, or one that is not there"

@@ -14,6 +14,7 @@ from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
 from megatron_epp.planner.schedules.fixed_order import FixedOrder
 from megatron_epp.planner.schedules.gpipe import gpipe
 from megatron_epp.planner.schedules.hanayo import hanayo
+from megatron_epp.planner.schedules.helixpipe import helixpipe
 from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
@@ -35,12 +36,14 @@ class Schedule:
         summary: one line on what it does.
         source: paper or code that it follows.
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
+        lacks: what training lacks to run its plans; empty if it runs them.
     """
 
     plan: Callable[[Problem, Costs, Options], Decisions]
     summary: str
     source: str
     splits_weight: bool = False
+    lacks: str = ""
 
     @property
     def order(self) -> FixedOrder | None:
@@ -67,6 +70,12 @@ SCHEDULES: dict[str, Schedule] = {
     "v-half": Schedule(FixedOrder(v_half, "v", 2), "half of the memory of 1F1B", "2405.15362", splits_weight=True),
     "dualpipe-v": Schedule(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DeepSeek's DualPipe", splits_weight=True),
     "hanayo": Schedule(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
+    "helixpipe": Schedule(
+        FixedOrder(helixpipe, "helix", None),
+        "attention of several microbatches on all ranks at once",
+        "2507.00394",
+        lacks="attention of a layer on another rank than its weights",
+    ),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(
         FixedOrder(slimpipe, chunks_per_rank=None),

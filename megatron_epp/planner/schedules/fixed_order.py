@@ -61,7 +61,7 @@ class FixedOrder:
     """
 
     orders: Callable[[Batch], Iterable[Order]]
-    kind: Literal["looped", "v"] = "looped"
+    kind: Literal["looped", "v", "helix"] = "looped"
     chunks_per_rank: int | None = 1
 
     def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -103,7 +103,7 @@ class FixedOrder:
         if found.rank_of == problem.placement and (count > 1 if wanted is None else count == wanted):
             return found
         number = {None: "two or more stages", 1: "one stage"}.get(wanted, f"{wanted} stages")
-        shape = " in a V" if self.kind == "v" else ""
+        shape = {"v": " in a V", "helix": ", and one stage more on the first"}.get(self.kind, "")
         raise PlanError(
             f"planner {options.planner!r} needs {number} on each rank{shape}; the stages are on ranks {list(problem.placement)}"
         )
@@ -121,5 +121,5 @@ def _tables(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[
 
 def _asked_for(order: Order, problem: Problem, options: Options) -> Order:
     """Leave out what the problem does not have: backwards of an evaluation, and weight gradients that are not split off."""
-    left_out = {Op.B, Op.W} if problem.forward_only else set() if options.split_weight else {Op.W}
+    left_out = {Op.B, Op.W, Op.G} if problem.forward_only else set() if options.split_weight else {Op.W}
     return tuple(tuple(action for action in row if action.op not in left_out) for row in order)
