@@ -79,6 +79,23 @@ class Layout:
         """True if no stage begins inside a layer."""
         return all(count % 2 == 0 for count in self.halves)
 
+    @staticmethod
+    def of_blocks(num_layers: int, num_ranks: int) -> Layout:
+        """Return the layout of stages that are cut inside the attention of every layer, which runs apart (`plan.attention`).
+
+        Raises:
+            EppError: the ranks do not have equally many layers.
+        """
+        count, more = divmod(num_layers, num_ranks)
+        if more or not count:
+            raise EppError(f"attention apart needs equally many layers on every rank, and {num_ranks} ranks share {num_layers}")
+        return Layout((1, *(2,) * (num_layers - 1), 1), Placement("helix", num_ranks, count))
+
+    @property
+    def has_attention_apart(self) -> bool:
+        """True if attention runs apart from the stages."""
+        return self.placement.kind == "helix"
+
     @property
     def num_layers(self) -> int:
         return sum(self.halves) // 2

@@ -26,6 +26,7 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "v-half": ("`1.5 (p-1)` and a constant", 10.5, "`p/2` and a constant", 4),
     "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
     "hanayo": ("none for more than `p`", None, "none", None),
+    "helixpipe": ("twice `3 (p-1) (t_pre + t_post)`", 10.5, "`m`", 32),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
