@@ -49,7 +49,7 @@ register(
     Operation(
         op=Op.G,
         text="attention backward",
-        colour="#B15928",
+        colour="#6A3D9A",
         presence=Presence.COMPLETE,
         together=_BOTH,
         sites=between_stages,
