@@ -62,6 +62,8 @@ class PipelineCosts:
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
         attention: of every layer, apart from the stages; None if it is a part of them.
+        exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all of
+            them, in a forward, and again in a backward; empty if unknown.
     """
 
     name: str
@@ -77,6 +79,7 @@ class PipelineCosts:
     message_bytes_per_token: float = 0.0
     vocabulary: VocabularyShards | None = None
     attention: AttentionApart | None = None
+    exchange_us: tuple[float, ...] = ()
 
     @property
     def num_layers(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.groups import ContextGroups
 from megatron_epp.plan.operations import Message
 from megatron_epp.plan.recompute import Recompute
 
@@ -160,6 +161,7 @@ class Plan:
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
         predicted: the simulator's numbers for this plan.
+        context_groups: groups of context-parallel ranks that share parts of each chunk; None if all of them share every chunk.
         token_multiple: chunk token counts are padded to a multiple of this.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
@@ -187,6 +189,7 @@ class Plan:
     message_bytes: tuple[int, ...] = ()
     half_layers: tuple[int, ...] = ()
     loss_groups: tuple[tuple[int, ...], ...] = ()
+    context_groups: ContextGroups | None = None
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"

@@ -67,6 +67,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
+        context_groups=made.groups,
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
         costs=costs.name,

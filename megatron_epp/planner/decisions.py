@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.groups import ContextGroups
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tabulate import tabulate, tabulate_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Decisions:
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
         kv_offload: stages and sequences whose keys and values are in host memory.
+        groups: of context-parallel ranks that share parts of each chunk; None if all ranks share every chunk.
     """
 
     chunks: tuple[Chunk, ...]
@@ -38,9 +40,12 @@ class Decisions:
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
     kv_offload: Pairs = frozenset()
+    groups: ContextGroups | None = None
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         """Times and sizes of the decisions."""
+        if self.groups is not None:
+            return tabulate_groups(self.groups, self.chunks, problem, costs, self.modes)
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:
             return tables

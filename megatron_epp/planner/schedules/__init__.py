@@ -12,6 +12,7 @@ from megatron_epp.planner.schedules.breadth_first import breadth_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
 from megatron_epp.planner.schedules.fixed_order import FixedOrder
+from megatron_epp.planner.schedules.flexsp import flexsp
 from megatron_epp.planner.schedules.gpipe import gpipe
 from megatron_epp.planner.schedules.hanayo import hanayo
 from megatron_epp.planner.schedules.helixpipe import helixpipe
@@ -83,6 +84,12 @@ SCHEDULES: dict[str, Schedule] = {
         "2504.14519",
     ),
     "chunkflow": Schedule(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),
+    "flexsp": Schedule(
+        flexsp,
+        "a context-parallel degree for every sequence, the slowest group as fast as possible",
+        "2412.01523",
+        lacks="groups of context-parallel ranks that change with every chunk",
+    ),
     "infinipipe": Schedule(infinipipe, "slices of equal time, recompute by integer programs", "2509.21275"),
 }
 """By their names in `Options.planner`."""
