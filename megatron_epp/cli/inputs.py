@@ -185,9 +185,8 @@ def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipe
         replicas=args.data_parallel,
         vocabulary_shares=layout.vocabulary_shares,
     )
-    if layout.has_attention_apart:
-        costs = costs.with_attention_apart()
-    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
+    costs = on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
+    return costs.with_attention_apart() if layout.has_attention_apart else costs
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

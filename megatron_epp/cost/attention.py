@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
 from megatron_epp.plan import Op
 from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
 from megatron_epp.plan.operations import Rows
@@ -44,16 +44,15 @@ class AttentionApart:
             return np.ceil(per_token * work.tokens * (1 + fragmentation)).astype(np.int64)
 
         def moved_us(per_token: float) -> list[float]:
-            times: TimeColumn = message.fixed_us + message.per_token_us * per_token * work.tokens
-            return times.tolist()
+            return [message.fixed_us + message.per_token_us * per_token * tokens for tokens in work.tokens.tolist()]
 
         kept = size(self.input_bytes_per_token + self.output_bytes_per_token)
         nothing, passing = np.zeros_like(kept), size(self.input_bytes_per_token)  # the gradient while `G` runs
         line, takes, gives = (self.forward, kept, nothing) if op is Op.A else (self.backward, passing, passing + kept)
-        times_us: TimeColumn = np.asarray(line.time_us(work.tokens, work.pairs), dtype=np.float64)
-        inputs, output = INPUTS if op is Op.A else INPUTS_GRADIENT, RESULT if op is Op.A else RESULT_GRADIENT
+        times_us: list[float] = (line.time_us(work.tokens, work.pairs) + 0.0).tolist()
+        inputs, output = (INPUTS, RESULT) if op is Op.A else (INPUTS_GRADIENT, RESULT_GRADIENT)
         carried = {inputs.send: moved_us(self.input_bytes_per_token), output.send: moved_us(self.output_bytes_per_token)}
-        return Rows(*([row.tolist()] * num_sites for row in (times_us, takes, gives)), {}, carried)
+        return Rows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
 
 
 def without_attention(stage: StageCosts) -> StageCosts:
@@ -65,11 +64,13 @@ def without_attention(stage: StageCosts) -> StageCosts:
     queries = _query_bytes_per_token(stage)
     away = queries + stage.kv_bytes_per_token
     half, mlp = stage.half, stage.recompute.get("mlp")
+    if mlp is not None:
+        mlp = replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)
     return replace(
         stage,
         forward=_no_pairs(stage.forward),
         backward=_no_pairs(stage.backward),
-        recompute={} if mlp is None else {"mlp": replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)},
+        recompute={} if mlp is None else {"mlp": mlp},
         attended_bytes_per_token=None,
         apart_bytes_per_token=None,
         apart_attended_bytes_per_token=None,
@@ -85,6 +86,32 @@ def without_attention(stage: StageCosts) -> StageCosts:
         kv_bytes_per_token=0.0,
         kv_gradient_bytes_per_token=0.0,
         many_kv_gradient_bytes_per_token=0.0,
+    )
+
+
+def in_backward(last: StageCosts) -> StageCosts:
+    """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
+
+    Orders with attention apart run all forwards first, so what the last stage kept would wait; instead it keeps its input:
+    attention's output besides the residual.
+
+    Args:
+        last: the stage, as `without_attention` returns it.
+    """
+    half, head = last.half, last.head_bytes_per_token
+    return replace(
+        last,
+        half=replace(
+            half,
+            forward=NO_TIME,
+            backward=half.backward + half.forward,
+            bytes_per_token=last.recomputed_layer_bytes_per_token,
+        ),
+        extra_forward=NO_TIME,
+        extra_backward=last.extra_backward + last.extra_forward,
+        extra_bytes_per_token=last.extra_bytes_per_token - head,
+        head_bytes_per_token=0.0,
+        working_bytes_per_token=last.working_bytes_per_token + half.bytes_per_token + head,
     )
 
 

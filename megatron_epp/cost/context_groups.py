@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn, causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.groups import ContextGroups
-
-_MICROSECONDS = 1e6
-
-
-def exchange_us(shape: ModelShape, rates: Rates, devices_per_node: int) -> tuple[float, ...]:
-    """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
-
-    Args:
-        shape: of the model, with its tensor- and context-parallel ranks.
-        rates: of the machine.
-        devices_per_node: ranks that reach each other at `Rates.exchange_bytes`; all others do at `Rates.message_bytes`.
-
-    Returns:
-        microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of
-        context-parallel ranks is no power of two.
-    """
-    ranks = shape.context_parallel
-    if ranks & (ranks - 1):
-        return ()
-    found = []
-    for power in range(ranks.bit_length()):
-        part = replace(shape, context_parallel=1 << power)
-        inside = part.tensor_exchanged_bytes_per_token
-        around = part.exchanged_bytes_per_token - inside
-        abroad = around * max(0.0, 1 - devices_per_node / part.ranks)
-        seconds = (inside + around - abroad) / rates.exchange_bytes + abroad / rates.message_bytes
-        found.append(_MICROSECONDS * seconds)
-    return tuple(found)
 
 
 class GroupCosts:

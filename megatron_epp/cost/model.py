@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.attention import AttentionApart, attention_of, without_attention
+from megatron_epp.cost.attention import AttentionApart, attention_of, in_backward, without_attention
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
@@ -62,8 +62,8 @@ class PipelineCosts:
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
         attention: of every layer, apart from the stages; None if it is a part of them.
-        exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all of
-            them, in a forward, and again in a backward; empty if unknown.
+        exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all
+            of them, in a forward, and again in a backward; empty if unknown.
     """
 
     name: str
@@ -173,12 +173,18 @@ class PipelineCosts:
         message = Line(self.message_latency_us, self.message_us_per_byte)
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
 
-    def with_attention_apart(self) -> PipelineCosts:
+    def with_attention_apart(self, *, last_in_backward: bool = True) -> PipelineCosts:
         """Return the costs of the same stages, each cut inside attention, which runs apart from them (`plan.attention`).
 
         The output projection is counted with the queries, keys and values of its layer, one stage before the one it runs in.
+        To be called behind `on_device`.
+
+        Args:
+            last_in_backward: the last stage's backward runs its forward too, so that little of it waits.
         """
-        return replace(self, stages=tuple(map(without_attention, self.stages)), attention=attention_of(self.stages))
+        *stages, last = map(without_attention, self.stages)
+        last = in_backward(last) if last_in_backward else last
+        return replace(self, stages=(*stages, last), attention=attention_of(self.stages))
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""

@@ -286,7 +286,12 @@ def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
         event, away = carries.send, -need.site
         source, target = (_TABLE[op].sites for op in (need.op, waits))
         yield Operation(
-            op=event, text=f"send of {carries.text}", track=Track.LOWERED, sites=source, needs=(Need(need.op),), side=Side(event, away)
+            op=event,
+            text=f"send of {carries.text}",
+            track=Track.LOWERED,
+            sites=source,
+            needs=(Need(need.op),),
+            side=Side(event, away),
         )
         yield Operation(
             op=carries.receive,

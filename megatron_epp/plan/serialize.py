@@ -307,15 +307,18 @@ def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
 
 def _messages(value: Any) -> Messages:
     times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
-    own = {
-        key: tuple((Op(name), _float_row(row)) for name, row in value.get(key, {}).items())
+    collective_us, message_us = (
+        tuple((Op(name), _float_row(row)) for name, row in value.get(key, {}).items())
         for key in ("collective_us", "message_us")
-    }
-    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())), **own)
+    )
+    num_bytes = _int_row(value.get("num_bytes", ()))
+    return Messages(**times, num_bytes=num_bytes, collective_us=collective_us, message_us=message_us)
 
 
 def _context_groups(value: Any) -> ContextGroups:
-    of_chunk = tuple(tuple(Group(_int(first), _int(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"])
+    of_chunk = tuple(
+        tuple(Group(_int(first), _int(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"]
+    )
     return ContextGroups(_int(value["num_ranks"]), of_chunk, _int_row(value["rank_tokens"]))
 
 

@@ -113,8 +113,8 @@ class Tables:
         return self._columns[kinds]
 
     def transfer_us(self, carries: Message | Collective | None, boundary: int) -> Sequence[float]:
-        """Time by chunk of a transfer, in microseconds. Messages of added operations count even where they stay on a rank, which
-        depends on the order.
+        """Time by chunk of a transfer, in microseconds. Messages of added operations count even where they stay on a rank,
+        which depends on the order.
 
         Args:
             carries: the transfer; None for none.

@@ -96,8 +96,8 @@ def tabulate(
 def tabulate_groups(
     groups: ContextGroups, chunks: Sequence[Chunk], problem: Problem, costs: Costs, modes: Sequence[str] = FULL_ONLY
 ) -> Tables:
-    """Evaluate the costs of chunks that groups of context-parallel ranks share: times of the slowest group of each, bytes of its
-    fullest rank. Recompute takes as long as if every rank had as much as the one with most.
+    """Evaluate the costs of chunks that groups of context-parallel ranks share: times of the slowest group of each, bytes of
+    its fullest rank. Recompute takes as long as if every rank had as much as the one with most.
 
     Args:
         groups: of all chunks.

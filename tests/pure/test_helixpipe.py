@@ -10,6 +10,7 @@ import pytest
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
 from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
 from megatron_epp.plan.check.launches import blocked
@@ -49,9 +50,12 @@ def unit_plan(folds: int, ranks: int, per_rank: int, rounds: int, attention: flo
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_rank", "rounds", "attention"), [(4, 2, 1, 0.5), (4, 3, 2, 0.9), (8, 2, 1, 0.25), (2, 4, 3, 0.75), (4, 1, 1, 0.5)]
+    ("ranks", "per_rank", "rounds", "attention"),
+    [(4, 2, 1, 0.5), (4, 3, 2, 0.9), (8, 2, 1, 0.25), (2, 4, 3, 0.75), (4, 1, 1, 0.5)],
 )
-def test_the_bubble_of_one_fold_is_that_of_one_layer_without_attention(ranks: int, per_rank: int, rounds: int, attention: float):
+def test_the_bubble_of_one_fold_is_that_of_one_layer_without_attention(
+    ranks: int, per_rank: int, rounds: int, attention: float
+):
     """``3 (p - 1) (t_pre + t_post)``, whatever attention takes and however many layers and microbatches there are."""
     made, block = unit_plan(1, ranks, per_rank, rounds, attention)
     assert check(made) == []
@@ -142,7 +146,7 @@ def test_attention_before_its_queries_is_found(made: Plan):
 def test_all_that_a_layer_took_and_kept_is_in_its_parts():
     """Times and bytes of blocks and attention add up to those of the layers they are cut from, but for what is kept twice."""
     _, whole = blocks(attention=False)
-    _, apart = blocks()
+    apart = whole.with_attention_apart(last_in_backward=False)
     assert apart.attention is not None
     for stage, parts in zip(whole.stages, apart.stages, strict=True):
         attentions = stage.num_cached_layers
@@ -153,6 +157,14 @@ def test_all_that_a_layer_took_and_kept_is_in_its_parts():
         left = parts.num_layers * parts.layer_bytes_per_token + parts.half.bytes_per_token
         assert left + attentions * apart.attention.input_bytes_per_token == pytest.approx(kept)
     assert (apart.attention.input_bytes_per_token, apart.attention.output_bytes_per_token) == (2 * (4096 + 2 * 1024), 2 * 4096)
+
+
+def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
+    whole = blocks(attention=False)[1].with_attention_apart(last_in_backward=False).stages[-1]
+    last = blocks()[1].stages[-1]
+    assert (last.stage_forward, last.stage_backward) == (NO_TIME, whole.stage_forward + whole.stage_backward)
+    kept = last.half.bytes_per_token + last.extra_bytes_per_token
+    assert kept == 3 * 2 * 4096 < whole.half.bytes_per_token  # the residual received, and the same and attention's output kept
 
 
 def test_costs_with_attention_in_the_stages_and_slices_are_refused():

@@ -1,8 +1,8 @@
 """FlexSP (arXiv 2412.01523, section 4): short sequences on few context-parallel ranks, long ones on many, at the same time.
 
-Sequences are sorted by length and divided into consecutive microbatches of about equally many tokens. Those of a microbatch are
-assigned to groups of 1, 2, 4, ... of the context-parallel ranks so that the slowest group ends as early as possible, and no rank
-gets more than its share of memory. Several numbers of microbatches are tried.
+Sequences are sorted by length and divided into consecutive microbatches of about equally many tokens. Those of a microbatch
+are assigned to groups of 1, 2, 4, ... of the context-parallel ranks so that the slowest group ends as early as possible, and no
+rank gets more than its share of memory. Several numbers of microbatches are tried.
 
 Kept: all of this. Changed: the best of all ways to divide the ranks into groups, each with longest-first assignment, stands in
 place of length buckets and an integer program; microbatches run through a pipeline, by 1F1B, with the recompute that the cap
@@ -33,11 +33,12 @@ FULLEST = (1.25, 2.0, 4.0)
 """Most tokens of a rank that are tried, as multiples of the mean in a microbatch."""
 
 
-def flexsp(problem: Problem, costs: Costs, options: Options) -> Decisions:
+def flexsp(problem: Problem, costs: Costs, options: Options, smallest: int = 1) -> Decisions:
     """Plan microbatches whose sequences have context-parallel degrees of their own.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
+        smallest: ranks of a group; with all of them, every sequence has the same degree.
 
     Raises:
         InfeasibleError: nothing that was tried fits the caps.
@@ -45,12 +46,13 @@ def flexsp(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     if not costs.exchange_us:
         raise PlanError(
-            f"planner {options.planner!r} needs costs of groups of 1, 2, 4, ... context-parallel ranks (`cost.context_groups`): "
-            "costs by formula, and a power of two of such ranks"
+            f"planner {options.planner!r} needs costs by formula of 2, 4, 8, ... context-parallel ranks, to know what exchanges "
+            "of their groups take"
         )
     contest, grouped = Contest(problem, costs, options), GroupCosts(costs)
-    degrees = [1 << power for power in range(len(costs.exchange_us))]
-    lines = {degree: grouped.line(max(range(problem.num_stages), key=costs.num_layers.__getitem__), degree) for degree in degrees}
+    degrees = [1 << power for power in range(len(costs.exchange_us)) if 1 << power >= smallest]
+    slowest = max(range(problem.num_stages), key=costs.num_layers.__getitem__)
+    lines = {degree: grouped.line(slowest, degree) for degree in degrees}
     for fullest in FULLEST:
         for microbatches in dict.fromkeys(_microbatches(problem)):
             divided = [_divide(sequences, problem.lengths, lines, fullest) for sequences in microbatches]
@@ -98,8 +100,13 @@ def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
     for share in MICROBATCHES_PER_RANK:
         count = min(share * problem.num_ranks, len(longest_first))
         before = accumulate((problem.lengths[q] for q in longest_first), initial=0)
-        parts = [min(count - 1, (done + problem.lengths[q] // 2) * count // total) for q, done in zip(longest_first, before, strict=False)]
-        yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(longest_first, parts, strict=True), key=lambda one: one[1]))
+        parts = [
+            min(count - 1, (done + problem.lengths[q] // 2) * count // total)
+            for q, done in zip(longest_first, before, strict=False)
+        ]
+        yield tuple(
+            tuple(q for q, _ in own) for _, own in groupby(zip(longest_first, parts, strict=True), key=lambda one: one[1])
+        )
 
 
 def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, Line], fullest: float) -> Divided:
@@ -113,10 +120,10 @@ def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, L
     """
     ranks = max(lines)
     most = fullest * sum(lengths[q] for q in sequences) / ranks
-    found = [(_slowest_us(sequences, lengths, [lines[ranks]]), Divided((ranks,), (tuple(sequences),)))]
-    for degrees in _partitions(ranks, ranks // 2):
+    found = [(_time_us(sequences, lengths, lines[ranks]), Divided((ranks,), (tuple(sequences),)))]
+    for degrees in _partitions(ranks, ranks // 2, min(lines)):
         if (held := _assign(sequences, lengths, degrees, lines, most)) is not None:
-            slowest_us = max(_slowest_us(own, lengths, [lines[degree]]) for degree, own in zip(degrees, held, strict=True))
+            slowest_us = max(_time_us(own, lengths, lines[degree]) for degree, own in zip(degrees, held, strict=True))
             found.append((slowest_us, Divided(degrees, held)))
     return min(found, key=lambda one: one[0])[1]
 
@@ -143,16 +150,21 @@ def _assign(
     return tuple(map(tuple, held))
 
 
-def _slowest_us(sequences: Sequence[int], lengths: Sequence[int], lines: Sequence[Line]) -> float:
-    tokens, pairs = sum(lengths[q] for q in sequences), sum(causal_pairs(0, lengths[q]) for q in sequences)
-    return max(line.time_us(tokens, pairs) for line in lines)
+def _time_us(sequences: Sequence[int], lengths: Sequence[int], line: Line) -> float:
+    """Time of a group with these sequences."""
+    return line.time_us(sum(lengths[q] for q in sequences), sum(causal_pairs(0, lengths[q]) for q in sequences))
 
 
-def _partitions(ranks: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide ranks into groups of powers of two, none above `largest`, larger ones first."""
+def _partitions(ranks: int, largest: int, smallest: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to divide ranks into groups, larger ones first.
+
+    Args:
+        ranks: a power of two.
+        largest, smallest: ranks of a group; powers of two.
+    """
     if not ranks:
         yield ()
-    while largest:
+    while largest >= smallest:
         if largest <= ranks:
-            yield from ((largest, *rest) for rest in _partitions(ranks - largest, largest))
+            yield from ((largest, *rest) for rest in _partitions(ranks - largest, largest, smallest))
         largest //= 2

@@ -6,9 +6,10 @@ microbatches ``j`` = 0 to p - 1 is on the ranks ``s + j + 1 mod p``: so it takes
 has the next microbatch when the block's rank is done with all. Each ``j`` stands for two microbatches, which alternate, so that
 messages of one are under way while the other computes. Backwards come in the reverse order of all forwards.
 
-Kept: the placement and the order. Changed: microbatches are chunks of whole sequences of any length, and the last round may have
-fewer than 2 p; what recomputes is what the cap requires, a layer without its attention; the residual goes straight to the next
-block instead of with queries, keys and values. Left out: shipping weights in place of queries, keys and values; a chunked MLP.
+Kept: the placement and the order. Changed: microbatches are chunks of whole sequences of any length, and the last round may
+have fewer than 2 p; what recomputes is what the cap requires, a layer without its attention, but the last block always runs in
+its backward alone; the residual goes straight to the next block instead of with queries, keys and values. Left out: shipping
+weights in place of queries, keys and values; a chunked MLP.
 """
 
 from __future__ import annotations

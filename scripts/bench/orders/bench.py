@@ -81,14 +81,16 @@ def costs_of(layout: Layout, context_parallel: int, longest: int) -> Costs:
     ranks = {"tensor_model_parallel_size": 1, "context_parallel_size": context_parallel}
     shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-    costs = profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES)
-    return on_device(costs.with_attention_apart() if layout.has_attention_apart else costs)
+    costs = on_device(profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES))
+    return costs.with_attention_apart() if layout.has_attention_apart else costs
 
 
 @cache
 def makespan_us(case: Case, layout: Layout, planner: str, split: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
-    problem = Problem(case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel)
+    problem = Problem(
+        case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel
+    )
     try:
         costs = costs_of(layout, case.context_parallel, max(case.lengths))
         made = plan(problem, costs, Options(planner=planner, split_weight=split))
@@ -111,7 +113,7 @@ def row(case: Case, name: str) -> dict[str, Any]:
         "batch": case.name,
         "cap_gib": case.cap_gib,
         "order": name,
-        "placement": f"{layout.placement.kind}, {count}" if count > 1 else "one stage",
+        "placement": f"{layout.placement.kind}, {layout.placement.num_chunks}" if count > 1 else "one stage",
         "split_weight": schedule.splits_weight,
         "makespan_us": theirs,
         "greedy_us": ours,

@@ -49,7 +49,9 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
 
     def half(kind: str, part: float) -> HalfLayer:
         pairs = float(kind == ATTENTION)
-        return HalfLayer(kind=kind, forward=pass_of(part, pairs, 1), backward=pass_of(part, pairs, 2), bytes_per_token=part * share)
+        return HalfLayer(
+            kind=kind, forward=pass_of(part, pairs, 1), backward=pass_of(part, pairs, 2), bytes_per_token=part * share
+        )
 
     of_layer = {"forward": pass_of(1, 1, 1), "backward": pass_of(1, 1, 2), "kv_bytes_per_token": 0.0}
     kept = {f"{name}_bytes_per_token": share for name in ("layer", "recomputed_layer")}
@@ -58,7 +60,7 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
     )
     stages = (first, *(inner,) * (num_layers - 1), last)
-    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_attention_apart()
+    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_attention_apart(last_in_backward=False)
 
 
 class Unit:
