@@ -94,5 +94,5 @@ SCHEDULES: dict[str, Schedule] = {
 }
 """By their names in `Options.planner`."""
 
-BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None}
-"""Planners of one stage per rank that choose their chunks by their own rules."""
+BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None and not schedule.lacks}
+"""Planners of one stage per rank that choose their chunks by their own rules, and whose plans run."""

@@ -46,8 +46,8 @@ def flexsp(problem: Problem, costs: Costs, options: Options, smallest: int = 1) 
     """
     if not costs.exchange_us:
         raise PlanError(
-            f"planner {options.planner!r} needs costs by formula of 2, 4, 8, ... context-parallel ranks, to know what exchanges "
-            "of their groups take"
+            f"planner {options.planner!r} needs costs by formula of 2, 4, 8, ... context-parallel ranks, to know "
+            "what exchanges of their groups take"
         )
     contest, grouped = Contest(problem, costs, options), GroupCosts(costs)
     degrees = [1 << power for power in range(len(costs.exchange_us)) if 1 << power >= smallest]
