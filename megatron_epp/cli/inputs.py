@@ -186,7 +186,7 @@ def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipe
         vocabulary_shares=layout.vocabulary_shares,
     )
     costs = on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
-    return costs.with_attention_apart() if layout.has_attention_apart else costs
+    return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

@@ -38,7 +38,7 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     wanted = schedule.order.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
     if wanted.placement.rank_of == placement.rank_of:
         return layout
-    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_attention_apart)
+    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Costs of attention that runs apart from its layer, on a rank of its own choice (`plan.attention`)."""
+"""Costs of attention that runs separately from its layer, on a rank of its own choice (`plan.attention`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_epp.plan.operations import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionApart:
+class SeparateAttention:
     """Times and bytes of one layer's core attention, on the rank that runs it.
 
     Attributes:
@@ -56,7 +56,7 @@ class AttentionApart:
 
 
 def without_attention(stage: StageCosts) -> StageCosts:
-    """Return the costs of a stage whose attention runs apart.
+    """Return the costs of a stage whose attention runs separately.
 
     Queries, keys and values are on attention's rank. A layer that recomputes keeps attention's output besides its input and
     leaves attention out, so modes that keep that output or run attention again are no modes of their own.
@@ -92,7 +92,7 @@ def without_attention(stage: StageCosts) -> StageCosts:
 def in_backward(last: StageCosts) -> StageCosts:
     """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
 
-    Orders with attention apart run all forwards first, so what the last stage kept would wait; instead it keeps its input:
+    Orders with separate attention run all forwards first, so what the last stage kept would wait; instead it keeps its input:
     attention's output besides the residual.
 
     Args:
@@ -115,7 +115,7 @@ def in_backward(last: StageCosts) -> StageCosts:
     )
 
 
-def attention_of(stages: Sequence[StageCosts]) -> AttentionApart:
+def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
     """Return the costs of the attention of any of the layers, which are all equal.
 
     Args:
@@ -123,7 +123,7 @@ def attention_of(stages: Sequence[StageCosts]) -> AttentionApart:
     """
     stage = max(stages, key=lambda one: one.num_layers)
     queries = _query_bytes_per_token(stage)
-    return AttentionApart(
+    return SeparateAttention(
         forward=Line(0.0, 0.0, stage.forward.per_pair_us),
         backward=Line(0.0, 0.0, stage.backward.per_pair_us),
         input_bytes_per_token=queries + stage.kv_bytes_per_token,

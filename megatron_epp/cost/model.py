@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.attention import AttentionApart, attention_of, in_backward, without_attention
+from megatron_epp.cost.attention import SeparateAttention, attention_of, in_backward, without_attention
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
@@ -61,7 +61,7 @@ class PipelineCosts:
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
-        attention: of every layer, apart from the stages; None if it is a part of them.
+        attention: of every layer, separate from the stages; None if it is a part of them.
         exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all
             of them, in a forward, and again in a backward; empty if unknown.
     """
@@ -78,7 +78,7 @@ class PipelineCosts:
     fragmentation_share: float = 0.0
     message_bytes_per_token: float = 0.0
     vocabulary: VocabularyShards | None = None
-    attention: AttentionApart | None = None
+    attention: SeparateAttention | None = None
     exchange_us: tuple[float, ...] = ()
 
     @property
@@ -173,8 +173,8 @@ class PipelineCosts:
         message = Line(self.message_latency_us, self.message_us_per_byte)
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
 
-    def with_attention_apart(self, *, last_in_backward: bool = True) -> PipelineCosts:
-        """Return the costs of the same stages, each cut inside attention, which runs apart from them (`plan.attention`).
+    def with_separate_attention(self, *, last_in_backward: bool = True) -> PipelineCosts:
+        """Return the costs of the same stages, each cut inside attention, which runs separately from them (`plan.attention`).
 
         The output projection is counted with the queries, keys and values of its layer, one stage before the one it runs in.
         To be called behind `on_device`.

@@ -1,9 +1,9 @@
-"""Operations of attention that runs apart from its layer, on any rank (HelixPipe, arXiv 2507.00394, section 3).
+"""Operations of attention that runs separately from its layer, on any rank (HelixPipe, arXiv 2507.00394, section 3).
 
 Core attention has no weights, so a layer's attention of different chunks can run on different ranks at the same time. Stages
 are then cut inside attention: each begins with a layer's output projection and MLP and ends with the queries, keys and values
 of the next layer. `A` of site ``s`` attends between stages ``s`` and ``s + 1``, and `G` is its backward, on the rank of `A`,
-which keeps queries, keys, values and output. The residual goes from stage to stage as without attention apart.
+which keeps queries, keys, values and output. The residual goes from stage to stage as without separate attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HelixPipe: attention apart from its layer is planned, proven, simulated and lowered, and its faults are found."""
+"""HelixPipe: attention separate from its layer is planned, proven, simulated and lowered, and its faults are found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (9000, 8192, 8192, 7000, 6000, 8192, 3000, 8192)
 def blocks(attention: bool = True):
     layout = Layout.of_blocks(8, 4)
     costs = analytic_profile(SHAPE, H100).costs(layout.layers, state_bytes_per_parameter=7.5)
-    return layout, costs.with_attention_apart() if attention else costs
+    return layout, costs.with_separate_attention() if attention else costs
 
 
 @pytest.fixture(scope="module")
@@ -146,21 +146,24 @@ def test_attention_before_its_queries_is_found(made: Plan):
 def test_all_that_a_layer_took_and_kept_is_in_its_parts():
     """Times and bytes of blocks and attention add up to those of the layers they are cut from, but for what is kept twice."""
     _, whole = blocks(attention=False)
-    apart = whole.with_attention_apart(last_in_backward=False)
-    assert apart.attention is not None
-    for stage, parts in zip(whole.stages, apart.stages, strict=True):
+    separate = whole.with_separate_attention(last_in_backward=False)
+    assert separate.attention is not None
+    for stage, parts in zip(whole.stages, separate.stages, strict=True):
         attentions = stage.num_cached_layers
         for name in ("stage_forward", "stage_backward"):
-            own = apart.attention.forward if name == "stage_forward" else apart.attention.backward
+            own = separate.attention.forward if name == "stage_forward" else separate.attention.backward
             assert getattr(parts, name) + own.scaled(attentions) == getattr(stage, name)
         kept = stage.num_layers * stage.layer_bytes_per_token + stage.half.bytes_per_token
         left = parts.num_layers * parts.layer_bytes_per_token + parts.half.bytes_per_token
-        assert left + attentions * apart.attention.input_bytes_per_token == pytest.approx(kept)
-    assert (apart.attention.input_bytes_per_token, apart.attention.output_bytes_per_token) == (2 * (4096 + 2 * 1024), 2 * 4096)
+        assert left + attentions * separate.attention.input_bytes_per_token == pytest.approx(kept)
+    assert (separate.attention.input_bytes_per_token, separate.attention.output_bytes_per_token) == (
+        2 * (4096 + 2 * 1024),
+        2 * 4096,
+    )
 
 
 def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
-    whole = blocks(attention=False)[1].with_attention_apart(last_in_backward=False).stages[-1]
+    whole = blocks(attention=False)[1].with_separate_attention(last_in_backward=False).stages[-1]
     last = blocks()[1].stages[-1]
     assert (last.stage_forward, last.stage_backward) == (NO_TIME, whole.stage_forward + whole.stage_backward)
     kept = last.half.bytes_per_token + last.extra_bytes_per_token
@@ -170,14 +173,14 @@ def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
 def test_costs_with_attention_in_the_stages_and_slices_are_refused():
     layout, costs = blocks(attention=False)
     problem = Problem(LENGTHS, layout.placement.rank_of, (UNLIMITED_BYTES,) * 4)
-    with pytest.raises(PlanError, match="costs with attention apart"):
+    with pytest.raises(PlanError, match="costs of separate attention"):
         plan(problem, costs, Options(planner="helixpipe"))
     with pytest.raises(PlanError, match="whole sequences; a sequence is in 4 slices"):
         plan(problem, blocks()[1], Options(planner="helixpipe", slices=4))
 
 
 def test_layers_that_the_ranks_cannot_share_equally_are_refused():
-    with pytest.raises(EppError, match="equally many layers on every rank, and 4 ranks share 10"):
+    with pytest.raises(EppError, match="equally many layers on every rank; 4 ranks share 10"):
         Layout.of_blocks(10, 4)
 
 

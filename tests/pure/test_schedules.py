@@ -154,7 +154,7 @@ def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
 
 def costs_of(problem: Problem):
     if problem.num_stages > 32:
-        return PROFILE.costs(Layout.of_blocks(32, 4).layers, state_bytes_per_parameter=7.5).with_attention_apart()
+        return PROFILE.costs(Layout.of_blocks(32, 4).layers, state_bytes_per_parameter=7.5).with_separate_attention()
     return PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
 
 

@@ -147,10 +147,10 @@ def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
                     action, other = graph.steps[number].action, graph.steps[need].action
                     reason = f"runs before {other} (position {need - numbers.start}), which it needs{_because(action, other)}"
                     faults.append(Violation(track % ranks, number - numbers.start, action, reason, track >= ranks))
-    return faults or list(_apart(graph)) or [_deadlock(graph, number, need) for number, need in played.blocked]
+    return faults or list(_not_carried(graph)) or [_deadlock(graph, number, need) for number, need in played.blocked]
 
 
-def _apart(graph: Graph) -> Iterator[Violation]:
+def _not_carried(graph: Graph) -> Iterator[Violation]:
     """Yield a violation for each action that may run anywhere, and needs what another keeps on its own rank."""
     free = {kind.op for kind in operations(Track.COMPUTE) if ANYWHERE in kind.sites((0, 0))}
     ranks = [graph.where(numbers.start)[0] if numbers else 0 for numbers in graph.tracks]

@@ -38,7 +38,7 @@ def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
         PlanError: the costs have attention in the stages, or a chunk is a slice.
     """
     if batch.costs.attention is None:
-        raise PlanError("HelixPipe needs costs with attention apart from the stages: `PipelineCosts.with_attention_apart`")
+        raise PlanError("HelixPipe needs costs of separate attention: `PipelineCosts.with_separate_attention`")
     if batch.most_slices > 1:
         raise PlanError(f"HelixPipe runs whole sequences; a sequence is in {batch.most_slices} slices")
     ranks = range(batch.placement.num_ranks)

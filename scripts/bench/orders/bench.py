@@ -82,7 +82,7 @@ def costs_of(layout: Layout, context_parallel: int, longest: int) -> Costs:
     shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     costs = on_device(profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES))
-    return costs.with_attention_apart() if layout.has_attention_apart else costs
+    return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
 @cache

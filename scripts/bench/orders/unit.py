@@ -35,7 +35,7 @@ def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
 
 
 def block_costs(num_layers: int, share: float, attention: float = 0.5, before: float = 0.25) -> PipelineCosts:
-    """Return such costs for stages cut inside attention, which runs apart: half of every pass takes the pairs of a microbatch.
+    """Return such costs for stages cut inside attention, which runs separately.
 
     Args:
         num_layers: of the pipeline, which has one stage more.
@@ -60,7 +60,7 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
     )
     stages = (first, *(inner,) * (num_layers - 1), last)
-    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_attention_apart(last_in_backward=False)
+    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_separate_attention(last_in_backward=False)
 
 
 class Unit:
@@ -82,7 +82,7 @@ class Unit:
         self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
-        make = block_costs if layout.has_attention_apart else unit_costs
+        make = block_costs if layout.has_separate_attention else unit_costs
         self.costs = make(layout.num_layers, 1 / per_rank)
         self.problem = Problem((TOKENS,) * microbatches, self.placement.rank_of, (UNLIMITED_BYTES,) * ranks)
         self.tables = tabulate(self.chunks, self.problem, self.costs)
