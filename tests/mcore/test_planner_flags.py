@@ -22,8 +22,8 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
         (
             ["--epp-planner", "helixpipe"],
-            "--epp-planner helixpipe is planned, not run: training lacks attention of a layer on another rank than its weights; "
-            "use --epp-planner greedy",
+            "--epp-planner helixpipe is planned, not run: training lacks attention of a layer on another rank than its "
+            "weights; use --epp-planner greedy",
         ),
         (
             ["--epp-planner", "flexsp"],
