@@ -16,7 +16,7 @@ class GroupCosts:
     """Costs of groups, from those of all context-parallel ranks together.
 
     A group of ``d`` of ``n`` ranks takes as long, and holds as much on each rank, as all ranks with ``n / d`` times the tokens
-    and pairs, but for the exchange of its layers.
+    and pairs, but for the exchange of its layers. All tokens pass the output layer, whether they are trained or not.
 
     Args:
         costs: of the pipeline whose chunks all ranks share.

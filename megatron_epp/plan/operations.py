@@ -245,11 +245,8 @@ def register(operation: Operation) -> Operation:
             raise ValueError(f"operation {operation.op} names {other}, which is not defined")
     _TABLE[operation.op] = operation
     for waits, need in _relations(operation):
-        if isinstance(need.carries, Collective):
-            for one in _lowered(waits, need):
-                _TABLE.setdefault(one.op, one)
-        elif isinstance(need.carries, Message) and need.carries.send not in _TABLE:
-            _TABLE.update({one.op: one for one in _lowered(waits, need)})
+        for one in _lowered(waits, need):
+            _TABLE.setdefault(one.op, one)
     return operation
 
 
