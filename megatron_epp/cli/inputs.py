@@ -185,7 +185,8 @@ def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipe
         replicas=args.data_parallel,
         vocabulary_shares=layout.vocabulary_shares,
     )
-    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
+    costs = on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
+    return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

@@ -8,6 +8,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
+from megatron_epp.cli.schedules import layout_for
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, output, progress, say, tell
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
@@ -62,12 +63,13 @@ def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     tell_sharing(args)
     chosen = chosen_layout(args, [lengths])
-    problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
+    layout = layout_for(args.planner, chosen.layout)
+    problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
     made = _planned(problem, costs, args)
     if args.output:
         save(made, args.output)
     if args.layout_out:
-        write_text(args.layout_out, chosen.layout.to_json())
+        write_text(args.layout_out, layout.to_json())
     say(text_of(made, args))
     if lines := chosen.lines():
         say("\n" + "\n".join(lines))

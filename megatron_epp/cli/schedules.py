@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from megatron_epp.cli.terminal import Command, Parser, say
-from megatron_epp.cost.library import even_layers
 from megatron_epp.plan.layout import Layout
-from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.schedules import BASELINES, SCHEDULES
 from megatron_epp.report.table import table
 
@@ -30,18 +29,16 @@ def layout_for(planner: str, layout: Layout) -> Layout:
         layout: that of the command.
 
     Raises:
-        EppError: there are more stages than layers.
+        EppError: there are more stages than layers, or the schedule divides them otherwise.
     """
     schedule = SCHEDULES.get(planner)
     if schedule is None or schedule.order is None:
         return layout
-    placement, order = layout.placement, schedule.order
-    count = order.chunks_per_rank or max(2, placement.num_chunks)
-    wanted = Placement(order.kind, placement.num_ranks, count)
-    if wanted.rank_of == placement.rank_of:
+    placement = layout.placement
+    wanted = schedule.order.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
+    if wanted.placement.rank_of == placement.rank_of:
         return layout
-    layers = even_layers(layout.num_layers, wanted.num_stages)
-    return Layout.of_layers(layers, wanted, shards_vocabulary=layout.shards_vocabulary)
+    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -55,10 +52,14 @@ def run(args: argparse.Namespace) -> int:
     rows = [[name, "any", "", "this package", summary] for name, summary in OURS.items()]
     for name, schedule in SCHEDULES.items():
         count = 1 if schedule.order is None else schedule.order.chunks_per_rank
-        shape = ", V" if schedule.order is not None and schedule.order.kind == "v" else ""
-        stages = f"{'2 or more' if count is None else count}{shape}"
-        rows.append([name, stages, "W" * schedule.splits_weight, schedule.source, schedule.summary])
+        kind = "looped" if schedule.order is None else schedule.order.kind
+        stages = f"{'2 or more' if count is None else count}{', V' * (kind == 'v')}" if kind != "helix" else "one per layer"
+        summary = schedule.summary + "; planned, not run" * bool(schedule.lacks)
+        rows.append([name, stages, "W" * schedule.splits_weight, schedule.source, summary])
     say("\n".join(table(("planner", "stages per rank", "splits", "source", "what it does"), rows, left=range(5))))
+    for name, schedule in SCHEDULES.items():
+        if schedule.lacks:
+            say(f"\n{name} is planned, not run: training lacks {schedule.lacks}.")
     say("\n`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap.")
     return 0
 

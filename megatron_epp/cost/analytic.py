@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.head import loss_workspace_bytes
@@ -69,7 +70,35 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_latency_us=rates.host_latency_us,
         host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
         host_sharing=rates.host_sharing,
+        context_exchange_us=context_exchange_us(shape, rates),
     )
+
+
+def context_exchange_us(shape: ModelShape, rates: Rates, devices_per_node: float = math.inf) -> tuple[float, ...]:
+    """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
+
+    Args:
+        shape: of the model, with its tensor- and context-parallel ranks.
+        rates: of the machine.
+        devices_per_node: ranks that reach each other at `Rates.exchange_bytes`; all others do at `Rates.message_bytes`. No
+            limit by default.
+
+    Returns:
+        microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of
+        context-parallel ranks is 1 or no power of two.
+    """
+    ranks = shape.context_parallel
+    if ranks == 1 or ranks & (ranks - 1):
+        return ()
+    found = []
+    for power in range(ranks.bit_length()):
+        part = replace(shape, context_parallel=1 << power)
+        inside = part.tensor_exchanged_bytes_per_token
+        around = part.exchanged_bytes_per_token - inside
+        abroad = around * max(0.0, 1 - devices_per_node / part.ranks)
+        seconds = (inside + around - abroad) / rates.exchange_bytes + abroad / rates.message_bytes
+        found.append(MICROSECONDS * seconds)
+    return tuple(found)
 
 
 def _layer(shape: ModelShape, rates: Rates) -> Part:

@@ -66,6 +66,7 @@ class Profile:
         host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
             link; infinite if there is no link.
         host_sharing: consecutive devices that share that link.
+        context_exchange_us: as in `PipelineCosts`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -87,6 +88,7 @@ class Profile:
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
     host_sharing: int = 1
+    context_exchange_us: tuple[float, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -136,6 +138,7 @@ class Profile:
             host_us_per_byte=at_once * self.host_us_per_byte,
             host_turns=turns,
             vocabulary=self._shards(vocabulary_shares) if vocabulary_shares else None,
+            context_exchange_us=self.context_exchange_us,
         )
 
     def _shards(self, shares: Sequence[float]) -> VocabularyShards:

@@ -37,6 +37,8 @@ class Op(str):
     T: ClassVar[Op]
     SPREAD: ClassVar[Op]
     GATHER: ClassVar[Op]
+    A: ClassVar[Op]
+    G: ClassVar[Op]
 
     _known: ClassVar[dict[str, Op]] = {}
 
@@ -65,7 +67,7 @@ class Op(str):
 _NAME = re.compile(r"[A-Z]+(?:_[A-Z]+)*", re.ASCII)
 _TEXT = re.compile(rf"(\d{{1,9}})({_NAME.pattern})(\d{{1,9}})", re.ASCII)
 
-_DEFINED = "F B W R O L FREE SEND_F RECV_F SEND_B RECV_B REDUCE S N T SPREAD GATHER"
+_DEFINED = "F B W R O L FREE SEND_F RECV_F SEND_B RECV_B REDUCE S N T SPREAD GATHER A G"
 for _text in _DEFINED.split():
     setattr(Op, _text, Op.define(_text))
 

@@ -250,6 +250,7 @@ class _Relation(NamedTuple):
 def _link(plan: Plan, graph: Graph) -> None:
     """Fill a graph's `needs` and `transfers` from the table of operations."""
     relations: dict[tuple[Op, int], list[_Relation]] = {}
+    rank_of = [rank for track, numbers in enumerate(graph.tracks) for rank in [track % graph.num_ranks] * len(numbers)]
     links, same = ChunkLinks(plan.chunks, plan.loss_groups), Of.SAME
     for number, step in enumerate(graph.steps):
         found: list[tuple[int, float]] = []
@@ -267,25 +268,23 @@ def _link(plan: Plan, graph: Graph) -> None:
                         if not if_present:
                             _required(graph, Action(other, at, chunk), action)
                     else:
-                        found.append((need, times_us[chunk] if times_us else 0.0))
-                        if link is not None:
+                        moves = link is not None and (rank_of[need] != rank_of[number] or isinstance(link.carries, Collective))
+                        found.append((need, times_us[chunk] if moves and times_us else 0.0))
+                        if moves and link is not None:
                             graph.transfers.append(Transfer(need, number, chunk, link))
         graph.needs.append(found)
     graph.transfers.sort(key=itemgetter(0))
 
 
 def _related(plan: Plan, graph: Graph, op: Op, site: int) -> Iterator[_Relation]:
-    here, nothing = operation(op).sites(plan.placement)[site], [-1] * len(plan.chunks)
+    nothing = [-1] * len(plan.chunks)
     for other, at, need in resolve(op, site, plan.placement):
         if need.chunk is Of.GROUP and not plan.loss_groups:
             continue
         carries = need.carries
         times_us: Sequence[float] = ()
         if isinstance(carries, Message):
-            if operation(other).sites(plan.placement)[at] == here:
-                carries = None
-            else:
-                times_us = getattr(plan.messages, carries.times)[min(at, site)]
+            times_us = plan.messages.times_of(carries, min(at, site))
         elif carries is not None:
             times_us = plan.messages.collective_times(carries.op)
         link = None if carries is None else Link((other, at), (op, site), carries, times_us)

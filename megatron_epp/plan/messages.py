@@ -17,7 +17,7 @@ def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ..
     A payload takes memory from the start of the action that makes it to the next send on its link, which waits for its
     transfer; a stage on the same rank takes it over instead. A received one takes memory from where its receive is posted: an
     activation to the start of its forward, whose own bytes hold it from there on, a gradient to the end of its backward.
-    Buffers of collectives are in the bytes of the steps that make and need them.
+    Buffers of collectives and of messages of added operations are in the bytes of the steps that make and need them.
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
@@ -56,11 +56,11 @@ class _Sides(NamedTuple):
 
     @classmethod
     def of_table(cls) -> _Sides:
-        """Read the table of operations."""
+        """Read the table of operations, for messages between stages."""
         sides = cls({}, {}, set(), {}, set())
         for kind in operations(Track.COMPUTE):
             for need in needs_of(kind.op):
-                if isinstance(need.carries, Message) and isinstance(need.site, int):
+                if isinstance(need.carries, Message) and need.carries.times and isinstance(need.site, int):
                     sides.makes[need.op], sides.takes[kind.op] = -need.site, need.site
                     sides.sends[need.carries.send] = -need.site
                     sides.receives.add(need.carries.receive)

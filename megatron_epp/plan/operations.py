@@ -6,7 +6,7 @@ code reads this table, most of it in the compiled form of `plan.graph` or of `pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
@@ -76,13 +76,14 @@ class Message(NamedTuple):
     Attributes:
         text: of its content, for people.
         send, receive: the operations that lowering adds on both sides.
-        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk.
+        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of
+            an added operation, whose times by chunk are in `plan.messages.message_us`.
     """
 
     text: str
     send: Op
     receive: Op
-    times: Literal["activation_us", "gradient_us"]
+    times: Literal["activation_us", "gradient_us"] | None = None
 
 
 class Collective(NamedTuple):
@@ -110,7 +111,7 @@ class Need(NamedTuple):
         site: their sites: an offset from the action's own, or the last one, or every one.
         chunk: their chunk, relative to the action's.
         only: the one site of the waiting action for which the relation holds; None for all.
-        carries: the transfer between the two; None if they share a rank.
+        carries: the transfer between the two; None if they share a rank, as they then have to.
         if_present: it holds for those actions that the plan has, which may be none. Set for relations stated by `Before`.
     """
 
@@ -166,6 +167,10 @@ def of_stages(placement: Sequence[int]) -> Sequence[int]:
     return placement
 
 
+ANYWHERE = -1
+"""Rank of a site whose actions run on any rank, each on its own: the plan's lists say which."""
+
+
 def of_ranks(placement: Sequence[int]) -> Sequence[int]:
     """Sites of an operation with one shard per rank."""
     return range(max(placement) + 1)
@@ -178,12 +183,14 @@ class Rows(NamedTuple):
         time_us: of every action.
         takes, gives: bytes that it allocates when it starts and frees when it ends.
         collective_us: time by chunk of every collective that carries its results, or its needs.
+        message_us: time by chunk, between two ranks, of every message of its own, by the operation that sends it.
     """
 
     time_us: list[list[float]]
     takes: list[list[int]]
     gives: list[list[int]]
     collective_us: Mapping[Op, Sequence[float]]
+    message_us: Mapping[Op, Sequence[float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +205,7 @@ class Operation:
         role: effect on activations.
         presence: where it must occur.
         together: operations that a plan has if it has this one.
-        sites: from the placement of the stages to the rank of each of its sites. `Action.stage` counts these.
+        sites: from the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
         needs: the actions it waits for.
         before: the actions of other operations that wait for it.
         in_layers: it runs layers, whose experts exchange tokens with other replicas.
@@ -237,19 +244,60 @@ def register(operation: Operation) -> Operation:
         if other not in known:
             raise ValueError(f"operation {operation.op} names {other}, which is not defined")
     _TABLE[operation.op] = operation
-    for carries in {need.carries for need in (*operation.needs, *(before.need for before in operation.before))}:
-        if isinstance(carries, Collective) and carries.op not in _TABLE:
-            side = side_of_all(carries.op)
-            register(Operation(op=carries.op, text=f"collective {carries.op}", track=Track.LOWERED, sites=of_ranks, side=side))
+    for waits, need in _relations(operation):
+        for one in _lowered(waits, need):
+            _TABLE.setdefault(one.op, one)
     return operation
 
 
 def unregister(op: Op) -> None:
-    """Remove an added kind of action, for tests, with the collectives that it has added."""
+    """Remove an added kind of action, for tests, with the collectives and messages that it has added."""
     removed = _TABLE.pop(op)
-    for need in (*removed.needs, *(before.need for before in removed.before)):
-        if isinstance(need.carries, Collective):
-            _TABLE.pop(need.carries.op, None)
+    for _, need in _relations(removed):
+        carries = need.carries
+        if isinstance(carries, Collective):
+            _TABLE.pop(carries.op, None)
+        elif isinstance(carries, Message) and carries.times is None:
+            _TABLE.pop(carries.send, None)
+            _TABLE.pop(carries.receive, None)
+
+
+def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
+    """Yield the relations that an operation states, each with the operation that waits."""
+    yield from ((operation.op, need) for need in operation.needs)
+    yield from ((before.op, before.need) for before in operation.before)
+
+
+def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
+    """Yield the lowered operations of a transfer.
+
+    Args:
+        waits: the operation that waits for it.
+        need: the relation that it carries.
+    """
+    carries = need.carries
+    if isinstance(carries, Collective):
+        text, side = f"collective {carries.op}", side_of_all(carries.op)
+        yield Operation(op=carries.op, text=text, track=Track.LOWERED, sites=of_ranks, side=side)
+    elif isinstance(carries, Message) and isinstance(need.site, int):
+        event, away = carries.send, -need.site
+        source, target = (_TABLE[op].sites for op in (need.op, waits))
+        yield Operation(
+            op=event,
+            text=f"send of {carries.text}",
+            track=Track.LOWERED,
+            sites=source,
+            needs=(Need(need.op),),
+            side=Side(event, away),
+        )
+        yield Operation(
+            op=carries.receive,
+            text=f"receive of {carries.text}",
+            track=Track.LOWERED,
+            sites=target,
+            needs=(Need(event, need.site),),
+            side=Side(event, 0),
+        )
 
 
 def operation(op: Op) -> Operation:

@@ -14,18 +14,19 @@ class Placement:
 
     Attributes:
         kind: ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at
-            either end, so that neighbouring stages there share a rank.
+            either end, so that neighbouring stages there share a rank; ``helix`` is looped, and comes back to the first rank
+            with one stage more.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks of each rank.
+        num_chunks: model chunks of each rank, without the stage more of a helix.
     """
 
-    kind: Literal["looped", "v"]
+    kind: Literal["looped", "v", "helix"]
     num_ranks: int
     num_chunks: int
 
     @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks
+        return self.num_ranks * self.num_chunks + (self.kind == "helix")
 
     @property
     def is_looped(self) -> bool:

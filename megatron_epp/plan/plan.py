@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.groups import ContextGroups
+from megatron_epp.plan.operations import Message
 from megatron_epp.plan.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
@@ -89,17 +91,31 @@ class Messages:
 
     `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty if it is not counted.
     `collective_us` has a pair for every collective of the plan, its operation and its time by chunk; a collective without a
-    pair takes no time.
+    pair takes no time. `message_us` has such a pair for every message of an added operation, by the operation that sends it;
+    these take no time on one rank, and their buffers are in the bytes of the steps that make and need them.
     """
 
     activation_us: tuple[tuple[float, ...], ...]
     gradient_us: tuple[tuple[float, ...], ...]
     num_bytes: tuple[int, ...] = ()
     collective_us: tuple[tuple[Op, tuple[float, ...]], ...] = ()
+    message_us: tuple[tuple[Op, tuple[float, ...]], ...] = ()
 
     def collective_times(self, op: Op) -> tuple[float, ...]:
         """Times of a collective by chunk, in microseconds; empty if it takes none."""
         return dict(self.collective_us).get(op, ())
+
+    def times_of(self, message: Message, site: int) -> tuple[float, ...]:
+        """Times of a message by chunk, in microseconds, between two ranks; empty if it takes none.
+
+        Args:
+            message: as the table of operations has it.
+            site: the lower of its two sites.
+        """
+        if message.times is None:
+            return dict(self.message_us).get(message.send, ())
+        table: tuple[tuple[float, ...], ...] = getattr(self, message.times)
+        return table[site]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,7 @@ class Plan:
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
         predicted: the simulator's numbers for this plan.
+        context_groups: groups of context-parallel ranks that share parts of each chunk; None if all of them share every chunk.
         token_multiple: chunk token counts are padded to a multiple of this.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
@@ -172,6 +189,7 @@ class Plan:
     message_bytes: tuple[int, ...] = ()
     half_layers: tuple[int, ...] = ()
     loss_groups: tuple[tuple[int, ...], ...] = ()
+    context_groups: ContextGroups | None = None
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
@@ -121,12 +122,16 @@ def _document(plan: Plan) -> dict[str, Any]:
         messages["num_bytes"] = _ints(plan.messages.num_bytes)
     if plan.messages.collective_us:
         messages["collective_us"] = {str(op): _floats(row) for op, row in plan.messages.collective_us}
+    if plan.messages.message_us:
+        messages["message_us"] = {str(op): _floats(row) for op, row in plan.messages.message_us}
     if plan.message_bytes:
         optional["message_bytes"] = _ints(plan.message_bytes)
     if plan.half_layers:
         optional["half_layers"] = _ints(plan.half_layers)
     if plan.loss_groups:
         optional["loss_groups"] = [_ints(group) for group in plan.loss_groups]
+    if plan.context_groups is not None:
+        optional["context_groups"] = _groups(plan.context_groups)
     return optional | {
         "schema": SCHEMA,
         "version": VERSION,
@@ -157,6 +162,11 @@ def _document(plan: Plan) -> dict[str, Any]:
         "seed": int(plan.seed),
         "notes": list(plan.notes),
     }
+
+
+def _groups(groups: ContextGroups) -> dict[str, Any]:
+    of_chunk = [[[int(first), int(degree), _ints(at)] for first, degree, at in own] for own in groups.of_chunk]
+    return {"num_ranks": int(groups.num_ranks), "of_chunk": of_chunk, "rank_tokens": _ints(groups.rank_tokens)}
 
 
 def _ints(row: Sequence[int]) -> list[int]:
@@ -196,7 +206,7 @@ def _value(name: str, value: Any) -> str:
     elif name == "messages":
         parts = []
         for key, table in value.items():
-            if key in ("num_bytes", "collective_us"):
+            if key in ("num_bytes", "collective_us", "message_us"):
                 parts.append(f"    {_dumps(key)}: {_dumps(table)}")
             else:
                 parts.append(f"    {_dumps(key)}: [" + ",".join("\n      " + _dumps(row) for row in table) + "]")
@@ -229,6 +239,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
         half_layers=field("half_layers", _int_row, ()),
+        context_groups=field("context_groups", _context_groups, None),
         loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
         kv_offload=field("kv_offload", lambda rows: tuple(KVOffload(*_int_row(row)) for row in rows), ()),
         messages=field("messages", _messages),
@@ -288,8 +299,19 @@ def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
 
 def _messages(value: Any) -> Messages:
     times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
-    collective = tuple((Op(name), _float_row(row)) for name, row in value.get("collective_us", {}).items())
-    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())), collective_us=collective)
+    collective_us, message_us = (
+        tuple((Op(name), _float_row(row)) for name, row in value.get(key, {}).items())
+        for key in ("collective_us", "message_us")
+    )
+    num_bytes = _int_row(value.get("num_bytes", ()))
+    return Messages(**times, num_bytes=num_bytes, collective_us=collective_us, message_us=message_us)
+
+
+def _context_groups(value: Any) -> ContextGroups:
+    of_chunk = tuple(
+        tuple(Group(_int(first), _int(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"]
+    )
+    return ContextGroups(_int(value["num_ranks"]), of_chunk, _int_row(value["rank_tokens"]))
 
 
 def _chunk(value: Any) -> Chunk:

@@ -89,6 +89,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
+        context_groups=made.groups,
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
         costs=costs.name,
@@ -114,11 +115,12 @@ def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
 
 
 def _messages(tables: Tables, order: Order) -> Messages:
-    """Times and sizes of the messages of an order, and times of the collectives of the added operations that it has."""
+    """Times and sizes of the messages of an order, and times of the transfers of the added operations that it has."""
     hops, used = tuple(map(tuple, tables.hops)), kinds_of(order)
     rows = [own for op, own in tables.added.items() if op in used]
     collectives = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.collective_us.items())
-    return Messages(hops, hops, tables.message_bytes if any(tables.message_bytes) else (), collectives)
+    messages = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.message_us.items())
+    return Messages(hops, hops, tables.message_bytes if any(tables.message_bytes) else (), collectives, messages)
 
 
 class _Writer:

@@ -122,14 +122,17 @@ class Tables:
         return self._columns[kinds]
 
     def transfer_us(self, carries: Message | Collective | None, boundary: int) -> Sequence[float]:
-        """Time by chunk of a transfer, in microseconds.
+        """Time by chunk of a transfer, in microseconds. Messages of added operations count even where they stay on a rank,
+        which depends on the order.
 
         Args:
             carries: the transfer; None for none.
             boundary: of a message, the lower of its two stages.
         """
-        if isinstance(carries, Message):
+        if isinstance(carries, Message) and carries.times:
             return self.hops[boundary]
+        if isinstance(carries, Message):
+            return next(rows.message_us[carries.send] for rows in self.added.values() if carries.send in rows.message_us)
         found = [rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us]
         return found[0] if found else [0.0] * len(self.message_us)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.chunk import Segment
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
@@ -77,7 +77,7 @@ def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) 
     number.
     """
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
-    rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _segments(k, plan)] for c, k in enumerate(shown)]
+    rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_group(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
     if len(shown) < len(plan.chunks):
         lines.append(f"  ... and {len(plan.chunks) - len(shown)} more chunks")
@@ -127,9 +127,21 @@ def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) ->
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _segments(chunk: Chunk, plan: Plan) -> str:
+def _by_group(plan: Plan, chunk: int) -> str:
+    """Segments of a chunk; where groups of context-parallel ranks share them, each group with its ranks."""
+    own = plan.chunks[chunk]
+    if plan.context_groups is None:
+        return _segments(own.segments, plan)
     texts = []
-    for sequence, start, end in chunk.segments:
+    for first, degree, at in plan.context_groups.of_chunk[chunk]:
+        ranks = f"ranks {first}-{first + degree - 1}" if degree > 1 else f"rank {first}"
+        texts.append(f"{ranks}: {_segments([own.segments[position] for position in at], plan)}")
+    return "; ".join(texts)
+
+
+def _segments(segments: Sequence[Segment], plan: Plan) -> str:
+    texts = []
+    for sequence, start, end in segments:
         whole = start == 0 and end == plan.lengths[sequence]
         texts.append(str(sequence) if whole else f"{sequence}[{start}:{end}]")
     return " ".join(texts)

@@ -20,6 +20,15 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
+        (
+            ["--epp-planner", "helixpipe"],
+            "--epp-planner helixpipe is planned, not run: training lacks attention of a layer on another rank than its "
+            "weights; use --epp-planner greedy",
+        ),
+        (
+            ["--epp-planner", "flexsp"],
+            "training lacks groups of context-parallel ranks that change with every chunk; use --epp-pl",
+        ),
         (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),

@@ -202,6 +202,18 @@ def test_every_planner_is_listed_with_its_source(capsys):
     assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == {*OURS, *SCHEDULES}
 
 
+def test_planners_whose_plans_training_cannot_run_are_listed_as_such_and_plan(tmp_path, capsys):
+    assert main(["schedules"]) == 0
+    listed = capsys.readouterr().out
+    for name, flags in (("helixpipe", []), ("flexsp", ["--context-parallel-size", "4", "--model", "llama3-8b"])):
+        assert f"{name} is planned, not run: training lacks {SCHEDULES[name].lacks}." in listed
+        path = str(tmp_path / f"{name}.json")
+        assert main(["plan", "--lengths", "9000,900,800,700", "--stages", "2", "--planner", name, "-o", path, *flags]) == 0
+        assert main(["check", path]) == 0
+        assert "sound" in capsys.readouterr().out
+        assert name not in USUAL
+
+
 def test_compare_prints_one_line_per_planner(capsys):
     assert main(["compare", *BATCH, "--planner", "greedy", "--planner", "1f1b"]) == 0
     lines = capsys.readouterr().out.splitlines()

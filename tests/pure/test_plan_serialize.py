@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan.attention import INPUTS
+from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.plan.serialize import pack, unpack
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
@@ -39,7 +41,13 @@ def test_a_plan_reads_back_equal_in_every_field():
         message_bytes=(1, 2),
         half_layers=(1, 1),
         loss_groups=((0, 2), (1,)),
-        messages=replace(offload().messages, num_bytes=(3, 4, 5), collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),)),
+        messages=replace(
+            offload().messages,
+            num_bytes=(3, 4, 5),
+            collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),),
+            message_us=((INPUTS.send, (4.0, 5.0, 6.0)),),
+        ),
+        context_groups=ContextGroups(4, ((Group(0, 2, (0,)), Group(2, 1, ())), (), ()), (9, 8, 7)),
         token_multiple=8,
         costs="profile.json",
         planner="mine",

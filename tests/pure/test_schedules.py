@@ -17,7 +17,7 @@ from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.planner.search.greedy import predicted_us
@@ -180,15 +180,19 @@ def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
 def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
     order = SCHEDULES[name].order
     assert order is not None
-    placement = Placement(order.kind, 4, order.chunks_per_rank or 2)
-    return Problem(LENGTHS, placement.rank_of, (cap,) * 4)
+    return Problem(LENGTHS, order.layout(32, 4).placement.rank_of, (cap,) * 4)
 
 
 def costs_of(problem: Problem):
+    if problem.num_stages > 32:
+        return PROFILE.costs(Layout.of_blocks(32, 4).layers, state_bytes_per_parameter=7.5).with_separate_attention()
     return PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
 
 
-@pytest.mark.parametrize("name", ORDERS)
+SLICING = [name for name in ORDERS if name != "helixpipe"]
+
+
+@pytest.mark.parametrize("name", SLICING)
 @pytest.mark.parametrize("options", [Options(), Options(slices=6), Options(split_weight=True)], ids=["any", "six slices", "W"])
 def test_skewed_batches_have_sound_plans(name: str, options: Options):
     problem = problem_of(name)
@@ -203,10 +207,11 @@ def test_skewed_batches_have_sound_plans(name: str, options: Options):
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_cap_is_held_by_recompute(name: str):
-    free = plan(problem_of(name), costs_of(problem_of(name)), Options(planner=name, slices=6))
+    options = Options(planner=name, slices=6 if name in SLICING else 1)
+    free = plan(problem_of(name), costs_of(problem_of(name)), options)
     cap = int(0.8 * max(free.predicted.peak_bytes))
     problem = problem_of(name, cap)
-    made = plan(problem, costs_of(problem), Options(planner=name, slices=6))
+    made = plan(problem, costs_of(problem), options)
     assert max(made.predicted.peak_bytes) <= cap
     assert any(one.num_layers for row in made.recompute for one in row)
 
@@ -215,7 +220,7 @@ def test_a_cap_is_held_by_recompute(name: str):
 def test_evaluations_have_forwards_alone(name: str):
     problem = replace(problem_of(name), forward_only=True)
     made = plan(problem, costs_of(problem), Options(planner=name))
-    assert {step.action.op for row in made.ranks for step in row} == {Op.F}
+    assert {step.action.op for row in made.ranks for step in row} - {Op.A} == {Op.F}
 
 
 @pytest.mark.parametrize(

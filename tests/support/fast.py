@@ -164,6 +164,8 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_help_imports_nothing_heavy",
         "test_what_weights_do_not_leave_room_for_is_refused_with_flags_that_fit_and_none_that_cannot_help",
     ),
+    "pure/test_flexsp.py": (),
+    "pure/test_helixpipe.py": (),
     "pure/test_launch_command.py": (),
     "pure/test_launch_environment.py": (),
     "pure/test_launch_flags.py": (),

@@ -14,6 +14,7 @@ from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
+from megatron_epp.planner.schedules import SCHEDULES
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,8 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield which of our own flags do not go together."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
+    if planner in SCHEDULES and (lacks := SCHEDULES[planner].lacks):
+        yield f"--epp-planner {planner} is planned, not run: training lacks {lacks}; use --epp-planner greedy"
     if args.epp_recompute != "auto" and planner == "milp":
         yield "--epp-planner milp chooses recompute itself: leave --epp-recompute at auto"
     if args.epp_offload == "off":

@@ -8,7 +8,7 @@ from megatron_epp.plan.check.actions import check_links, check_order, check_pres
 from megatron_epp.plan.check.launches import Rows, check_launches
 from megatron_epp.plan.check.memory import check_memory
 from megatron_epp.plan.check.predicted import check_predicted
-from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.tables import check_groups, check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
@@ -39,7 +39,8 @@ def check(plan: Plan) -> list[Violation]:
     The checks build on each other, and each of the following is made only if those before it found nothing:
 
     1. tables have the right shapes and ranges;
-    2. every token is in exactly one chunk, and every action occurs once, on its rank;
+    2. every token is in exactly one chunk, and every action occurs once, on its rank; groups of context-parallel ranks are
+       disjoint and have room for their sequences;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages; and the lowered plan
        cannot hang, however launches queue on the devices (`launches`);
     4. memory: nothing freed twice, early or never, no rank above its cap or its host memory cap, and no more messages in
@@ -59,7 +60,7 @@ def examine(plan: Plan) -> Examined:
         return Examined(faults)
     if faults := [*check_tokens(plan), *check_presence(plan)]:
         return Examined(faults)
-    if faults := list(check_kv_offload(plan)):
+    if faults := [*check_kv_offload(plan), *check_groups(plan)]:
         return Examined(faults)
     graph = build_graph(plan)
     played = play(graph)

@@ -9,6 +9,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.graph import Graph
 from megatron_epp.plan.operations import (
+    ANYWHERE,
     Message,
     Presence,
     Role,
@@ -71,7 +72,8 @@ def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Vio
         for index, rank in enumerate(kind.sites(plan.placement)):
             for c in range(len(plan.chunks)):
                 if (action := Action(kind.op, index, c)) not in seen:
-                    yield Violation(rank, None, action, f"missing: {site} {index} never runs {kind.op} of chunk {c}")
+                    on = None if rank == ANYWHERE else rank
+                    yield Violation(on, None, action, f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _Kind:
             return f"unknown {self.site} {index}; there are {len(self.ranks)}"
         if not 0 <= chunk < len(plan.chunks):
             return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
-        if self.ranks[index] != rank:
+        if self.ranks[index] not in (rank, ANYWHERE):
             return f"wrong rank: {self.site} {index} is placed on rank {self.ranks[index]}"
         if plan.forward_only and operation(op).presence not in (Presence.ALWAYS, Presence.COMPLETE_ALWAYS):
             return "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
@@ -133,7 +135,9 @@ def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Viola
 
 
 def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
-    """Find actions listed before one that they need, and cycles across the lists, which are deadlocks."""
+    """Find actions listed before one that they need, or on another rank than what they need that nothing carries, and cycles
+    across the lists, which are deadlocks.
+    """
     faults = []
     ranks = plan.num_ranks
     for track, numbers in enumerate(graph.tracks):
@@ -143,7 +147,22 @@ def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
                     action, other = graph.steps[number].action, graph.steps[need].action
                     reason = f"runs before {other} (position {need - numbers.start}), which it needs{_because(action, other)}"
                     faults.append(Violation(track % ranks, number - numbers.start, action, reason, track >= ranks))
-    return faults or [_deadlock(graph, number, need) for number, need in played.blocked]
+    return faults or list(_not_carried(graph)) or [_deadlock(graph, number, need) for number, need in played.blocked]
+
+
+def _not_carried(graph: Graph) -> Iterator[Violation]:
+    """Yield a violation for each action that may run anywhere, and needs what another keeps on its own rank."""
+    free = {kind.op for kind in operations(Track.COMPUTE) if ANYWHERE in kind.sites((0, 0))}
+    ranks = [graph.where(numbers.start)[0] if numbers else 0 for numbers in graph.tracks]
+    rank_of = [rank for rank, numbers in zip(ranks, graph.tracks, strict=True) for _ in numbers]
+    moved = {(transfer.producer, transfer.consumer) for transfer in graph.transfers}
+    for number, step in enumerate(graph.steps):
+        if step.action.op not in free:
+            continue
+        for need, _ in graph.needs[number]:
+            if rank_of[need] != rank_of[number] and (need, number) not in moved:
+                reason = f"needs what {graph.steps[need].action} keeps on rank {rank_of[need]}"
+                yield Violation(*graph.where(number), step.action, reason)
 
 
 def _because(action: Action, need: Action) -> str:
@@ -171,32 +190,46 @@ def check_links(plan: Plan) -> Iterator[Violation]:
     Boundaries that share a link (looped placements put several on one) may interleave differently on both sides; lowering
     then receives in the order of the sends.
     """
-    order: dict[tuple[Op, int], list[tuple[int, int]]] = {}
-    for steps in plan.ranks:
+    order: dict[tuple[Op, int], list[tuple[int, int, int]]] = {}
+    for rank, steps in enumerate(plan.ranks):
         for position, step in enumerate(steps):
             for op, stage, chunk in step.actions:
-                order.setdefault((op, stage), []).append((chunk, position))
+                order.setdefault((op, stage), []).append((chunk, rank, position))
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
             if not isinstance(need.carries, Message) or not isinstance(need.site, int):
                 continue
-            for dst in range(plan.num_stages):
-                src = dst + need.site
-                if 0 <= src < plan.num_stages and plan.placement[src] != plan.placement[dst]:
-                    sent, taken = order.get((need.op, src), []), order.get((kind.op, dst), [])
-                    yield from _crossed(plan, sent, taken, Action(kind.op, dst, 0), plan.placement[src])
+            for dst in range(len(kind.sites(plan.placement))):
+                sent, taken = order.get((need.op, dst + need.site), []), order.get((kind.op, dst), [])
+                if sent and taken:
+                    yield from _crossed(sent, taken, Action(kind.op, dst, 0))
 
 
 def _crossed(
-    plan: Plan, sent: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]], receiver: Action, src_rank: int
+    sent: Sequence[tuple[int, int, int]], taken: Sequence[tuple[int, int, int]], receiver: Action
 ) -> Iterator[Violation]:
-    """Yield a violation for the first chunk that a receiver takes in another order than it is sent."""
-    for (leaves, at), (chunk, position) in zip(sent, taken, strict=True):
+    """Yield a violation for the first chunk on each link of a boundary that is taken in another order than it is sent.
+
+    Args:
+        sent, taken: chunks of both sides in their order, each with its rank and position.
+        receiver: operation and site of the side that takes.
+    """
+    source = {chunk: (rank, position) for chunk, rank, position in sent}
+    target = {chunk: rank for chunk, rank, _ in taken}
+    queues: dict[tuple[int, int], list[int]] = {}
+    for chunk, rank, _ in sent:
+        queues.setdefault((rank, target.get(chunk, rank)), []).append(chunk)
+    at, faulty = dict.fromkeys(queues, 0), set[tuple[int, int]]()
+    for chunk, rank, position in taken:
+        link = source[chunk][0], rank
+        if link[0] == rank or link in faulty:
+            continue
+        leaves = queues[link][at[link]]
+        at[link] += 1
         if leaves != chunk:
-            dst_rank = plan.placement[receiver.stage]
+            faulty.add(link)
             reason = (
-                f"crossed: takes chunk {chunk} while rank {src_rank} sends chunk {leaves} first (position {at}) "
-                f"on the link from rank {src_rank} to rank {dst_rank}"
+                f"crossed: takes chunk {chunk} while rank {link[0]} sends chunk {leaves} first (position {source[leaves][1]}) "
+                f"on the link from rank {link[0]} to rank {rank}"
             )
-            yield Violation(dst_rank, position, receiver._replace(chunk=chunk), reason)
-            return
+            yield Violation(rank, position, receiver._replace(chunk=chunk), reason)

@@ -69,6 +69,12 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
 
+def check_groups(plan: Plan) -> Iterator[Violation]:
+    """Yield violations unless groups of context-parallel ranks share every chunk: disjoint, complete and large enough."""
+    if plan.context_groups is not None:
+        yield from map(_fault, plan.context_groups.faults(plan.chunks, plan.lengths))
+
+
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:
     """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence."""
     slices, seen = slices_of(plan), set()
@@ -166,12 +172,13 @@ def _message_times(plan: Plan) -> Iterator[str]:
             for c, time_us in enumerate(times):
                 if not 0.0 <= time_us < math.inf:
                     yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
-    for op, times in plan.messages.collective_us:
-        if len(times) != len(plan.chunks):
-            yield f"messages.collective_us of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
-        for c, time_us in enumerate(times):
-            if not 0.0 <= time_us < math.inf:
-                yield f"messages.collective_us of {op}, chunk {c} is {time_us} us"
+    for name in ("collective_us", "message_us"):
+        for op, times in getattr(plan.messages, name):
+            if len(times) != len(plan.chunks):
+                yield f"messages.{name} of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
+            for c, time_us in enumerate(times):
+                if not 0.0 <= time_us < math.inf:
+                    yield f"messages.{name} of {op}, chunk {c} is {time_us} us"
     grouped = [chunk for group in plan.loss_groups for chunk in group]
     if len(set(grouped)) < len(grouped) or not set(grouped) <= set(range(len(plan.chunks))):
         yield f"loss_groups {plan.loss_groups} name a chunk twice, or one that is not there"

@@ -12,8 +12,10 @@ from megatron_epp.planner.schedules.breadth_first import breadth_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
 from megatron_epp.planner.schedules.fixed_order import FixedOrder
+from megatron_epp.planner.schedules.flexsp import flexsp
 from megatron_epp.planner.schedules.gpipe import gpipe
 from megatron_epp.planner.schedules.hanayo import hanayo
+from megatron_epp.planner.schedules.helixpipe import helixpipe
 from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
@@ -36,12 +38,14 @@ class Schedule:
         summary: one line on what it does.
         source: paper or code that it follows.
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
+        lacks: what training lacks to run its plans; empty if it runs them.
     """
 
     plan: Callable[[Problem, Costs, Options], Decisions]
     summary: str
     source: str
     splits_weight: bool = False
+    lacks: str = ""
 
     @property
     def order(self) -> FixedOrder | None:
@@ -74,6 +78,12 @@ SCHEDULES: dict[str, Schedule] = {
         splits_weight=True,
     ),
     "hanayo": Schedule(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
+    "helixpipe": Schedule(
+        FixedOrder(helixpipe, "helix", None),
+        "attention of several microbatches on all ranks at once",
+        "2507.00394",
+        lacks="attention of a layer on another rank than its weights",
+    ),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(
         FixedOrder(slimpipe, chunks_per_rank=None),
@@ -81,9 +91,15 @@ SCHEDULES: dict[str, Schedule] = {
         "2504.14519",
     ),
     "chunkflow": Schedule(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),
+    "flexsp": Schedule(
+        flexsp,
+        "a context-parallel degree for every sequence, the slowest group as fast as possible",
+        "2412.01523",
+        lacks="groups of context-parallel ranks that change with every chunk",
+    ),
     "infinipipe": Schedule(infinipipe, "slices of equal time, recompute by integer programs", "2509.21275"),
 }
 """By their names in `Options.planner`."""
 
-BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None}
-"""Planners of one stage per rank that choose their chunks by their own rules."""
+BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None and not schedule.lacks}
+"""Planners of one stage per rank that choose their chunks by their own rules, and whose plans run."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_epp.cost import Costs
+from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
@@ -62,7 +64,7 @@ class FixedOrder:
     """
 
     orders: Callable[[Batch], Iterable[Order | JoinedOrder]]
-    kind: Literal["looped", "v"] = "looped"
+    kind: Literal["looped", "v", "helix"] = "looped"
     chunks_per_rank: int | None = 1
 
     def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -91,6 +93,22 @@ class FixedOrder:
             raise min(without_room, key=lambda one: one.least_cap_bytes or math.inf) if without_room else refusals[0]
         return best[1]
 
+    def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
+        """Return the layout of even layers at the placement of the schedule.
+
+        Args:
+            num_layers: of the model.
+            num_ranks: of the pipeline.
+            count: stages of each rank, where the schedule takes any number above one.
+
+        Raises:
+            EppError: there are more stages than layers, or the schedule divides them otherwise.
+        """
+        if self.kind == "helix":
+            return Layout.of_blocks(num_layers, num_ranks)
+        placement = Placement(self.kind, num_ranks, self.chunks_per_rank or max(2, count))
+        return Layout.of_layers(even_layers(num_layers, placement.num_stages), placement)
+
     def _orders(self, batch: Batch, refusals: list[InfeasibleError | PlanError]) -> Iterator[JoinedOrder]:
         """Yield the orders of a chunk table; append to `refusals` why there are none."""
         try:
@@ -101,11 +119,11 @@ class FixedOrder:
     def placement(self, problem: Problem, options: Options) -> Placement:
         """Return the placement of a problem. Raises `PlanError` if it is another than the schedule needs."""
         count, wanted = problem.num_stages // problem.num_ranks, self.chunks_per_rank
-        found = Placement(self.kind, problem.num_ranks, count)
-        if found.rank_of == problem.placement and (count > 1 if wanted is None else count == wanted):
+        found, fits = Placement(self.kind, problem.num_ranks, count), count > 1 if wanted is None else count == wanted
+        if found.rank_of == problem.placement and (fits or self.kind == "helix"):
             return found
         number = {None: "two or more stages", 1: "one stage"}.get(wanted, f"{wanted} stages")
-        shape = " in a V" if self.kind == "v" else ""
+        shape = {"v": " in a V", "helix": ", and one stage more on the first"}.get(self.kind, "")
         raise PlanError(
             f"planner {options.planner!r} needs {number} on each rank{shape}; the stages are on ranks {list(problem.placement)}"
         )
@@ -128,6 +146,6 @@ def as_joined(order: Order | JoinedOrder) -> JoinedOrder:
 
 def _asked_for(order: JoinedOrder, problem: Problem, options: Options) -> JoinedOrder:
     """Leave out what the problem does not have: backwards of an evaluation, and weight gradients that are not split off."""
-    left_out = {Op.B, Op.W} if problem.forward_only else set() if options.split_weight else {Op.W}
+    left_out = {Op.B, Op.W, Op.G} if problem.forward_only else set() if options.split_weight else {Op.W}
     rows = tuple(tuple(action for action in row if action.op not in left_out) for row in order.rows)
     return JoinedOrder(rows, adjacent(rows, order.joined))

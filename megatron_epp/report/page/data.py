@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.graph import Graph, build_graph
-from megatron_epp.plan.operations import of_stages, operations
+from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
@@ -37,7 +37,7 @@ def operation_columns() -> list[Columns]:
             "op": str(each.op),
             "text": each.text,
             "colour": each.colour,
-            "site": "stage" if each.sites is of_stages else "shard",
+            "site": "stage" if each.sites is of_stages else "attention" if ANYWHERE in each.sites((0, 0)) else "shard",
         }
         for each in operations()
     ]

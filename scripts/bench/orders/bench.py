@@ -5,7 +5,8 @@
     python -m scripts.bench.orders --reduced                  one case, two orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
-with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off where the order does.
+with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
+order needs, and splits weight gradients off where the order does.
 The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 % is marked.
 """
 
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost import Costs, analytic_profile, on_device
-from megatron_epp.cost.library import load_cluster, load_flags, shape_of
+from megatron_epp.cost.library import even_layers, load_cluster, load_flags, shape_of
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
@@ -30,7 +32,7 @@ from scripts.bench.orders.page import page, picture
 from scripts.bench.planner.suite import equal, whale
 
 GIB = 1 << 30
-MODEL, CLUSTER, RANKS, STATE_BYTES = "llama3-8b", "h100x8", 8, 7.5
+MODEL, CLUSTER, RANKS, LAYERS, STATE_BYTES = "llama3-8b", "h100x8", 8, 32, 7.5
 TIE = 0.005
 ORDERS: dict[str, tuple[str, int]] = {
     name: (name, schedule.order.chunks_per_rank or 2) for name, schedule in SCHEDULES.items() if schedule.order is not None
@@ -79,20 +81,22 @@ CASES = (
 
 
 @cache
-def costs_of(num_stages: int, case: Case) -> Costs:
-    ranks = {"tensor_model_parallel_size": case.tensor_parallel, "context_parallel_size": case.context_parallel}
-    shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": max(case.lengths)})
+def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_parallel: int = 1) -> Costs:
+    ranks = {"tensor_model_parallel_size": tensor_parallel, "context_parallel_size": context_parallel}
+    shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-    layers = [shape.num_layers // num_stages] * num_stages
-    return on_device(profile.costs(layers, state_bytes_per_parameter=STATE_BYTES))
+    costs = on_device(profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES))
+    return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
 @cache
-def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: bool) -> float | None:
+def makespan_us(case: Case, layout: Layout, planner: str, split: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
-    problem = Problem(case.lengths, placement, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel)
+    problem = Problem(
+        case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel
+    )
     try:
-        costs = costs_of(len(placement), case)
+        costs = costs_of(layout, max(case.lengths), case.tensor_parallel, case.context_parallel)
         made = plan(problem, costs, Options(planner=planner, split_weight=split))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
@@ -104,14 +108,16 @@ def row(case: Case, name: str) -> dict[str, Any]:
     planner, count = ORDERS[name]
     schedule = SCHEDULES[planner]
     assert schedule.order is not None
-    placement = Placement(schedule.order.kind, RANKS, count)
-    theirs, ours = (makespan_us(case, placement.rank_of, one, schedule.splits_weight) for one in (planner, "greedy"))
+    layout = schedule.order.layout(LAYERS, RANKS, count)
+    usual = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1)) if schedule.lacks else layout
+    theirs = makespan_us(case, layout, planner, schedule.splits_weight)
+    ours = makespan_us(case, usual, "greedy", schedule.splits_weight)
     ratio = theirs / ours if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
         "cap_gib": case.cap_gib,
         "order": name,
-        "placement": f"{placement.kind}, {count}" if count > 1 else "one stage",
+        "placement": f"{layout.placement.kind}, {layout.placement.num_chunks}" if count > 1 else "one stage",
         "split_weight": schedule.splits_weight,
         "makespan_us": theirs,
         "greedy_us": ours,

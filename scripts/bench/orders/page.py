@@ -27,6 +27,7 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
     "stp": ("`(p-1) / 2`, without exchange", 3.5, "`3 p / 2`", 12),
     "hanayo": ("none for more than `p`", None, "none", None),
+    "helixpipe": ("two folds: at most `6 (p-1) (t_pre + t_post)`", 10.5, "`m`", 32),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
@@ -37,10 +38,11 @@ HEAD = """\
 
 # Schedules
 
-Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and the same runtime runs.
-`megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks them for your batch, model, cluster and cap,
-and `--epp-planner NAME` trains with one. Each is a file of 20 to 90 lines in `megatron_epp/planner/schedules/`, whose first
-lines say what it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is as short.
+Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for
+[two](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
+them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of 20 to 180 lines in
+`megatron_epp/planner/schedules/`, whose first lines say what it keeps of its paper and what it changes. [A schedule of your
+own](your-own-schedule.md) is as short as most.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
 ones packed. Each schedule is given several chunk tables and the recompute that the memory cap requires, and its fastest plan
@@ -52,7 +54,61 @@ With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a m
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. `tests/pure/test_schedules.py` holds the formulas, for other sizes too.
+a rank's ends"), so their claim is lower. For HelixPipe half of each pass is attention, so that `t_pre + t_post` of a layer is a
+quarter; the formula is derived from its order. `tests/pure/test_schedules.py` holds the formulas, for other sizes too, and
+`test_helixpipe.py` those of HelixPipe.
+
+"""
+
+PLANNED = """\
+## Planned, not run
+
+Two systems divide work in ways that training does not know. The plan language says them, so that they can be proven, simulated
+and compared; `--epp-planner` refuses them. Figures are by formula, for Llama 3 8B on nodes of 8 H100s.
+
+**HelixPipe** (`helixpipe`, 2507.00394) puts the attention of a layer, which has no weights, on another rank for each
+microbatch: operation `A` and its backward `G` have sites whose actions run on any rank, and messages of their own. Then no
+rank waits for attention while the pipeline fills, and a stage is one layer, so that the bubble grows neither with attention
+nor with the layers of a rank. But all forwards run before all backwards, so a rank keeps its share of every microbatch of the
+batch: that is why it fits none of the caps above. With 16 sequences of 131,072 tokens on 8 pipeline ranks of 8
+tensor-parallel ranks, and 72 GiB, it takes 0.81 times as long as 1F1B and 0.93 times as long as two interleaved stages, all
+with whole sequences (`--slices 1`; bubbles of 16, 36 and 27 %). With slices, greedy takes 0.93 times as long as HelixPipe and
+a third of its memory, so running it would gain nothing here: slices shorten the bubble, too.
+
+```bash
+yes 131072 | head -16 > long.txt
+megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --pipeline-size 8 --tensor-model-parallel-size 8 \\
+  --sequence-parallel --data-parallel 8 --memory-gb 72 --planner helixpipe --planner greedy --planner interleaved \\
+  --planner 1f1b-sliced  # and the same with --slices 1
+```
+
+Running it would take model chunks that begin and end inside attention, handlers of `A` and `G` that attend without a layer,
+links between all pairs of ranks, and checkpoints of blocks that Megatron's own layers can read.
+
+**FlexSP** (`flexsp`, 2412.01523) gives every sequence a context-parallel degree: short ones share few ranks, long ones many, at
+the same time. A chunk has groups of its context-parallel ranks (`Plan.context_groups`), each with some of its sequences; it
+takes as long as the slowest group, and its bytes are those of the fullest rank. `check` finds groups that overlap, leave a
+sequence out, or are too small for the bytes of their steps. Llama 3 8B on 4 pipeline ranks, sequences of up to 131,072 tokens
+(`python -m scripts.bench.orders.groups`), median of the batches; below 1 groups are faster:
+
+| context-parallel ranks | lengths like | over one degree | over greedy |
+| --- | --- | --- | --- |
+| 8, one node | Wikipedia | 0.994 | 1.056 |
+| 8, one node | code | 0.999 | 1.152 |
+| 8, one node | chats | 1.000 | 1.393 |
+| 16, two nodes | Wikipedia | 0.938 | 0.964 |
+| 16, two nodes | code | 0.969 | 1.117 |
+| 16, two nodes | chats | 0.994 | 1.342 |
+| 32, four nodes | Wikipedia | 0.898 | 0.961 |
+| 32, four nodes | code | 0.940 | 1.257 |
+| 32, four nodes | chats | 0.989 | 1.170 |
+
+"One degree" are the same microbatches of whole sequences shared by all ranks. Inside a node exchanges are cheap, and groups
+gain at most 1 %; between nodes they save 1 to 10 %. Greedy cuts long sequences into slices, which groups cannot share, and
+that gains more in a pipeline, except for many short sequences over several nodes: there groups would take 4 % off.
+
+Running it would take communicators for every group that occurs, attention that knows the group of each sequence, rows of
+batches divided by group instead of evenly, and a loss that weighs the ranks by their tokens.
 
 """
 
@@ -128,15 +184,15 @@ Weight gradients, where they are actions of their own, are green.
 ## On three batches
 
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
-placement, cap and options: above 1 the schedule is slower. Columns are batch and memory cap per rank: "64 x 8K" are 64
-sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like Wikipedia's and one of 64K
-tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8" is with tensor parallel
-size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is recomputed, or has too
-few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
+placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Columns are batch and memory
+cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
+Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8" is
+with tensor parallel size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is
+recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
 
 {gallery(rows)}
 
-## Tables of torch.distributed.pipelining
+{PLANNED}## Tables of torch.distributed.pipelining
 
 `megatron-epp check table.csv` reads the tables of `torch.distributed.pipelining` (a row per rank, cells such as `0F3`, `7I0`,
 `4W2`, `(0F7;7B3)OVERLAP_F_B`) and proves them like plans: every forward and backward is there once, nothing runs before what it

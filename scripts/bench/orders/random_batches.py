@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cli.terminal import progress
+from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
-from scripts.bench.orders.bench import ORDERS, TIE, costs_of
+from scripts.bench.orders.bench import LAYERS, ORDERS, TIE, costs_of
 
 CONTEXTS = (8192, 16384, 32768, 65536)
 COUNTS = (16, 32, 64, 128)
@@ -51,26 +53,29 @@ def drawn(seed: int) -> tuple[str, Problem]:
 
 def _least_cap_bytes(lengths: tuple[int, ...], ranks: int) -> int:
     try:
-        plan(Problem(lengths, tuple(range(ranks)), (1,) * ranks), costs_of(ranks, 1, max(lengths)), Options())
+        costs = costs_of(_even(ranks), max(lengths))
+        plan(Problem(lengths, tuple(range(ranks)), (1,) * ranks), costs, Options())
     except InfeasibleError as error:
         return error.least_cap_bytes
     raise AssertionError("a plan under one byte")
 
 
+def _even(ranks: int) -> Layout:
+    return Layout.of_layers(even_layers(LAYERS, ranks), Placement("looped", ranks, 1))
+
+
 def ratios(seed: int) -> dict[str, Any]:
     """Return each order's makespan over greedy's for a random batch; None where the order, or greedy, has no plan."""
     name, problem = drawn(seed)
-    found: dict[tuple[tuple[int, ...], str, bool], float | None] = {}
+    found: dict[tuple[Layout, str, bool], float | None] = {}
 
-    def makespan_us(placement: tuple[int, ...], planner: str, split: bool) -> float | None:
-        key = (placement, planner, split)
+    def makespan_us(layout: Layout, planner: str, split: bool) -> float | None:
+        key = (layout, planner, split)
         if key not in found:
-            there = Problem(problem.lengths, placement, problem.cap_bytes)
+            there = Problem(problem.lengths, layout.placement.rank_of, problem.cap_bytes)
+            options = Options(planner=planner, split_weight=split)
             try:
-                made = plan(
-                    there, costs_of(len(placement), 1, max(problem.lengths)), Options(planner=planner, split_weight=split)
-                )
-                found[key] = made.predicted.makespan_us
+                found[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
             except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
                 found[key] = None
         return found[key]
@@ -79,8 +84,12 @@ def ratios(seed: int) -> dict[str, Any]:
     for order, (planner, count) in ORDERS.items():
         schedule = SCHEDULES[planner]
         assert schedule.order is not None
-        placement = Placement(schedule.order.kind, problem.num_ranks, count).rank_of
-        theirs, ours = (makespan_us(placement, one, schedule.splits_weight) for one in (planner, "greedy"))
+        layout = schedule.order.layout(LAYERS, problem.num_ranks, count)
+        usual = _even(problem.num_ranks) if schedule.lacks else layout
+        theirs, ours = (
+            makespan_us(layout, planner, schedule.splits_weight),
+            makespan_us(usual, "greedy", schedule.splits_weight),
+        )
         rows[order] = {"makespan_us": theirs, "greedy_us": ours}
     return {"seed": seed, "batch": name, "orders": rows}
 

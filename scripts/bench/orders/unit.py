@@ -6,9 +6,9 @@ forward keeps stays until its W, and recompute saves nothing.
 
 from __future__ import annotations
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
 from megatron_epp.plan import Chunk, Plan, Segment
-from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
@@ -18,6 +18,7 @@ from megatron_epp.planner.schedules.fixed_order import Batch, as_joined
 from megatron_epp.planner.search.greedy import predicted_us
 
 TOKENS = 96
+_PAIRS = causal_pairs(0, TOKENS)
 
 
 def fewest(name: str, ranks: int) -> int:
@@ -39,6 +40,35 @@ def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0)
 
 
+def block_costs(num_layers: int, share: float, attention: float = 0.5, before: float = 0.25) -> PipelineCosts:
+    """Return such costs for stages cut inside attention, which runs separately.
+
+    Args:
+        num_layers: of the pipeline, which has one stage more.
+        share: of the unit of time and of the byte that each of F, B and W of a layer takes.
+        attention: share of attention in that.
+        before: share of what precedes attention in the rest.
+    """
+
+    def pass_of(part: float, pairs: float, count: int) -> Line:
+        return Line(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
+
+    def half(kind: str, part: float) -> HalfLayer:
+        pairs = float(kind == ATTENTION)
+        return HalfLayer(
+            kind=kind, forward=pass_of(part, pairs, 1), backward=pass_of(part, pairs, 2), bytes_per_token=part * share
+        )
+
+    of_layer = {"forward": pass_of(1, 1, 1), "backward": pass_of(1, 1, 2), "kv_bytes_per_token": 0.0}
+    kept = {f"{name}_bytes_per_token": share for name in ("layer", "recomputed_layer")}
+    first, inner, last = (
+        StageCosts(num_layers=count, half=part, **kept, **of_layer)
+        for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
+    )
+    stages = (first, *(inner,) * (num_layers - 1), last)
+    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_separate_attention(last_in_backward=False)
+
+
 class Unit:
     """Equal microbatches with unit costs, at the placement of a schedule.
 
@@ -53,10 +83,13 @@ class Unit:
         planner, _, count = name.partition(", ")
         self.schedule, self.microbatches = SCHEDULES[planner], microbatches
         assert self.schedule.order is not None
-        self.placement = Placement(self.schedule.order.kind, ranks, int(count or self.schedule.order.chunks_per_rank or 2))
+        per_rank = int(count or self.schedule.order.chunks_per_rank or 2)
+        layout = self.schedule.order.layout(ranks * per_rank, ranks, per_rank)
+        self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
-        self.costs = unit_costs(self.placement.num_stages, 1 / self.placement.num_chunks)
+        make = block_costs if layout.has_separate_attention else unit_costs
+        self.costs = make(layout.num_layers, 1 / per_rank)
         self.problem = Problem((TOKENS,) * microbatches, self.placement.rank_of, (UNLIMITED_BYTES,) * ranks)
         self.tables = tabulate(self.chunks, self.problem, self.costs)
 

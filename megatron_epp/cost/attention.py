@@ -1,0 +1,140 @@
+"""Costs of attention that runs separately from its layer, on a rank of its own choice (`plan.attention`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_epp.cost.stage import StageCosts
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
+from megatron_epp.plan import Op
+from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
+from megatron_epp.plan.operations import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeparateAttention:
+    """Times and bytes of one layer's core attention, on the rank that runs it.
+
+    Attributes:
+        forward, backward: times; the part of a layer's that grows with query-key pairs.
+        input_bytes_per_token: queries, keys and values, which the rank receives and keeps.
+        output_bytes_per_token: attention's output, which the rank keeps and sends.
+    """
+
+    forward: Line
+    backward: Line
+    input_bytes_per_token: float
+    output_bytes_per_token: float
+
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> Rows:
+        """Times and bytes of an operation, equal at all sites.
+
+        Args:
+            op: `A` or `G`.
+            num_sites: of the operation.
+            work: of the chunks.
+            message: time of a message in its bytes.
+            fragmentation: share of bytes that an allocator loses.
+        """
+
+        def size(per_token: float) -> IntColumn:
+            return np.ceil(per_token * work.tokens * (1 + fragmentation)).astype(np.int64)
+
+        def moved_us(per_token: float) -> list[float]:
+            return [message.fixed_us + message.per_token_us * per_token * tokens for tokens in work.tokens.tolist()]
+
+        kept = size(self.input_bytes_per_token + self.output_bytes_per_token)
+        nothing, passing = np.zeros_like(kept), size(self.input_bytes_per_token)  # the gradient while `G` runs
+        line, takes, gives = (self.forward, kept, nothing) if op is Op.A else (self.backward, passing, passing + kept)
+        times_us: list[float] = (line.time_us(work.tokens, work.pairs) + 0.0).tolist()
+        inputs, output = (INPUTS, RESULT) if op is Op.A else (INPUTS_GRADIENT, RESULT_GRADIENT)
+        carried = {inputs.send: moved_us(self.input_bytes_per_token), output.send: moved_us(self.output_bytes_per_token)}
+        return Rows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
+
+
+def without_attention(stage: StageCosts) -> StageCosts:
+    """Return the costs of a stage whose attention runs separately.
+
+    Queries, keys and values are on attention's rank. A layer that recomputes keeps attention's output besides its input and
+    leaves attention out, so modes that keep that output or run attention again are no modes of their own.
+    """
+    queries = _query_bytes_per_token(stage)
+    away = queries + stage.kv_bytes_per_token
+    half, mlp = stage.half, stage.recompute.get("mlp")
+    if mlp is not None:
+        mlp = replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)
+    return replace(
+        stage,
+        forward=_no_pairs(stage.forward),
+        backward=_no_pairs(stage.backward),
+        recompute={} if mlp is None else {"mlp": mlp},
+        attended_bytes_per_token=None,
+        apart_bytes_per_token=None,
+        apart_attended_bytes_per_token=None,
+        half=replace(
+            half,
+            forward=_no_pairs(half.forward),
+            backward=_no_pairs(half.backward),
+            bytes_per_token=half.bytes_per_token - away * half.num_cached_layers,
+        ),
+        layer_bytes_per_token=stage.layer_bytes_per_token - away,
+        full_bytes_per_token=None,
+        recomputed_layer_bytes_per_token=stage.recomputed_layer_bytes_per_token + queries,
+        kv_bytes_per_token=0.0,
+        kv_gradient_bytes_per_token=0.0,
+        many_kv_gradient_bytes_per_token=0.0,
+    )
+
+
+def in_backward(last: StageCosts) -> StageCosts:
+    """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
+
+    Orders with separate attention run all forwards first, so what the last stage kept would wait; instead it keeps its input:
+    attention's output besides the residual.
+
+    Args:
+        last: the stage, as `without_attention` returns it.
+    """
+    half, head = last.half, last.head_bytes_per_token
+    return replace(
+        last,
+        half=replace(
+            half,
+            forward=NO_TIME,
+            backward=half.backward + half.forward,
+            bytes_per_token=last.recomputed_layer_bytes_per_token,
+        ),
+        extra_forward=NO_TIME,
+        extra_backward=last.extra_backward + last.extra_forward,
+        extra_bytes_per_token=last.extra_bytes_per_token - head,
+        head_bytes_per_token=0.0,
+        working_bytes_per_token=last.working_bytes_per_token + half.bytes_per_token + head,
+    )
+
+
+def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
+    """Return the costs of the attention of any of the layers, which are all equal.
+
+    Args:
+        stages: of the pipeline, with their attention.
+    """
+    stage = max(stages, key=lambda one: one.num_layers)
+    queries = _query_bytes_per_token(stage)
+    return SeparateAttention(
+        forward=Line(0.0, 0.0, stage.forward.per_pair_us),
+        backward=Line(0.0, 0.0, stage.backward.per_pair_us),
+        input_bytes_per_token=queries + stage.kv_bytes_per_token,
+        output_bytes_per_token=queries,
+    )
+
+
+def _query_bytes_per_token(stage: StageCosts) -> float:
+    """Bytes of the queries of a layer, which are those of attention's output too: keys take half of `kv_bytes_per_token`."""
+    return stage.kv_bytes_per_token / 2 * stage.queries_per_key
+
+
+def _no_pairs(line: Line) -> Line:
+    return replace(line, per_pair_us=0.0)

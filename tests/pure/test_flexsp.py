@@ -1,0 +1,178 @@
+"""FlexSP: groups of context-parallel ranks by chunk are planned, proven and simulated, and their faults are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.analytic import context_exchange_us
+from megatron_epp.cost.context_groups import GroupCosts
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment, check, from_json, lower, simulate, to_json
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.groups import ContextGroups, Group
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.schedules.flexsp import flexsp
+
+LENGTHS = (16000, 9000, 4000, *(2000,) * 6, *(500,) * 12)
+RANKS = 16
+
+
+def costs_of(context_parallel: int = RANKS, node: int = 8):
+    """Costs with exchanges that take longer between nodes than inside one."""
+    shape = shape_of(load_flags("llama3-8b") | {"context_parallel_size": context_parallel, "seq_length": 16384})
+    costs = analytic_profile(shape, H100).costs([16, 16], state_bytes_per_parameter=7.5)
+    return replace(costs, context_exchange_us=context_exchange_us(shape, H100, node))
+
+
+def problem_of(cap: int = UNLIMITED_BYTES) -> Problem:
+    return Problem(LENGTHS, (0, 1), (cap,) * 2)
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    return plan(problem_of(), costs_of(), Options(planner="flexsp"))
+
+
+def groups_of(made: Plan) -> ContextGroups:
+    assert made.context_groups is not None
+    return made.context_groups
+
+
+def test_the_plan_is_sound_cannot_hang_and_survives_json(made: Plan):
+    assert check(made) == []
+    assert blocked([lower(made)]) == []
+    assert from_json(to_json(made)) == made
+
+
+def test_short_sequences_have_few_ranks_and_long_ones_many(made: Plan):
+    degree_of = {
+        made.chunks[c].segments[at].sequence: group.degree
+        for c, groups in enumerate(groups_of(made).of_chunk)
+        for group in groups
+        for at in group.segments
+    }
+    assert sorted(degree_of) == list(range(len(LENGTHS)))
+    assert degree_of[0] > min(degree_of.values())
+    assert len({LENGTHS[q] for q, degree in degree_of.items() if degree == min(degree_of.values())} & {16000}) == 0
+
+
+def test_a_chunk_takes_as_long_as_its_slowest_group():
+    costs = costs_of()
+    chunk = Chunk((Segment(0, 0, 16000), Segment(1, 0, 9000)))
+    each = [ContextGroups(RANKS, ((Group(0, 8, (at,)),),), (2000,)) for at in (0, 1)]
+    both = ContextGroups(RANKS, ((Group(0, 8, (0,)), Group(8, 8, (1,))),), (2000,))
+    own = GroupCosts(costs)
+    alone = [own.pass_us(0, groups, (chunk,)) for groups in each]
+    for together, *times in zip(own.pass_us(0, both, (chunk,)), *alone, strict=True):
+        assert together.tolist() == max(times[0].tolist(), times[1].tolist())
+
+
+def test_a_group_of_all_ranks_costs_what_one_degree_for_all_costs():
+    costs = costs_of(node=RANKS)  # the profile's own exchanges are those inside a node
+    groups = ContextGroups(RANKS, ((Group(0, RANKS, (0,)),),), (1000,))
+    chunk = Chunk((Segment(0, 0, 16000),))
+    forward_us, backward_us = GroupCosts(costs).pass_us(1, groups, (chunk,))
+    work = GroupCosts(costs).work(groups, (chunk,))
+    assert (forward_us.tolist(), backward_us.tolist()) == (
+        costs.forward_us(1, work).tolist(),
+        costs.backward_us(1, work).tolist(),
+    )
+
+
+def test_a_group_exchanges_as_a_run_of_its_own_size_does():
+    """Half of the ranks take as long as a run with that many ranks, on the same tokens and pairs."""
+    half = costs_of(RANKS // 2, node=RANKS)
+    line, whole = GroupCosts(costs_of(node=RANKS)).line(0, RANKS // 2), half.forward_line(0) + half.backward_line(0)
+    assert line.per_pair_us == pytest.approx(whole.per_pair_us)
+    assert line.per_token_us == pytest.approx(whole.per_token_us, rel=0.02)  # heads of keys are replicated less
+
+
+def test_groups_end_earlier_than_one_degree_where_that_leaves_the_node(made: Plan):
+    options = Options(planner="flexsp")
+    uniform = build_plan(problem_of(), costs_of(), options, flexsp(problem_of(), costs_of(), options, smallest=RANKS))
+    assert {group.degree for own in groups_of(uniform).of_chunk for group in own} == {RANKS}
+    assert simulate(made).makespan_us < simulate(uniform).makespan_us
+
+
+def faults(made: Plan, *groups: Group, rank_tokens: int | None = None) -> str:
+    """What `check` says if the first chunk has these groups."""
+    own = groups_of(made)
+    tokens = own.rank_tokens if rank_tokens is None else (rank_tokens, *own.rank_tokens[1:])
+    tampered = replace(own, of_chunk=(groups, *own.of_chunk[1:]), rank_tokens=tokens)
+    return "\n".join(map(str, check(replace(made, context_groups=tampered))))
+
+
+def all_of(made: Plan) -> tuple[int, ...]:
+    return tuple(range(len(made.chunks[0].segments)))
+
+
+def test_overlapping_groups_are_found(made: Plan):
+    first, *rest = all_of(made)
+    said = faults(made, Group(0, 8, (first,)), Group(4, 8, tuple(rest)), rank_tokens=16000)
+    assert said == "chunk 0: the group of ranks 4 to 11 overlaps the group of ranks 0 to 7, which runs at the same time"
+
+
+def test_a_group_that_is_too_small_is_found(made: Plan):
+    room = groups_of(made).rank_tokens[0]
+    tokens = made.chunks[0].num_tokens
+    assert tokens > room
+    said = faults(made, Group(3, 1, all_of(made)))
+    assert (
+        said
+        == f"chunk 0: the group of rank 3 is too small: {tokens} tokens on each rank, and the bytes of the steps are for {room}"
+    )
+
+
+def test_ranks_that_are_not_there_are_found(made: Plan):
+    assert "ranks 8 to 23 is not within the 16 context-parallel ranks" in faults(made, Group(8, 16, all_of(made)))
+
+
+def test_sequences_without_a_group_or_in_two_are_found(made: Plan):
+    everything = all_of(made)
+    assert "sequence 0 is in no group" in faults(made, Group(0, RANKS, everything[1:]))
+    assert "sequence 0 is in the group of ranks 0 to 7 and in" in faults(
+        made, Group(0, 8, everything), Group(8, 8, everything[:1]), rank_tokens=16000
+    )
+
+
+def test_slices_are_shared_by_all_ranks(made: Plan):
+    chunks = (Chunk((Segment(0, 0, 8000),)), Chunk((Segment(0, 8000, 16000),)))
+    groups = ContextGroups(RANKS, ((Group(0, 8, (0,)),), (Group(0, RANKS, (0,)),)), (1000, 500))
+    assert list(groups.faults(chunks, (16000,))) == [
+        "chunk 0: groups share whole sequences, and this is a slice: all 16 ranks share it"
+    ]
+
+
+def test_a_cap_is_held(made: Plan):
+    static = max(made.static_bytes)
+    cap = static + int(0.6 * (max(made.predicted.peak_bytes) - static))
+    capped = plan(problem_of(cap), costs_of(), Options(planner="flexsp"))
+    assert max(capped.predicted.peak_bytes) <= cap
+    with pytest.raises(InfeasibleError, match="no plan of 'flexsp' fits"):
+        plan(problem_of(1 << 30), costs_of(), Options(planner="flexsp"))
+
+
+def test_evaluations_have_groups_too():
+    evaluation = plan(replace(problem_of(), forward_only=True), costs_of(), Options(planner="flexsp"))
+    assert check(evaluation) == []
+    assert evaluation.context_groups is not None
+
+
+def test_ranks_that_are_no_power_of_two_and_one_rank_are_refused():
+    for ranks in (1, 3):
+        shape = replace(shape_of(load_flags("llama3-8b")), num_attention_heads=48, kv_channels=128, context_parallel=ranks)
+        costs = analytic_profile(shape, H100).costs([16, 16])
+        with pytest.raises(PlanError, match="'flexsp' needs costs by formula of 2, 4, 8"):
+            plan(problem_of(), costs, Options(planner="flexsp"))
+
+
+def test_exchanges_between_nodes_take_longer_than_inside_one():
+    inside, across = (np.array(costs_of(node=node).context_exchange_us) for node in (RANKS, 8))
+    assert inside[0] == across[0] == 0.0
+    assert (inside[:4] == across[:4]).all()
+    assert across[4] > 2 * inside[4]

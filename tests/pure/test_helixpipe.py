@@ -1,0 +1,189 @@
+"""HelixPipe: attention separate from its layer is planned, proven, simulated and lowered, and its faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.work import NO_TIME
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
+from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.layout import Layout
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.schedules.fixed_order import Batch
+from megatron_epp.planner.schedules.helixpipe import helixpipe
+from megatron_epp.report.gantt import save_gantt
+from scripts.bench.orders.unit import TOKENS, Unit, block_costs
+
+SHAPE = replace(shape_of(load_flags("llama3-8b")), num_layers=8)
+LENGTHS = (9000, 8192, 8192, 7000, 6000, 8192, 3000, 8192)
+
+
+def blocks(attention: bool = True):
+    layout = Layout.of_blocks(8, 4)
+    costs = analytic_profile(SHAPE, H100).costs(layout.layers, state_bytes_per_parameter=7.5)
+    return layout, costs.with_separate_attention() if attention else costs
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    layout, costs = blocks()
+    problem = Problem(LENGTHS, layout.placement.rank_of, (UNLIMITED_BYTES,) * 4)
+    return plan(problem, costs, Options(planner="helixpipe", slices=1))
+
+
+def unit_plan(folds: int, ranks: int, per_rank: int, rounds: int, attention: float) -> tuple[Plan, float]:
+    """A plan of equal microbatches, and the time of all blocks' forwards of one microbatch on one layer."""
+    unit = Unit(f"helixpipe, {per_rank}", ranks, rounds * folds * ranks)
+    costs = block_costs(ranks * per_rank, 1.0, attention)
+    batch = Batch(unit.chunks, slice_groups(unit.chunks), unit.placement, unit.problem, costs)
+    (order,) = helixpipe(batch, folds)
+    none = [[0] * len(unit.chunks)] * unit.problem.num_stages
+    return build_plan(unit.problem, costs, Options(planner="helixpipe"), Decisions(unit.chunks, order, none)), (1 - attention)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "rounds", "attention"),
+    [(4, 2, 1, 0.5), (4, 3, 2, 0.9), (8, 2, 1, 0.25), (2, 4, 3, 0.75), (4, 1, 1, 0.5)],
+)
+def test_the_bubble_of_one_fold_is_that_of_one_layer_without_attention(
+    ranks: int, per_rank: int, rounds: int, attention: float
+):
+    """``3 (p - 1) (t_pre + t_post)``, whatever attention takes and however many layers and microbatches there are."""
+    made, block = unit_plan(1, ranks, per_rank, rounds, attention)
+    assert check(made) == []
+    timeline = simulate(made)
+    for busy_us in timeline.busy_us:
+        assert (timeline.makespan_us - busy_us) / TOKENS == pytest.approx(3 * (ranks - 1) * block)
+
+
+@pytest.mark.parametrize("attention", [0.25, 0.9])
+def test_the_bubble_of_two_folds_is_at_most_twice_that_and_has_no_attention_in_it(attention: float):
+    made, block = unit_plan(2, 4, 2, 2, attention)
+    timeline = simulate(made)
+    waits = (timeline.makespan_us - min(timeline.busy_us)) / TOKENS
+    assert 3 * 3 * block <= waits <= 2 * 3 * 3 * block
+    assert max(timeline.busy_us) == pytest.approx(min(timeline.busy_us))
+
+
+def test_attention_of_a_layer_is_on_all_ranks_and_backwards_reverse_forwards(made: Plan):
+    for site, chunk in product(range(made.num_stages - 1), range(len(made.chunks))):
+        (rank,) = [rank for rank in range(4) if Action(Op.A, site, chunk) in made.actions(rank)]
+        assert rank == (site + chunk // 2 + 1) % 4
+        assert Action(Op.G, site, chunk) in made.actions(rank)
+    for rank in range(4):
+        row = made.actions(rank)
+        assert [(a.stage, a.chunk) for a in row] == [(a.stage, a.chunk) for a in reversed(row)]
+
+
+def test_messages_join_blocks_and_attention_only_where_their_ranks_differ(made: Plan):
+    placed = {action: rank for rank in range(4) for action in made.actions(rank)}
+    sent = {action for row in lower(made) for action in row}
+    for site, chunk in product(range(made.num_stages - 1), range(len(made.chunks))):
+        own = placed[Action(Op.A, site, chunk)]
+        before, after = (placed[Action(Op.F, stage, chunk)] != own for stage in (site, site + 1))
+        for message, moves, stage in ((INPUTS, before, site), (RESULT, after, site)):
+            assert (Action(message.send, stage, chunk) in sent) == moves
+        for message, moves, stage in ((RESULT_GRADIENT, after, site + 1), (INPUTS_GRADIENT, before, site)):
+            assert (Action(message.send, stage, chunk) in sent) == moves
+
+
+def test_the_plan_is_sound_cannot_hang_and_survives_json(made: Plan):
+    assert check(made) == []
+    assert blocked([lower(made)]) == []
+    assert from_json(to_json(made)) == made
+
+
+def test_lost_receives_are_found_by_the_proof(made: Plan):
+    rows = [list(row) for row in lower(made)]
+    rows[1].remove(next(action for action in rows[1] if action.op is INPUTS.receive))
+    assert blocked([rows]) != []
+
+
+def without(made: Plan, action: Action) -> Iterator[tuple[Step, ...]]:
+    for row in made.ranks:
+        yield tuple(step for step in row if step.action != action)
+
+
+def test_attention_that_is_never_computed_is_found(made: Plan):
+    fault, *_ = check(replace(made, ranks=tuple(without(made, Action(Op.A, 3, 2)))))
+    assert str(fault) == "3A2: missing: site 3 never runs A of chunk 2"
+
+
+def test_attention_that_is_computed_twice_is_found(made: Plan):
+    twice = (*made.ranks[:3], (*made.ranks[3], made.ranks[0][-1]._replace(action=Action(Op.A, 0, 0))))
+    assert any("doubled" in str(fault) for fault in check(replace(made, ranks=twice)))
+
+
+def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made: Plan):
+    """Queries, keys and values stay where attention ran, and no message brings them to another rank."""
+    moved = Action(Op.G, 0, 0)
+    step = next(step for row in made.ranks for step in row if step.action == moved)
+    ranks = list(without(made, moved))
+    ranks[3] = (*ranks[3], step)
+    last = next(i for i, one in enumerate(ranks[0]) if one.action == Action(Op.B, 0, 0))
+    assert last == len(ranks[0]) - 1
+    fault, *_ = check(replace(made, ranks=tuple(ranks)))
+    assert "needs what 0A0 keeps on rank 1" in str(fault)
+
+
+def test_attention_before_its_queries_is_found(made: Plan):
+    row = list(made.ranks[0])
+    at = next(i for i, step in enumerate(row) if step.action.op is Op.A)
+    site, chunk = row[at].action[1:]
+    needed = next(i for i, step in enumerate(row) if step.action == Action(Op.F, site, chunk))
+    row.insert(needed, row.pop(at))
+    assert "runs before" in str(check(replace(made, ranks=(tuple(row), *made.ranks[1:])))[0])
+
+
+def test_all_that_a_layer_took_and_kept_is_in_its_parts():
+    """Times and bytes of blocks and attention add up to those of the layers they are cut from, but for what is kept twice."""
+    _, whole = blocks(attention=False)
+    separate = whole.with_separate_attention(last_in_backward=False)
+    assert separate.attention is not None
+    for stage, parts in zip(whole.stages, separate.stages, strict=True):
+        attentions = stage.num_cached_layers
+        for name in ("stage_forward", "stage_backward"):
+            own = separate.attention.forward if name == "stage_forward" else separate.attention.backward
+            assert getattr(parts, name) + own.scaled(attentions) == getattr(stage, name)
+        kept = stage.num_layers * stage.layer_bytes_per_token + stage.half.bytes_per_token
+        left = parts.num_layers * parts.layer_bytes_per_token + parts.half.bytes_per_token
+        assert left + attentions * separate.attention.input_bytes_per_token == pytest.approx(kept)
+    assert (separate.attention.input_bytes_per_token, separate.attention.output_bytes_per_token) == (
+        2 * (4096 + 2 * 1024),
+        2 * 4096,
+    )
+
+
+def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
+    whole = blocks(attention=False)[1].with_separate_attention(last_in_backward=False).stages[-1]
+    last = blocks()[1].stages[-1]
+    assert (last.stage_forward, last.stage_backward) == (NO_TIME, whole.stage_forward + whole.stage_backward)
+    kept = last.half.bytes_per_token + last.extra_bytes_per_token
+    assert kept == 3 * 2 * 4096 < whole.half.bytes_per_token  # the residual received, and the same and attention's output kept
+
+
+def test_costs_with_attention_in_the_stages_and_slices_are_refused():
+    layout, costs = blocks(attention=False)
+    problem = Problem(LENGTHS, layout.placement.rank_of, (UNLIMITED_BYTES,) * 4)
+    with pytest.raises(PlanError, match="costs of separate attention"):
+        plan(problem, costs, Options(planner="helixpipe"))
+    with pytest.raises(PlanError, match="whole sequences; a sequence is in 4 slices"):
+        plan(problem, blocks()[1], Options(planner="helixpipe", slices=4))
+
+
+def test_layers_that_the_ranks_cannot_share_equally_are_refused():
+    with pytest.raises(EppError, match="equally many layers on every rank; 4 ranks share 10"):
+        Layout.of_blocks(10, 4)
+
+
+def test_pictures_name_attention(made: Plan, tmp_path):
+    save_gantt(made, tmp_path / "helixpipe.svg")
+    assert "attention backward" in (tmp_path / "helixpipe.svg").read_text()
