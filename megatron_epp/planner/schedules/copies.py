@@ -21,7 +21,7 @@ from megatron_epp.planner.tabulate import tabulate
 
 Shares = Sequence[Sequence[float]]
 """Shares of the kept bytes that are to be copied away, ``[stage][chunk]``."""
-ROUNDS = 4
+ROUNDS = 6
 """Times that recompute is chosen again with lower caps, because copies come later than they were meant to."""
 
 
@@ -67,13 +67,9 @@ def _within_caps(order: Order, tables: Tables, problem: Problem, wanted: Shares)
             return made if max(made.most_away(tables)) <= problem.host_cap_bytes else None
         aims = tuple(aim - more for aim, more in zip(aims, above, strict=True)) if any(map(any, steps)) else aims
         most = by_stage(tables.columns.most, len(tables.message_us))
-        limit = [
-            [now if share else top for now, share, top in zip(*rows, strict=True)]
-            for rows in zip(steps, made.shares, most, strict=True)
-        ]
         away, fitting = away_bytes(tables, made, play(codes, tables, steps, timed(made, tables))), [*map(list, steps)]
         if not all(
-            fit_with_copies(codes, tables, rank, [aim + own for own in away[rank]], limit, fitting)
+            fit_with_copies(codes, tables, rank, [aim + own for own in away[rank]], most, fitting)
             for rank, aim in enumerate(aims)
         ):
             return None
