@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
         count = 1 if schedule.order is None else schedule.order.chunks_per_rank
         shape = ", V" if schedule.order is not None and schedule.order.kind == "v" else ""
         stages = f"{'2 or more' if count is None else count}{shape}"
-        rows.append([name, stages, "W" * schedule.splits_weight, schedule.source, schedule.summary])
-    say("\n".join(table(("planner", "stages per rank", "splits", "source", "what it does"), rows, left=range(5))))
+        uses = ["W"] * schedule.splits_weight + ["offload"] * schedule.offloads
+        rows.append([name, stages, ", ".join(uses), schedule.source, schedule.summary])
+    say("\n".join(table(("planner", "stages per rank", "uses", "source", "what it does"), rows, left=range(5))))
     say("\n`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap.")
     return 0
 

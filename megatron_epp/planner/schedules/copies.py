@@ -57,23 +57,22 @@ def _within_caps(order: Order, tables: Tables, problem: Problem, wanted: Shares)
     """Choose copies, and recompute of chunks that stay where ranks are above their caps; None if that does not suffice."""
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     codes, aims = encode(whole, len(tables.message_us)), problem.cap_bytes
+    most = by_stage(tables.columns.most, len(tables.message_us))
     steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
     for _ in range(ROUNDS):
-        made = _in_time(whole, tables, steps, wanted)
+        made = _in_time(order, tables, steps, wanted)
         played = play(order, tables, steps, timed(made, tables))
         peaks = peaks_with_copies(order, tables, made, played)
         above = [max(0, peak - cap) for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
         if not any(above):
             return made if max(made.most_away(tables)) <= problem.host_cap_bytes else None
         aims = tuple(aim - more for aim, more in zip(aims, above, strict=True)) if any(map(any, steps)) else aims
-        most = by_stage(tables.columns.most, len(tables.message_us))
-        away, fitting = away_bytes(tables, made, play(codes, tables, steps, timed(made, tables))), [*map(list, steps)]
-        if not all(
-            fit_with_copies(codes, tables, rank, [aim + own for own in away[rank]], most, fitting)
-            for rank, aim in enumerate(aims)
-        ):
-            return None
-        steps = fitting
+        steps = [*map(list, steps)]
+        for rank, away in enumerate(away_bytes(tables, made, played)):
+            without_weights = (num_bytes for action, num_bytes in zip(order[rank], away, strict=True) if action.op is not Op.W)
+            caps = [aims[rank] + num_bytes for num_bytes in without_weights]
+            if not fit_with_copies(codes, tables, rank, caps, most, steps):
+                return None
     return None
 
 
@@ -81,7 +80,7 @@ def _in_time(order: Order, tables: Tables, steps: RecomputeSteps, wanted: Shares
     """Copy the chunks for which the link has time, in the order in which their forwards end.
 
     Args:
-        order: whole backwards.
+        order: the actions of every rank.
         tables: times and sizes.
         steps: recompute ``[stage][chunk]``.
         wanted: the shares.

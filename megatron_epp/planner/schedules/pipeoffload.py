@@ -40,16 +40,17 @@ def longest_lived(order: Order, chunks: Sequence[Chunk], problem: Problem, costs
 
 
 def longest_lived_shares(tables: Tables) -> Shares:
-    """Return 1 for the first stages of each rank, as many as are copied both ways while the rank computes.
+    """Return 1 for the first stages of each rank, as many as are copied both ways while the rank computes, and 0 for others.
 
-    The next stage has the share for which there is time, all others none.
+    If there is no time for one, its share is what there is time for.
     """
     found: list[list[float]] = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     for stages in tables.stages_of:
         left_us = sum(sum(tables.forward_us[stage]) + sum(tables.backward_us[stage]) for stage in stages)
         for stage in stages:
             both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(len(tables.message_us)))
-            share = min(1.0, max(0.0, left_us) / both_us) if both_us > 0 else 0.0
-            found[stage] = [share] * len(tables.message_us)
+            if both_us > left_us and stage != stages[0]:
+                break
+            found[stage] = [min(1.0, left_us / both_us) if both_us > 0.0 else 0.0] * len(tables.message_us)
             left_us -= both_us
     return found

@@ -5,8 +5,8 @@
     python -m scripts.bench.orders --reduced                  one case, two orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
-with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off where the order does.
-The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 % is marked.
+with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off or offloads where the
+schedule does. The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 % is marked.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def costs_of(num_stages: int, context_parallel: int, longest: int) -> Costs:
 
 
 @cache
-def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: bool) -> float | None:
+def makespan_us(case: Case, placement: tuple[int, ...], planner: str, split: bool, offload: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
     problem = Problem(case.lengths, placement, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel)
     try:
         costs = costs_of(len(placement), case.context_parallel, max(case.lengths))
-        made = plan(problem, costs, Options(planner=planner, split_weight=split))
+        made = plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
     return made.predicted.makespan_us
@@ -101,7 +101,8 @@ def row(case: Case, name: str) -> dict[str, Any]:
     schedule = SCHEDULES[planner]
     assert schedule.order is not None
     placement = Placement(schedule.order.kind, RANKS, count)
-    theirs, ours = (makespan_us(case, placement.rank_of, one, schedule.splits_weight) for one in (planner, "greedy"))
+    uses = schedule.splits_weight, schedule.offloads
+    theirs, ours = (makespan_us(case, placement.rank_of, one, *uses) for one in (planner, "greedy"))
     ratio = theirs / ours if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
@@ -109,6 +110,7 @@ def row(case: Case, name: str) -> dict[str, Any]:
         "order": name,
         "placement": f"{placement.kind}, {count}" if count > 1 else "one stage",
         "split_weight": schedule.splits_weight,
+        "offload": schedule.offloads,
         "makespan_us": theirs,
         "greedy_us": ours,
         "ratio": ratio,

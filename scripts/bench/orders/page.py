@@ -16,6 +16,7 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "gpipe": ("`3 (p-1)`", 21, "`m`", 32),
     "1f1b-sliced": ("`3 (p-1)`", 21, "`p`", 8),
+    "terapipe": ("`3 (p-1) / n`, for n = 4 slices", 5.25, "none", None),
     "kfkb": ("`3 (p-1)`", 21, "`k p`, for k = 1", 8),
     "interleaved": ("`3 (p-1) / v`", 10.5, "`p + (p-1) / v`", 11.5),
     "breadth-first": ("`3 (p-1) / v`", 10.5, "`m`", 32),
@@ -27,9 +28,13 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
     "hanayo": ("none for more than `p`", None, "none", None),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
+    "chronos": ("none in its abstract", None, "none in its abstract", None),
+    "pipeoffload": ("none in its abstract", None, "below a half, if a half is offloaded", None),
+    "sppo": ("`3 (p-1) / n`, for n = 4 slices", 5.25, "none without its copies", None),
+    "dynapipe": ("`3 (p-1)`", 21, "the cap", None),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
-SLICES = {"slimpipe": 16}
+SLICES = {"slimpipe": 16, "terapipe": 4, "sppo": 4}
 """Slices of every sequence in the table of claims; 1 for the others."""
 HEAD = """\
 <!-- Written by `python -m scripts.bench.orders --page docs/schedules.md`: change scripts/bench/orders/page.py instead. -->
@@ -51,8 +56,16 @@ With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a m
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. `tests/pure/test_schedules.py` holds the formulas, for other sizes too.
+a rank's ends"), so their claim is lower. PipeOffload and SPPO are without their copies. `tests/pure/test_schedules.py` and
+`tests/pure/test_schedules_by_lengths.py` hold the formulas, for other sizes too, and what these two keep with copies.
 
+"""
+LAYOUTS = """\
+AdaPtis (2509.23722) chooses the layers of the stages, their ranks and the order together, from costs of single layers. Planners
+are given layers and ranks, so AdaPtis is not one of them: [`megatron-epp layout`](layouts.md) chooses both, and plans the best
+few with the default planner, which chooses order, split weight gradients, recompute and copies. AdaPtis begins with a known
+pipeline and changes one of the three where its bottleneck is; the search here bounds all placements, moves layers away from the
+busiest rank, and plans the best. It assigns stages looped or in a V only, not to any rank.
 """
 
 
@@ -65,6 +78,7 @@ def claims() -> str:
         said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if kept is None else f"{memory} = {kept:.3g}"]
         source = SCHEDULES[name].source
         rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
+    rows.append(["`megatron-epp layout`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)
 
 
@@ -95,9 +109,11 @@ def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
     """
     return f"""{HEAD.format(microbatches=MICROBATCHES, ranks=RANKS)}{claims()}
 
+{LAYOUTS}
 ## In a picture
 
-{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; SlimPipe's are in four slices.
+{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe and
+SPPO are in four slices.
 Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
