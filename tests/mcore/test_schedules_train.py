@@ -12,8 +12,8 @@ from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
-BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "v-half")
-"""One of each kind: one stage per rank, several, with weight gradients of their own, and in a V. The others are slow."""
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "v-half", "sppo")
+"""One of each kind: one stage per rank, several, with weight gradients or copies of their own, and in a V. The others are slow."""
 
 
 def case_of(name: str) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def case_of(name: str) -> dict[str, Any]:
         cell |= {"virtual": count, "placement": schedule.order.kind}
     if schedule.splits_weight:
         cell["split"] = True
-    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}"}
+    offload = " --epp-offload" if schedule.offloads else ""
+    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}{offload}"}
 
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]

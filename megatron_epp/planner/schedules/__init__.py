@@ -112,3 +112,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None}
 """Planners of one stage per rank that choose their chunks by their own rules."""
+
+COPYING = {"greedy", *(name for name, schedule in SCHEDULES.items() if schedule.order is not None)}
+"""Planners whose plans may have copies, with `Options.offload`."""

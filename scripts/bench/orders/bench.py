@@ -3,6 +3,7 @@
     python -m scripts.bench.orders                            nine cases, all orders
     python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
     python -m scripts.bench.orders --reduced                  one case, two orders
+    python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, and splits weight gradients off or offloads where the
@@ -125,15 +126,23 @@ def line(figures: dict[str, Any]) -> str:
     return f"{where} {' '.join(times)} {'' if ratio is None else f'{ratio:7.3f}'}{mark}"
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ORDERS]:
+        raise argparse.ArgumentTypeError(f"no order {unknown[0]!r}; there are {', '.join(ORDERS)}")
+    return names
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.orders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
+    parser.add_argument("--orders", type=_names, default=tuple(ORDERS), metavar="NAMES", help="only these orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
     args = parser.parse_args(argv)
-    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, tuple(ORDERS))
+    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, args.orders)
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
     rows = []
     for case in cases:

@@ -43,7 +43,7 @@ HEAD = """\
 
 Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and the same runtime runs.
 `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks them for your batch, model, cluster and cap,
-and `--epp-planner NAME` trains with one. Each is a file of 20 to 90 lines in `megatron_epp/planner/schedules/`, whose first
+and `--epp-planner NAME` trains with one. Each is a file of 20 to 150 lines in `megatron_epp/planner/schedules/`, whose first
 lines say what it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is as short.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
