@@ -117,8 +117,8 @@ def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int]
         own = layout_for(name, layout)
         options = options_from(args, planner=name)
         if schedule is not None:
-            own_actions = {"split_weight": schedule.splits_weight, "offload": schedule.offloads}
-            options = replace(options, **{name: True for name, has in own_actions.items() if has})
+            split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
+            options = replace(options, split_weight=split, offload=offload)
         made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))

@@ -221,6 +221,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
+        "copies": sum(map(len, plan.copies)),
         "shards": sum(action.op is Op.S for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,

@@ -13,7 +13,7 @@ from tests.support.mcore.parity_figures import Figures, check_closeness, parity_
 
 ITERATIONS = 2
 BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "v-half", "sppo")
-"""One of each kind: one stage per rank, several, with weight gradients or copies of their own, and in a V. The others are slow."""
+"""One of each kind: one stage per rank, several, with weight gradients or copies of their own, in a V. The others are slow."""
 
 
 def case_of(name: str) -> dict[str, Any]:
@@ -52,3 +52,4 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans)
     assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
+    assert any(plan["copies"] > 0 for plan in plans) == SCHEDULES[name].offloads

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.plan import Action, Op
@@ -52,13 +53,18 @@ def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Ite
     yield from found
 
 
-def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Times, np.typing.NDArray[np.int64]]:
-    """Compute the time in microseconds and the padded tokens of the sequences from one to before another, ``[from][to]``."""
+def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Times, NDArray[np.int64]]:
+    """Compute the time in microseconds and the padded tokens of the sequences from one to before another, ``[from][to]``.
+
+    Args:
+        problem, costs: the batch and its costs.
+        lengths: of the sequences, falling.
+    """
     line, multiple = slowest_line(problem, costs), problem.token_multiple
     tokens = np.cumsum([0, *lengths], dtype=np.int64)
     pairs = np.cumsum([0, *(causal_pairs(0, length) for length in lengths)], dtype=np.int64)
     padded = -(-(tokens - tokens[:, None]) // multiple) * multiple
-    return line.time_us(padded, pairs - pairs[:, None]), padded
+    return np.asarray(line.time_us(padded, pairs - pairs[:, None]), dtype=np.float64), padded
 
 
 def cyclic(batch: Batch) -> Iterator[Order]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.chunks.chunker import Chunker, slowest_line
@@ -40,10 +41,10 @@ def slices_of_least_latency(problem: Problem, costs: Costs, options: Options) ->
     yield chunker.table_of([int(ends[at]) for at in chosen], longest_us)
 
 
-def _times(problem: Problem, costs: Costs, ends: np.typing.NDArray[np.int64]) -> tuple[Times, Times]:
+def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Times, Times]:
     """Compute the time of a slice of the longest sequence, and the sum over the batch of the slices between the same tokens.
 
-    A sequence that is not cut shares a chunk's fixed time with others.
+    Sequences that are not cut share the fixed time of one chunk.
 
     Args:
         problem, costs: the batch and its costs.
@@ -54,13 +55,13 @@ def _times(problem: Problem, costs: Costs, ends: np.typing.NDArray[np.int64]) ->
     """
     line, lengths = slowest_line(problem, costs), np.array(problem.lengths, dtype=np.int64)
 
-    def prefix_us(tokens: np.typing.NDArray[np.int64]) -> Times:
-        return line.time_us(tokens, tokens * (tokens + 1) // 2) - line.fixed_us
+    def prefix_us(tokens: NDArray[np.int64]) -> Times:
+        return np.asarray(line.time_us(tokens, tokens * (tokens + 1) // 2) - line.fixed_us, dtype=np.float64)
 
     times_us = line.fixed_us + prefix_us(ends) - prefix_us(ends)[:, None]
     cut = prefix_us(np.minimum(ends[:, None], lengths)).sum(axis=1)
     longer = (lengths > ends[:, None]).sum(axis=1)
     done_us = (prefix_us(lengths) * (lengths <= ends[:, None])).sum(axis=1)
     sums_us = cut + (longer * (line.fixed_us - prefix_us(ends)) - done_us)[:, None]
-    sums_us[0] -= line.fixed_us * (len(lengths) - longer)
+    sums_us[0] -= line.fixed_us * np.maximum(len(lengths) - longer - 1, 0)
     return times_us, sums_us
