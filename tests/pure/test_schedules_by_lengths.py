@@ -31,7 +31,7 @@ OFFLOADING = [name for name, schedule in SCHEDULES.items() if schedule.offloads]
 
 
 def latency_us(times_us: np.ndarray, ends: Sequence[int], p: int) -> float:
-    """2102.07988, equation 5; 2311.10418, section 4: ``sum(t) + (p - 1) max(t)``."""
+    """2102.07988, section 3.3; 2311.10418, section 4: ``sum(t) + (p - 1) max(t)``."""
     pieces = [times_us[start, end] for start, end in pairwise((0, *ends))]
     return sum(pieces) + (p - 1) * max(pieces)
 
@@ -67,7 +67,7 @@ def on_ranks(lengths: Sequence[int], ranks: int = 4, cap: int = UNLIMITED_BYTES)
 
 
 def test_terapipe_cuts_a_sequence_where_more_slices_cost_as_much_as_they_save():
-    """2102.07988, equation 5: n slices of L tokens with a fixed time c take ``n c + L + (p - 1)(c + L / n)``.
+    """2102.07988, section 3.3: n slices of L tokens with a fixed time c take ``n c + L + (p - 1)(c + L / n)``.
 
     That is least for ``n = sqrt((p - 1) L / c)``, here sqrt(3 * 12288 / 144) = 16.
     """
@@ -77,7 +77,7 @@ def test_terapipe_cuts_a_sequence_where_more_slices_cost_as_much_as_they_save():
 
 
 def test_terapipes_slices_become_shorter_where_attention_makes_later_tokens_slower():
-    """2102.07988, section 3.3 and figure 4: slices of equal time, so the first is the longest."""
+    """2102.07988, section 3.3: slices of equal time, so the first is the longest."""
     made = plan(on_ranks([12288]), linear(144.0, 1.0, 1e-3), Options(planner="terapipe"))
     tokens = [chunk.segments[0].end - chunk.segments[0].start for chunk in made.chunks]
     assert tokens == sorted(tokens, reverse=True)
@@ -122,7 +122,7 @@ def test_dynapipe_delays_forwards_for_which_there_is_no_memory(most: int):
 
 
 def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
-    """2503.10377, section 4: ``share * A`` is one size M for all slices but those with less, whose share is 1."""
+    """2503.10377, sequence-aware offloading: ``share * A`` is one size M for all slices; of those with less the share is 1."""
     stage = StageCosts(
         num_layers=1,
         forward=Line(0.0, 1.0, 1e-3),
@@ -145,9 +145,9 @@ def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
 
 @pytest.mark.parametrize("n", [8, 16])
 def test_sppo_holds_half_of_a_sequence_if_half_of_each_slice_is_offloaded(n: int):
-    """2503.10377, section 4: ``M_i = M_(i-1) + A_i - share * A_(i-1)``, here with half of the one before still on its way.
+    """2503.10377, sequence-aware offloading: ``M_i = M_(i-1) + A_i - share * A_(i-1)``, with what is still on its way.
 
-    Section 5: n slices take ``(p - 1 + n) / n`` of the time of the whole sequence, with the copies.
+    By its model of the pipeline n slices take ``(p - 1 + n) / n`` of the time of the whole sequence, with the copies.
     """
     unit = Unit("sppo", 4, 1, slices=n, link=4 / 3)
     made = unit.with_copies()
@@ -169,7 +169,7 @@ def test_chronos_waits_as_1f1b_and_keeps_three_quarters_of_its_memory(p: int):
 
 
 def test_chronos_recomputes_shallow_stages_first():
-    """2503.03182, abstract and section on Chronos-Recomp: activations of shallow layers live longest."""
+    """2503.03182, on Chronos-Recomp: activations of shallow layers live longest."""
     problem = two_stages_each("chronos")
     costs = PROFILE.costs([4] * 8, state_bytes_per_parameter=7.5)
     free = plan(problem, costs, Options(planner="chronos", slices=6))
@@ -182,7 +182,7 @@ def test_chronos_recomputes_shallow_stages_first():
         assert any(recomputed[4:]) == deep_too
 
 
-@pytest.mark.parametrize("p", [8, 16])
+@pytest.mark.parametrize("p", [8, 12])
 def test_pipeoffload_keeps_less_than_half_if_half_is_offloaded(p: int):
     """2503.01328, abstract: peak memory decreases "in a better-than-linear manner", "with negligible overhead".
 

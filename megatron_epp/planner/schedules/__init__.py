@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.decisions import Decisions
@@ -11,6 +12,7 @@ from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.breadth_first import breadth_first
 from megatron_epp.planner.schedules.chronos import chronos, shallow_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
+from megatron_epp.planner.schedules.copies import copied
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
 from megatron_epp.planner.schedules.dynapipe import cyclic, sorted_microbatches
 from megatron_epp.planner.schedules.fixed_order import FixedOrder
@@ -20,10 +22,10 @@ from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
 from megatron_epp.planner.schedules.one_f_one_b import one_f_one_b
-from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved, longest_lived
+from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved, longest_lived_shares
 from megatron_epp.planner.schedules.seq1f1b import seq1f1b
 from megatron_epp.planner.schedules.slimpipe import slimpipe
-from megatron_epp.planner.schedules.sppo import sequence_aware
+from megatron_epp.planner.schedules.sppo import sequence_aware_shares
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.schedules.terapipe import slices_of_least_latency
 from megatron_epp.planner.schedules.v_blocks import v_half, v_min
@@ -85,14 +87,17 @@ SCHEDULES: dict[str, Schedule] = {
         "ChronosPipe, 2503.03182",
     ),
     "pipeoffload": Schedule(
-        FixedOrder(generalised_interleaved, chunks_per_rank=None, fit=longest_lived),
+        FixedOrder(generalised_interleaved, chunks_per_rank=None, fit=partial(copied, longest_lived_shares)),
         "interleaved, activations with the longest lifetimes offloaded",
         "2503.01328",
         splits_weight=True,
         offloads=True,
     ),
     "sppo": Schedule(
-        FixedOrder(one_f_one_b, fit=sequence_aware), "1F1B over slices, an offload share for each", "2503.10377", offloads=True
+        FixedOrder(one_f_one_b, fit=partial(copied, sequence_aware_shares)),
+        "1F1B over slices, an offload share for each",
+        "2503.10377",
+        offloads=True,
     ),
     "dynapipe": Schedule(
         FixedOrder(cyclic, tables=sorted_microbatches),

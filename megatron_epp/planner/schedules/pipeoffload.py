@@ -11,14 +11,10 @@ norms and activation functions are not recomputed to make copies smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk
-from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.orders.warm_up import Order
-from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.schedules.copies import Shares, copied
+from megatron_epp.planner.schedules.copies import Shares
 from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.schedules.uniform import Spacing
 from megatron_epp.planner.tables import Tables
@@ -32,11 +28,6 @@ def generalised_interleaved(batch: Batch) -> Iterator[Order]:
     ranks, laps = batch.placement.num_ranks, batch.placement.num_chunks
     for group in dict.fromkeys((1, -(-ranks // 2), ranks)):
         yield Spacing.of(ranks, laps, group, UNITS).order(batch)
-
-
-def longest_lived(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Offload the shares of `longest_lived_shares`. Arguments and errors as for `fitted`."""
-    return copied(longest_lived_shares, order, chunks, problem, costs, options)
 
 
 def longest_lived_shares(tables: Tables) -> Shares:

@@ -1,4 +1,4 @@
-"""SPPO (arXiv 2503.10377, sections 4 and 5): 1F1B over slices of a sequence, each with an offload share of its own.
+"""SPPO (arXiv 2503.10377, sections 3 to 6): 1F1B over slices of a sequence, each with an offload share of its own.
 
 Kept: slices of equal time, keys and values that stay on the device, and of every other activation the share that the link
 moves while a slice is computed, ``min(1, M / A)`` for ``A`` bytes of a slice and ``M`` bytes moved in that time; copies come
@@ -13,20 +13,8 @@ paper's ``(p - 1 + N) / N`` times a measured time of N slices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk
-from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.orders.warm_up import Order
-from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.schedules.copies import Shares, copied
+from megatron_epp.planner.schedules.copies import Shares
 from megatron_epp.planner.tables import Tables
-
-
-def sequence_aware(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Offload the shares of `sequence_aware_shares`. Arguments and errors as for `fitted`."""
-    return copied(sequence_aware_shares, order, chunks, problem, costs, options)
 
 
 def sequence_aware_shares(tables: Tables) -> Shares:

@@ -1,6 +1,6 @@
 """TeraPipe (arXiv 2102.07988, section 3.3): slices by dynamic programming, all forwards, then all backwards.
 
-Kept: the latency ``sum(t) + (p - 1) max(t)`` of slices (equation 5), the dynamic program that makes it least, and GPipe's order
+Kept: the latency ``sum(t) + (p - 1) max(t)`` of slices, the dynamic program that makes it least, and GPipe's order
 over slices. Changed: lengths differ, so all sequences are cut at the same tokens, and short ones are packed instead of forming
 slices of several sequences. Times are those of the slowest stage, without messages. Recompute is what the cap requires; the
 paper has none.

@@ -112,9 +112,8 @@ def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
 {LAYOUTS}
 ## In a picture
 
-{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe and
-SPPO are in four slices.
-Weight gradients, where they are actions of their own, are green.
+{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe
+and SPPO are in four slices. Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
 
