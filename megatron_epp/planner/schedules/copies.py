@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan import Chunk, InfeasibleError, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, play
 from megatron_epp.planner.kernels.columns import encode
@@ -35,7 +37,8 @@ def copied(
 ) -> Decisions:
     """Copy shares of activations, each as soon as it can go and back as late as possible, where the link has time for both.
 
-    Without `Options.offload` or a link, and where copies and recompute of what stays do not fit the caps, `fitted` chooses.
+    Where these copies and recompute do not fit the caps, recompute alone is tried, then what `fitted` chooses. Without
+    `Options.offload` or a link it chooses at once.
 
     Args:
         wanted: returns the shares from the times and sizes of the chunks.
@@ -50,6 +53,8 @@ def copied(
         if made is not None:
             steps, shares, copies = made.recompute_steps, made.shares, made.copies
             return Decisions(tuple(chunks), order, steps, options.modes(costs), copies=copies, offload=shares)
+        with suppress(InfeasibleError):
+            return fitted(order, chunks, problem, costs, replace(options, offload=False))
     return fitted(order, chunks, problem, costs, options)
 
 
