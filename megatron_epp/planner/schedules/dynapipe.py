@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,10 @@ from megatron_epp.planner.tabulate import tabulate
 
 HALVINGS = 4
 """Times that the bound on the tokens of a microbatch is halved."""
+LAYERS = (0.0, 0.5, 1.0)
+"""Shares of the layers that recompute, for the memory of an order."""
+ROOM = (1.0, 0.8, 0.6)
+"""Shares of the room for activations that an order may take: the rest is for the layer that a backward is at."""
 
 
 def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
@@ -68,13 +72,15 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
 
 
 def cyclic(batch: Batch) -> Iterator[Order]:
-    """Yield the order without limits of memory, and those within the caps if nothing or everything recomputes."""
+    """Yield the order without limits of memory, and those within shares of the caps with more or less recompute."""
     tables = tabulate(batch.chunks, batch.problem, batch.costs)
-    all_layers = [[[count] * batch.num_chunks for count in tables.num_layers]]
     found = {_Cycles(batch, None, []).run(): None}
-    for steps in ([[0] * batch.num_chunks for _ in tables.num_layers], *all_layers):
-        kept = [[tables.kept_bytes(s, c, count) for c, count in enumerate(row)] for s, row in enumerate(steps)]
-        room = [cap - static for cap, static in zip(batch.problem.cap_bytes, tables.static, strict=True)]
+    for layers, share in product(LAYERS, ROOM):
+        kept = [
+            [tables.kept_bytes(stage, c, int(layers * count)) for c in range(batch.num_chunks)]
+            for stage, count in enumerate(tables.num_layers)
+        ]
+        room = [share * (cap - static) for cap, static in zip(batch.problem.cap_bytes, tables.static, strict=True)]
         found[_Cycles(batch, kept, room).run()] = None
     yield from found
 
@@ -88,10 +94,10 @@ class _Cycles:
         room: bytes of every rank for these.
     """
 
-    def __init__(self, batch: Batch, kept: list[list[int]] | None, room: Sequence[int]) -> None:
+    def __init__(self, batch: Batch, kept: list[list[int]] | None, room: Sequence[float]) -> None:
         ranks = batch.placement.num_ranks
         self._kept = kept or [[0] * batch.num_chunks] * ranks
-        self._room: Sequence[float] = room if kept else [math.inf] * ranks
+        self._room = room if kept else [math.inf] * ranks
         self._backwards, self._total = descending(batch.groups), batch.num_chunks
         self._needed = [group.stop for group in batch.groups for _ in group]
         self._forwarded, self._reversed = [0] * ranks, [0] * ranks
