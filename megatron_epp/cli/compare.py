@@ -116,8 +116,9 @@ def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int]
     try:
         own = layout_for(name, layout)
         options = options_from(args, planner=name)
-        if schedule is not None and schedule.splits_weight:
-            options = replace(options, split_weight=True)
+        if schedule is not None:
+            split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
+            options = replace(options, split_weight=split, offload=offload)
         made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))
@@ -137,9 +138,11 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
     planned = [entry.planner for entry in entries if entry.plan is not None]
-    splits = [name for name in planned if name in SCHEDULES and SCHEDULES[name].splits_weight]
-    if splits:
+    theirs = {name: SCHEDULES[name] for name in planned if name in SCHEDULES}
+    if splits := [name for name, schedule in theirs.items() if schedule.splits_weight]:
         lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
+    if copying := [name for name, schedule in theirs.items() if schedule.offloads]:
+        lines.append(f"activations may be offloaded in {', '.join(copying)}; with --offload in all")
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     return "\n".join(lines)
 

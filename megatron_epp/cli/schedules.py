@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
         count = 1 if schedule.order is None else schedule.order.chunks_per_rank
         kind = "looped" if schedule.order is None else schedule.order.kind
         stages = f"{'2 or more' if count is None else count}{', V' * (kind == 'v')}" if kind != "helix" else "one per layer"
+        uses = ["W"] * schedule.splits_weight + ["offload"] * schedule.offloads
         summary = schedule.summary + "; planned, not run" * bool(schedule.lacks)
-        rows.append([name, stages, "W" * schedule.splits_weight, schedule.source, summary])
-    say("\n".join(table(("planner", "stages per rank", "splits", "source", "what it does"), rows, left=range(5))))
+        rows.append([name, stages, ", ".join(uses), schedule.source, summary])
+    say("\n".join(table(("planner", "stages per rank", "uses", "source", "what it does"), rows, left=range(5))))
     for name, schedule in SCHEDULES.items():
         if schedule.lacks:
             say(f"\n{name} is planned, not run: training lacks {schedule.lacks}.")

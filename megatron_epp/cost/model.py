@@ -62,8 +62,8 @@ class PipelineCosts:
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
         attention: of every layer, separate from the stages; None if it is a part of them.
-        context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all
-            of them, in a forward, and again in a backward; empty if unknown.
+        context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up
+            to all of them, in a forward, and again in a backward; empty if unknown.
     """
 
     name: str

@@ -229,6 +229,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "joined": sum(len(step.also) > 0 for row in plan.ranks for step in row),
+        "copies": sum(map(len, plan.copies)),
         "shards": sum(action.op is Op.S for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,

@@ -12,9 +12,9 @@ from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
-BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp")
-"""One of each kind: one stage per rank, several, with separate weight gradients, and in a V with steps of two actions, which
-take turns at the exchanges of tensor parallelism. The others are slow."""
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp", "sppo")
+"""One of each kind: one stage per rank, several, with separate weight gradients, in a V with steps of two actions, which take
+turns at the exchanges of tensor parallelism, and with copies of its own. The others are slow."""
 
 
 def case_of(name: str) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def case_of(name: str) -> dict[str, Any]:
         cell["tp"] = 2
     if schedule.splits_weight:
         cell["split"] = True
-    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}"}
+    offload = " --epp-offload" if schedule.offloads else ""
+    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}{offload}"}
 
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.order is not None and not schedule.lacks]
@@ -54,6 +55,7 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans)
     assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
+    assert any(plan["copies"] > 0 for plan in plans) == SCHEDULES[name].offloads
 
 
 def test_the_two_actions_of_a_step_take_turns_in_the_midst_of_their_layers(

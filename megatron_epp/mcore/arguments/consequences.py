@@ -14,7 +14,8 @@ from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner import PLANNERS
+from megatron_epp.planner.schedules import COPYING, SCHEDULES
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +242,8 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
-    elif planner != "greedy":
-        yield f"--epp-offload is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif planner in PLANNERS and planner not in COPYING:
+        yield f"--epp-offload is for --epp-planner greedy and orders of papers, not {planner}; leave one of them out"
     elif args.epp_recompute != "auto":
         yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
     if budget_ms is not None and planner != "greedy":

@@ -131,8 +131,8 @@ _MEMORY = (
         field=lambda value: value == "on",
     ).described(
         "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
-        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). Only "
-        "the planner greedy does so."
+        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). For "
+        "the planner greedy and orders of papers; only greedy uses KV offload."
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
         "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "

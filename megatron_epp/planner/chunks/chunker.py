@@ -61,12 +61,7 @@ class Chunker:
         """
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
-        share = problem.trained_share
-        lines = [
-            costs.forward_line(stage, share) + (Line() if problem.forward_only else costs.backward_line(stage, share))
-            for stage in range(problem.num_stages)
-        ]
-        slowest = max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)
+        slowest = slowest_line(problem, costs)
         line = Line(0.0, max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us))
         if line == Line():  # costs nothing: balance tokens
             line = Line(0.0, 1.0)
@@ -161,18 +156,25 @@ class Chunker:
         return round(2 * time_us / (linear + math.sqrt(linear * linear + 2 * self.line.per_pair_us * time_us)))
 
     def table(self, grain: Grain) -> tuple[Chunk, ...]:
-        """The chunk table of a grain, in forward order: longest sequence first, slices ascending, batched chunks last.
+        """The chunk table of a grain, in forward order: longest sequence first, slices ascending, batched chunks last."""
+        return self.table_of(self.mesh(grain.slices), grain.time_us)
+
+    def table_of(self, ends: Sequence[int], time_us: float) -> tuple[Chunk, ...]:
+        """The chunk table of given slices of the longest sequence.
 
         Every sequence longer than the first slice of the longest is cut at the same places as the longest, so slices of equal
         number cost the same; its tail slice may take short sequences along.
+
+        Args:
+            ends: of the slices of the longest sequence, all but the last multiples of the padding.
+            time_us: time aimed at for a chunk, without its fixed part.
         """
         lengths = self.problem.lengths
-        ends = self.mesh(grain.slices)
         long = sorted((q for q, length in enumerate(lengths) if length > ends[0]), key=lambda q: (-lengths[q], q))
         cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
         tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
         shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
-        buckets = pack(tails, shorts, grain.time_us, self._token_limit(ends[0], shorts, grain.time_us))
+        buckets = pack(tails, shorts, time_us, self._token_limit(ends[0], shorts, time_us))
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
         return joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
 
@@ -187,6 +189,22 @@ class Chunker:
         short_us = sum(item.time_us for item in shorts)
         typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0
         return min(self.token_cap, max(first_slice, typical))
+
+
+def slowest_line(problem: Problem, costs: Costs) -> Line:
+    """Time of forward and backward on the stage that takes longest for the batch.
+
+    Args:
+        problem: the batch.
+        costs: time of every stage.
+    """
+    tokens, share = sum(problem.lengths), problem.trained_share
+    pairs = sum(causal_pairs(0, length) for length in problem.lengths)
+    lines = [
+        costs.forward_line(stage, share) + (Line() if problem.forward_only else costs.backward_line(stage, share))
+        for stage in range(problem.num_stages)
+    ]
+    return max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)
 
 
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:

@@ -126,20 +126,35 @@ class Chooser:
         if leaves <= position or allowed < max(1, min(kept, least)):  # no copy moves less than the input of a layer
             return
         most = min(allowed, int(self.excess[position:leaves].max()))
-        free_us, wanted_us = float(self.end[entered]), float(self.start[position])
-        gone_us, needed_us = float(self.end[position]), float(self.start[leaves])
         for part in PARTS:
             share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
-            moved = moved_of(kept, least, share)
-            took_us = tables.host_us(moved)
-            out = earliest((self.own, self.out), free_us, wanted_us, took_us)
-            if out is None:
-                continue
-            back = latest((self.own, self.back), max(out + took_us, gone_us), needed_us, took_us)
-            if back is not None:
-                break
-        else:
-            return
+            if self.take(forward, entered, share, float(self.start[position]), float(self.end[position])):
+                return
+
+    def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
+        """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
+
+        Args:
+            forward: of the chunk.
+            entered: its position in the rank's list.
+            share: of the kept bytes.
+            wanted_us: latest end of the copy out.
+            gone_us: earliest start of the copy back.
+
+        Returns:
+            True if the link has time for both.
+        """
+        _, stage, c = forward
+        tables, leaves = self.tables, self.leaves[stage, c]
+        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        moved = moved_of(kept, tables.layer_input[stage][c], share)
+        took_us, needed_us = tables.host_us(moved), float(self.start[leaves])
+        out = earliest((self.own, self.out), float(self.end[entered]), wanted_us, took_us)
+        if out is None:
+            return False
+        back = latest((self.own, self.back), max(out + took_us, gone_us), needed_us, took_us)
+        if back is None:
+            return False
         for busy, start_us in ((self.own, out), (self.own, back), (self.out, out), (self.back, back)):
             busy.take(start_us, took_us)
         first = int(np.searchsorted(self.start, out + took_us))
@@ -152,6 +167,7 @@ class Chooser:
             Chosen(out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share),
             Chosen(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
         ]
+        return True
 
 
 class Busy:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.breadth_first import breadth_first
+from megatron_epp.planner.schedules.chronos import chronos, shallow_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
+from megatron_epp.planner.schedules.copies import copied
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
+from megatron_epp.planner.schedules.dynapipe import cyclic, sorted_microbatches
 from megatron_epp.planner.schedules.fixed_order import FixedOrder
 from megatron_epp.planner.schedules.flexsp import flexsp
 from megatron_epp.planner.schedules.gpipe import gpipe
@@ -20,10 +24,13 @@ from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
 from megatron_epp.planner.schedules.one_f_one_b import one_f_one_b
+from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved, longest_lived_shares
 from megatron_epp.planner.schedules.seq1f1b import seq1f1b
 from megatron_epp.planner.schedules.slimpipe import slimpipe
+from megatron_epp.planner.schedules.sppo import sequence_aware_shares
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.schedules.stp import stp
+from megatron_epp.planner.schedules.terapipe import slices_of_least_latency
 from megatron_epp.planner.schedules.v_blocks import v_half, v_min
 from megatron_epp.planner.schedules.zb_v import zb_v
 from megatron_epp.planner.schedules.zero_bubble import zb_h1, zb_h2
@@ -39,6 +46,7 @@ class Schedule:
         source: paper or code that it follows.
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
         lacks: what training lacks to run its plans; empty if it runs them.
+        offloads: it has copies of its own, with `Options.offload`.
     """
 
     plan: Callable[[Problem, Costs, Options], Decisions]
@@ -46,6 +54,7 @@ class Schedule:
     source: str
     splits_weight: bool = False
     lacks: str = ""
+    offloads: bool = False
 
     @property
     def order(self) -> FixedOrder | None:
@@ -58,6 +67,11 @@ SCHEDULES: dict[str, Schedule] = {
     "1f1b-packed": Schedule(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
     "1f1b-sliced": Schedule(FixedOrder(one_f_one_b), "1F1B over slices that take equal time", "2006.09503, 2406.03488"),
     "gpipe": Schedule(FixedOrder(gpipe), "all forwards, then all backwards", "1811.06965"),
+    "terapipe": Schedule(
+        FixedOrder(gpipe, tables=slices_of_least_latency),
+        "GPipe over slices of least latency, by dynamic programming",
+        "2102.07988",
+    ),
     "kfkb": Schedule(FixedOrder(kfkb), "k forwards and k backwards in turn, the best k", "Ada-Grouper, 2303.01675"),
     "interleaved": Schedule(FixedOrder(interleaved, chunks_per_rank=None), "1F1B, several stages per rank", "2104.04473"),
     "breadth-first": Schedule(
@@ -84,6 +98,29 @@ SCHEDULES: dict[str, Schedule] = {
         "2507.00394",
         lacks="attention of a layer on another rank than its weights",
     ),
+    "chronos": Schedule(
+        FixedOrder(chronos, chunks_per_rank=2, fit=shallow_first),
+        "short lifetimes on two stages, shallow ones recompute",
+        "ChronosPipe, 2503.03182",
+    ),
+    "pipeoffload": Schedule(
+        FixedOrder(generalised_interleaved, chunks_per_rank=None, fit=partial(copied, longest_lived_shares)),
+        "interleaved, activations with the longest lifetimes offloaded",
+        "2503.01328",
+        splits_weight=True,
+        offloads=True,
+    ),
+    "sppo": Schedule(
+        FixedOrder(one_f_one_b, fit=partial(copied, sequence_aware_shares)),
+        "1F1B over slices, an offload share for each",
+        "2503.10377",
+        offloads=True,
+    ),
+    "dynapipe": Schedule(
+        FixedOrder(cyclic, tables=sorted_microbatches),
+        "whole sequences of similar length together, one B and one F a cycle",
+        "2311.10418",
+    ),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(
         FixedOrder(slimpipe, chunks_per_rank=None),
@@ -103,3 +140,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None and not schedule.lacks}
 """Planners of one stage per rank that choose their chunks by their own rules, and whose plans run."""
+
+COPYING = {"greedy", *(name for name, schedule in SCHEDULES.items() if schedule.order is not None)}
+"""Planners whose plans may have copies, with `Options.offload`."""

@@ -24,6 +24,23 @@ CHUNKS_PER_RANK = (2, 4, 6, 8, 12, 16, 24, 32)
 """Grains that every order is tried with, besides whole sequences: chunks of a table as multiples of the ranks."""
 
 
+ChunkTable = tuple[Chunk, ...]
+
+
+def several_grains(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
+    """Yield whole sequences and several grains, or the table with the slices asked for.
+
+    Args:
+        problem, costs, options: as planners take them.
+    """
+    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    if options.slices is not None:
+        yield chunker.table(chunker.grain(slices=options.slices))
+        return
+    grains = [chunker.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
+    yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
+
+
 class Batch(NamedTuple):
     """Input of an order.
 
@@ -61,11 +78,15 @@ class FixedOrder:
         orders: returns the orders to try; raises `PlanError` if the schedule has none for the batch.
         kind: of the placement.
         chunks_per_rank: stages of each rank; None for two or more.
+        tables: returns the chunk tables to try, in order; raises `PlanError` if the schedule has none for the batch.
+        fit: chooses recompute and copies for an order, as `fitted` does.
     """
 
     orders: Callable[[Batch], Iterable[Order | JoinedOrder]]
     kind: Literal["looped", "v", "helix"] = "looped"
     chunks_per_rank: int | None = 1
+    tables: Callable[[Problem, Costs, Options], Iterable[ChunkTable]] = several_grains
+    fit: Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions] = fitted
 
     def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions:
         """Plan a batch.
@@ -77,11 +98,14 @@ class FixedOrder:
         placement = self.placement(problem, options)
         best: tuple[float, Decisions] | None = None
         refusals: list[InfeasibleError | PlanError] = []
-        for chunks in _tables(problem, costs, options):
+        for chunks in self.tables(problem, costs, options):
             for order in self._orders(Batch(chunks, slice_groups(chunks), placement, problem, costs), refusals):
                 try:
                     rows, joined = _asked_for(order, problem, options)
-                    made = fitted(rows, chunks, problem, costs, options, joined)
+                    if joined:
+                        made = fitted(rows, chunks, problem, costs, options, joined)
+                    else:
+                        made = self.fit(rows, chunks, problem, costs, options)
                 except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
                     refusals.append(refusal)
                     continue
@@ -127,16 +151,6 @@ class FixedOrder:
         raise PlanError(
             f"planner {options.planner!r} needs {number} on each rank{shape}; the stages are on ranks {list(problem.placement)}"
         )
-
-
-def _tables(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[Chunk, ...]]:
-    """Yield the chunk tables to try: those of the slices asked for, or whole sequences and several grains."""
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
-    if options.slices is not None:
-        yield chunker.table(chunker.grain(slices=options.slices))
-        return
-    grains = [chunker.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
-    yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
 
 
 def as_joined(order: Order | JoinedOrder) -> JoinedOrder:

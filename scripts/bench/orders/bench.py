@@ -3,11 +3,12 @@
     python -m scripts.bench.orders                            ten cases, all orders
     python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
     python -m scripts.bench.orders --reduced                  one case, two orders
+    python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
-order needs, and splits weight gradients off where the order does.
-The ratio is the order's makespan over greedy's; an order that is faster by more than 0.5 % is marked.
+order needs, and splits weight gradients off or offloads where the schedule does. The ratio is the order's makespan over
+greedy's; an order that is faster by more than 0.5 % is marked.
 """
 
 from __future__ import annotations
@@ -90,14 +91,14 @@ def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_par
 
 
 @cache
-def makespan_us(case: Case, layout: Layout, planner: str, split: bool) -> float | None:
+def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
     problem = Problem(
         case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel
     )
     try:
         costs = costs_of(layout, max(case.lengths), case.tensor_parallel, case.context_parallel)
-        made = plan(problem, costs, Options(planner=planner, split_weight=split))
+        made = plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
     return made.predicted.makespan_us
@@ -110,8 +111,8 @@ def row(case: Case, name: str) -> dict[str, Any]:
     assert schedule.order is not None
     layout = schedule.order.layout(LAYERS, RANKS, count)
     usual = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1)) if schedule.lacks else layout
-    theirs = makespan_us(case, layout, planner, schedule.splits_weight)
-    ours = makespan_us(case, usual, "greedy", schedule.splits_weight)
+    uses = schedule.splits_weight, schedule.offloads
+    theirs, ours = makespan_us(case, layout, planner, *uses), makespan_us(case, usual, "greedy", *uses)
     ratio = theirs / ours if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
@@ -119,6 +120,7 @@ def row(case: Case, name: str) -> dict[str, Any]:
         "order": name,
         "placement": f"{layout.placement.kind}, {layout.placement.num_chunks}" if count > 1 else "one stage",
         "split_weight": schedule.splits_weight,
+        "offload": schedule.offloads,
         "makespan_us": theirs,
         "greedy_us": ours,
         "ratio": ratio,
@@ -133,15 +135,23 @@ def line(figures: dict[str, Any]) -> str:
     return f"{where} {' '.join(times)} {'' if ratio is None else f'{ratio:7.3f}'}{mark}"
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ORDERS]:
+        raise argparse.ArgumentTypeError(f"no order {unknown[0]!r}; there are {', '.join(ORDERS)}")
+    return names
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.orders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
+    parser.add_argument("--orders", type=_names, default=tuple(ORDERS), metavar="NAMES", help="only these orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
     args = parser.parse_args(argv)
-    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, tuple(ORDERS))
+    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, args.orders)
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
     rows = []
     for case in cases:

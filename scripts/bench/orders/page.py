@@ -16,6 +16,7 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "gpipe": ("`3 (p-1)`", 21, "`m`", 32),
     "1f1b-sliced": ("`3 (p-1)`", 21, "`p`", 8),
+    "terapipe": ("`3 (p-1) / n`, for n = 4 slices", 5.25, "none", None),
     "kfkb": ("`3 (p-1)`", 21, "`k p`, for k = 1", 8),
     "interleaved": ("`3 (p-1) / v`", 10.5, "`p + (p-1) / v`", 11.5),
     "breadth-first": ("`3 (p-1) / v`", 10.5, "`m`", 32),
@@ -29,9 +30,13 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "hanayo": ("none for more than `p`", None, "none", None),
     "helixpipe": ("two folds: at most `6 (p-1) (t_pre + t_post)`", 10.5, "`m`", 32),
     "slimpipe": ("none stated for this order", None, "with n slices `1 + 2 (p-1) / (n v)`", 1 + 14 / 32),
+    "chronos": ("none in its abstract", None, "none in its abstract", None),
+    "pipeoffload": ("none in its abstract", None, "below a half, if a half is offloaded", None),
+    "sppo": ("`3 (p-1) / n`, for n = 4 slices", 5.25, "none without its copies", None),
+    "dynapipe": ("`3 (p-1)`", 21, "the cap", None),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
-SLICES = {"slimpipe": 16}
+SLICES = {"slimpipe": 16, "terapipe": 4, "sppo": 4}
 """Slices of every sequence in the table of claims; 1 for the others."""
 HEAD = """\
 <!-- Written by `python -m scripts.bench.orders --page docs/schedules.md`: change scripts/bench/orders/page.py instead. -->
@@ -54,9 +59,10 @@ With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a m
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. For HelixPipe half of each pass is attention, so that `t_pre + t_post` of a layer is a
-quarter; the formula is derived from its order. `tests/pure/test_schedules.py` holds the formulas, for other sizes too, and
-`test_helixpipe.py` those of HelixPipe.
+a rank's ends"), so their claim is lower. PipeOffload and SPPO are without their copies. For HelixPipe half of each pass is
+attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
+`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py` and `test_helixpipe.py` hold the formulas, for other sizes too, and what PipeOffload and SPPO
+keep with copies.
 
 """
 
@@ -111,6 +117,13 @@ Running it would take communicators for every group that occurs, attention that 
 batches divided by group instead of evenly, and a loss that weighs the ranks by their tokens.
 
 """
+LAYOUTS = """\
+AdaPtis (2509.23722) chooses the layers of the stages, their ranks and the order together, from costs of single layers. Planners
+are given layers and ranks, so AdaPtis is not one of them: [`megatron-epp layout`](layouts.md) chooses both, and plans the best
+few with the default planner, which chooses order, split weight gradients, recompute and copies. AdaPtis begins with a known
+pipeline and changes one of the three where its bottleneck is; the search here bounds all placements, moves layers away from the
+busiest rank, and plans the best. It assigns stages looped or in a V only, not to any rank.
+"""
 
 
 def claims() -> str:
@@ -122,6 +135,7 @@ def claims() -> str:
         said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if kept is None else f"{memory} = {kept:.3g}"]
         source = SCHEDULES[name].source
         rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
+    rows.append(["`megatron-epp layout`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)
 
 
@@ -153,6 +167,7 @@ def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
     """
     return f"""{HEAD.format(microbatches=MICROBATCHES, ranks=RANKS)}{claims()}
 
+{LAYOUTS}
 ## Steps of two actions
 
 STP runs a forward and a backward of one stage in one step (`7F5+7B4` in a plan), or a forward and a weight gradient, or two
@@ -175,9 +190,9 @@ microbatches; and without tensor parallelism, where there is nothing to overlap.
 
 ## In a picture
 
-{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; SlimPipe's are in four slices.
-STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first.
-Weight gradients, where they are actions of their own, are green.
+{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe and
+SPPO are in four slices. STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the
+colour of the first. Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
 
@@ -186,8 +201,8 @@ Weight gradients, where they are actions of their own, are green.
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
 placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Columns are batch and memory
 cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
-Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8" is
-with tensor parallel size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is
+Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
+is with tensor parallel size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is
 recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
 
 {gallery(rows)}

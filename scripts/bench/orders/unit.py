@@ -6,6 +6,8 @@ forward keeps stays until its W, and recompute saves nothing.
 
 from __future__ import annotations
 
+import math
+
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -18,6 +20,8 @@ from megatron_epp.planner.schedules.fixed_order import Batch, as_joined
 from megatron_epp.planner.search.greedy import predicted_us
 
 TOKENS = 96
+PASSES = 3
+"""F, B and W, of one unit of time each."""
 _PAIRS = causal_pairs(0, TOKENS)
 
 
@@ -26,18 +30,21 @@ def fewest(name: str, ranks: int) -> int:
     return 3 * ranks - 1 if name == "stp" else 2 * ranks
 
 
-def unit_costs(num_stages: int, share: float = 1.0) -> PipelineCosts:
+def unit_costs(num_stages: int, share: float = 1.0, host_us_per_byte: float = math.inf) -> PipelineCosts:
     """Return costs without fixed times, messages, and bytes that recompute could save.
 
     Args:
         num_stages: of the pipeline, each of one layer.
         share: of the unit of time and of the byte that each of F, B and W of a token takes on a stage.
+        host_us_per_byte: time of a copy; infinite if nothing can be offloaded.
     """
     whole = ("layer", "full", "apart", "apart_attended", "attended", "weight", "recomputed_layer")
     kept = {f"{name}_bytes_per_token": share for name in whole}
+    if math.isfinite(host_us_per_byte):  # no copy moves less than what recompute would keep
+        kept["recomputed_layer_bytes_per_token"] = 0.0
     times = {name: Line(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
     stage = StageCosts(num_layers=1, kv_bytes_per_token=0.0, **kept, **times)
-    return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0)
+    return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0, host_us_per_byte=host_us_per_byte)
 
 
 def block_costs(num_layers: int, share: float, attention: float = 0.5, before: float = 0.25) -> PipelineCosts:
@@ -77,9 +84,11 @@ class Unit:
         ranks: of the pipeline.
         microbatches: sequences, each in as many slices as given.
         slices: of every sequence.
+        link: time in which all that a microbatch keeps on a rank is copied to the host and back, in times of its computation
+            there; infinite if nothing can be offloaded.
     """
 
-    def __init__(self, name: str, ranks: int, microbatches: int, slices: int = 1) -> None:
+    def __init__(self, name: str, ranks: int, microbatches: int, slices: int = 1, link: float = math.inf) -> None:
         planner, _, count = name.partition(", ")
         self.schedule, self.microbatches = SCHEDULES[planner], microbatches
         assert self.schedule.order is not None
@@ -88,8 +97,10 @@ class Unit:
         self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
-        make = block_costs if layout.has_separate_attention else unit_costs
-        self.costs = make(layout.num_layers, 1 / per_rank)
+        if layout.has_separate_attention:
+            self.costs = block_costs(layout.num_layers, 1 / per_rank)
+        else:
+            self.costs = unit_costs(self.placement.num_stages, 1 / per_rank, link * PASSES / 2)
         self.problem = Problem((TOKENS,) * microbatches, self.placement.rank_of, (UNLIMITED_BYTES,) * ranks)
         self.tables = tabulate(self.chunks, self.problem, self.costs)
 
@@ -98,6 +109,14 @@ class Unit:
         batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
         order, joined = as_joined(list(self.schedule.order.orders(batch))[which])
         return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages, joined=joined)
+
+    def with_copies(self, which: int = 0) -> Plan:
+        """Return the plan with the copies that the schedule wants."""
+        assert self.schedule.order is not None
+        options = Options(planner="fixed", split_weight=True, offload=True)
+        order = self.of_paper(which).order
+        made = self.schedule.order.fit(order, self.chunks, self.problem, self.costs, options)
+        return build_plan(self.problem, self.costs, options, made)
 
     def greedy(self, cap: int) -> Decisions:
         problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)

@@ -1,0 +1,54 @@
+"""ChronosPipe (arXiv 2503.03182): two stages per rank, a chunk's backward as soon after its forward as ranks can have it.
+
+Kept: Chronos-Pipe's aim, short lifetimes of activations on two stages of each rank, and Chronos-Recomp: the shallow stages,
+whose activations live longest, recompute first, and deep stages only where that does not suffice.
+
+The order is ours: this is written from the abstract and summaries of the paper, without its figures. It has the least distances
+of a building block of F and B that take one and two units of time. Left out: Chronos-Offload, which moves weights and optimizer
+state of deep layers; plans copy activations only (with `Options.offload`, where recompute of shallow stages is not enough).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, Op
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.schedules.fixed_order import Batch
+from megatron_epp.planner.schedules.uniform import Spacing
+from megatron_epp.planner.search.fitted import fitted
+from megatron_epp.planner.tabulate import tabulate
+
+UNITS = 1.0, 2.0
+"""Units of time from rank to rank, of a forward and of a whole backward."""
+
+
+def chronos(batch: Batch) -> Iterator[Order]:
+    """Yield the order, with whole backwards."""
+    made = Spacing.of(batch.placement.num_ranks, batch.placement.num_chunks, 1, UNITS).order(batch)
+    yield tuple(tuple(action for action in row if action.op is not Op.W) for row in made)
+
+
+def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Recompute layers of each rank's first stage alone if that fits the caps; otherwise as `fitted`, with its errors.
+
+    Args:
+        order, chunks, problem, costs, options: as for `fitted`.
+    """
+    if options.recompute == "auto" and not problem.forward_only:
+        tables = tabulate(chunks, problem, costs, options.modes(costs))
+        codes, most = encode(order, len(chunks)), by_stage(tables.columns.most, len(chunks))
+        shallow = {stages[0] for stages in tables.stages_of}
+        limit = [row if stage in shallow else [0] * len(row) for stage, row in enumerate(most)]
+        steps, caps = [[0] * len(chunks) for _ in most], zip(codes.starts, codes.starts[1:], problem.cap_bytes, strict=False)
+        if all(
+            fit_with_copies(codes, tables, rank, [cap] * (stop - start), limit, steps)
+            for rank, (start, stop, cap) in enumerate(caps)
+        ):
+            return Decisions(tuple(chunks), order, steps, options.modes(costs))
+    return fitted(order, chunks, problem, costs, options)

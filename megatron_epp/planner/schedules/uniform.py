@@ -1,0 +1,82 @@
+"""Interleaved orders in which chunks follow each other at equal distances, as units of time: F takes one, B with W two.
+
+A chunk's forwards and backwards on a rank's stages then are equally far apart for all chunks, so every stage of a rank keeps a
+number of chunks that does not change over time: those of its first stage live longest. Memory grows with the distances, which
+`Spacing` takes as small as ranks never wait for each other with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from megatron_epp.plan import Action, Op
+from megatron_epp.planner.orders.patterns import descending
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.schedules.fixed_order import Batch
+
+CHUNK = 3
+"""Units of time of a chunk on a stage: F, B and W."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    """Distances between the actions of a chunk on a rank.
+
+    Attributes:
+        group: chunks that follow each other on a stage before the rank turns to its next stage.
+        forward: between the forwards of a chunk on a stage of a rank and on the next, in lengths of a group.
+        backward: the same between backwards.
+    """
+
+    group: int
+    forward: int
+    backward: int
+
+    @staticmethod
+    def of(ranks: int, laps: int, group: int, units: tuple[float, float]) -> Spacing:
+        """Return the least distances in which a chunk comes round the ranks.
+
+        Args:
+            ranks: of the pipeline.
+            laps: stages of each rank.
+            group: chunks that follow each other.
+            units: of time between a forward on a rank and on the next, and between backwards.
+        """
+        lengths = (_coprime(math.ceil(ranks * each / (CHUNK * group)), laps) for each in units)
+        return Spacing(group, *lengths)
+
+    def order(self, batch: Batch) -> Order:
+        """Order the actions of every rank, W right after its B.
+
+        The first backward of a sequence follows the forwards of all its slices, so with slices all backwards are later.
+
+        Args:
+            batch: the chunk table, round the ranks.
+        """
+        return tuple(self._row(batch, rank, descending(batch.groups)) for rank in range(batch.placement.num_ranks))
+
+    def _row(self, batch: Batch, rank: int, backwards: Sequence[int]) -> tuple[Action, ...]:
+        ranks, stages, late = batch.placement.num_ranks, batch.placement.stages(rank), batch.most_slices - 1
+        units: dict[int, Action] = {}
+        for lap, stage in enumerate(stages):
+            for c in range(batch.num_chunks):
+                units[self._start(c, len(stages), self.forward * lap) + rank] = Action(Op.F, stage, c)
+        first = CHUNK * self.group * self.forward * (len(stages) - 1) + CHUNK * ranks - 2 - 2 * rank
+        for lap, stage in enumerate(reversed(stages)):
+            for number, c in enumerate(backwards, late):
+                units[self._start(number, len(stages), self.backward * lap) + first] = Action(Op.B, stage, c)
+        ordered = (units[unit] for unit in sorted(units))
+        return tuple(part for one in ordered for part in ((one, one._replace(op=Op.W)) if one.op is Op.B else (one,)))
+
+    def _start(self, number: int, laps: int, groups_later: int) -> int:
+        """Return the unit of time of a chunk on a lap, from that of the first chunk on the first lap."""
+        group, at = divmod(number, self.group)
+        return CHUNK * (self.group * (laps * group + groups_later) + at)
+
+
+def _coprime(least: int, laps: int) -> int:
+    """Return the least number from `least` without a common divisor with the stages of a rank: then no two passes coincide."""
+    return next(number for number in count(max(1, least)) if math.gcd(number, laps) == 1)

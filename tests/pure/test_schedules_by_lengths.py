@@ -1,0 +1,245 @@
+"""Schedules that divide a batch by its lengths, or offload and recompute by rules of their own: what their papers state.
+
+``p`` are the ranks, ``m`` the microbatches, ``n`` the slices of a sequence. Units of time and memory are those of
+`test_schedules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost import H100, Line, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Op, Plan, PlanError, check, lower
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
+from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.schedules.dynapipe import sorted_microbatches
+from megatron_epp.planner.schedules.partition import least_latency
+from megatron_epp.planner.schedules.sppo import sequence_aware_shares
+from scripts.bench.orders.unit import TOKENS, Unit
+from tests.support.plan.planner_cases import GIB
+
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+LENGTHS = (30000, 28000, 26000, 9000, 9000, 5000, 3000, 2000, 700, 700, 300)
+OFFLOADING = [name for name, schedule in SCHEDULES.items() if schedule.offloads]
+
+
+def latency_us(times_us: np.ndarray, ends: Sequence[int], p: int) -> float:
+    """2102.07988, section 3.3; 2311.10418, section 4: ``sum(t) + (p - 1) max(t)``."""
+    pieces = [times_us[start, end] for start, end in pairwise((0, *ends))]
+    return sum(pieces) + (p - 1) * max(pieces)
+
+
+def divisions(count: int) -> Iterator[tuple[int, ...]]:
+    for cuts in range(count):
+        for ends in combinations(range(1, count), cuts):
+            yield (*ends, count)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("p", [1, 2, 4, 9])
+def test_no_division_into_pieces_has_less_latency(p: int, seed: int):
+    """Times as measured: longer pieces take longer, but not in proportion."""
+    draw = np.random.default_rng(seed)
+    steps = np.cumsum(np.sort(draw.uniform(1, 30, size=(9, 9)), axis=1), axis=1)
+    times_us = np.array(
+        [[steps[start, end - start - 1] + 3 if end > start else np.inf for end in range(9)] for start in range(9)]
+    )
+    assert latency_us(times_us, least_latency(times_us, p), p) == min(latency_us(times_us, ends, p) for ends in divisions(8))
+
+
+def linear(fixed_us: float, per_token_us: float = 1.0, per_pair_us: float = 0.0, stages: int = 4) -> PipelineCosts:
+    """Costs of stages whose forwards and backwards take one such time together."""
+    forward = Line(fixed_us / 3, per_token_us / 3, per_pair_us / 3)
+    kept = {"layer_bytes_per_token": 1.0, "recomputed_layer_bytes_per_token": 0.0, "kv_bytes_per_token": 0.0}
+    stage = StageCosts(num_layers=1, forward=forward, backward=forward.scaled(2), **kept)
+    return PipelineCosts("linear", (stage,) * stages, hidden_bytes_per_token=0.0)
+
+
+def on_ranks(lengths: Sequence[int], ranks: int = 4, cap: int = UNLIMITED_BYTES) -> Problem:
+    return Problem(tuple(lengths), tuple(range(ranks)), (cap,) * ranks)
+
+
+def test_terapipe_cuts_a_sequence_where_more_slices_cost_as_much_as_they_save():
+    """2102.07988, section 3.3: n slices of L tokens with a fixed time c take ``n c + L + (p - 1)(c + L / n)``.
+
+    That is least for ``n = sqrt((p - 1) L / c)``, here sqrt(3 * 12288 / 144) = 16.
+    """
+    made = plan(on_ranks([12288]), linear(144.0), Options(planner="terapipe"))
+    assert len(made.chunks) == 16
+    assert made.predicted.makespan_us == pytest.approx(16 * 144 + 12288 + 3 * (144 + 12288 / 16))
+
+
+def test_terapipes_slices_become_shorter_where_attention_makes_later_tokens_slower():
+    """2102.07988, section 3.3: slices of equal time, so the first is the longest."""
+    made = plan(on_ranks([12288]), linear(144.0, 1.0, 1e-3), Options(planner="terapipe"))
+    tokens = [chunk.segments[0].end - chunk.segments[0].start for chunk in made.chunks]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] > 2 * tokens[-1]
+
+
+def test_terapipe_slices_all_sequences_of_a_batch_and_packs_short_ones():
+    made = plan(on_ranks([*LENGTHS, *[90] * 40]), PROFILE.costs([8] * 4), Options(planner="terapipe"))
+    slices = [[chunk for chunk in made.chunks if chunk.segments[0].sequence == q] for q in range(3)]
+    assert all(len(own) > 4 for own in slices)
+    assert max(len(chunk.segments) for chunk in made.chunks) > 10
+
+
+def test_dynapipe_divides_sorted_sequences_with_the_least_latency():
+    """2311.10418, section 4: microbatches are neighbours in length, and no such division has less latency."""
+    lengths, p = (700, 60, 500, 480, 60, 90, 300, 200), 4
+    chunks = next(iter(sorted_microbatches(on_ranks(lengths), linear(100.0), Options())))
+    falling = sorted(lengths, reverse=True)
+    assert [lengths[part.sequence] for chunk in chunks for part in chunk.segments] == falling
+    times_us = np.array([[100.0 + sum(falling[start:end]) for end in range(9)] for start in range(9)])
+    least_us = min(latency_us(times_us, ends, p) for ends in divisions(8))
+    assert latency_us(times_us, np.cumsum([len(chunk.segments) for chunk in chunks]).tolist(), p) == pytest.approx(least_us)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32)])
+def test_dynapipes_ranks_run_one_forward_and_one_backward_in_each_cycle(p: int, m: int):
+    """2311.10418, section 5: a microbatch is ``p - r`` cycles away from the end and as many from its backward on rank r."""
+    unit = Unit("dynapipe", p, m)
+    made = unit.of_paper()
+    for rank, row in enumerate(made.order):
+        ahead = 2 * (p - rank) - 1
+        assert [action.op for action in row[: ahead + 2]] == [Op.F] * ahead + [Op.B, Op.F]
+    assert unit.waits(made) == (p - 1) * 3
+
+
+@pytest.mark.parametrize("most", [4, 5, 6])
+def test_dynapipe_delays_forwards_for_which_there_is_no_memory(most: int):
+    """2311.10418, section 5: with memory for k microbatches no rank has more, and all are still trained."""
+    problem = on_ranks([1000] * 12, cap=most * 1000 + 200)
+    made = plan(problem, linear(10.0), Options(planner="dynapipe", chunk_tokens=1000, recompute=0))
+    assert max(made.predicted.peak_bytes) == most * 1000
+
+
+def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
+    """2503.10377, sequence-aware offloading: ``share * A`` is one size M for all slices; of those with less the share is 1."""
+    stage = StageCosts(
+        num_layers=1,
+        forward=Line(0.0, 1.0, 1e-3),
+        backward=Line(0.0, 2.0, 2e-3),
+        layer_bytes_per_token=8.0,
+        recomputed_layer_bytes_per_token=0.0,
+        kv_bytes_per_token=0.0,
+    )
+    costs = PipelineCosts("sppo", (stage,) * 4, hidden_bytes_per_token=0.0, host_us_per_byte=0.5)
+    problem = on_ranks([12288])
+    made = plan(problem, costs, Options(planner="sppo", slices=8, offload=True))
+    tables = tabulate(made.chunks, problem, costs)
+    (shares, *_), (sizes, *_), (times_us, *_) = sequence_aware_shares(tables), tables.activation, tables.forward_us
+    moved = [share * size for share, size in zip(shares, sizes, strict=True)]
+    assert moved == pytest.approx([min(size, us / 0.5) for size, us in zip(sizes, times_us, strict=True)])
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 1
+    assert made.offload_share[0] == pytest.approx(shares, abs=1e-3)
+
+
+@pytest.mark.parametrize("n", [8, 16])
+def test_sppo_holds_half_of_a_sequence_if_half_of_each_slice_is_offloaded(n: int):
+    """2503.10377, sequence-aware offloading: ``M_i = M_(i-1) + A_i - share * A_(i-1)``, with what is still on its way.
+
+    By its model of the pipeline n slices take ``(p - 1 + n) / n`` of the time of the whole sequence, with the copies.
+    """
+    unit = Unit("sppo", 4, 1, slices=n, link=4 / 3)
+    made = unit.with_copies()
+    assert max(made.predicted.peak_bytes) / TOKENS * n == 1 + (n - 1) / 2 + 1 / 2
+    assert made.predicted.makespan_us / TOKENS == pytest.approx((3 + n) / n * 3)
+
+
+@pytest.mark.parametrize("p", [4, 5, 7, 8, 16])
+def test_chronos_waits_as_1f1b_and_keeps_three_quarters_of_its_memory(p: int):
+    """A lower bound for two stages round the ranks, since the paper's abstract names no figure.
+
+    F takes one unit and B two, so a chunk comes back to a rank after p units of forwards, 2 p of backwards, and 3 p round the
+    end. A shallow stage keeps it for 6 p units, a deep one for 3 p, and one begins every 6 units: 3/2 p halves of microbatches.
+    """
+    unit = Unit("chronos", p, 4 * p)
+    made = unit.of_paper()
+    assert unit.waits(made) == (p - 1) * 3
+    assert 0.75 * p <= unit.kept(made) <= 0.75 * p + 1
+
+
+def test_chronos_recomputes_shallow_stages_first():
+    """2503.03182, on Chronos-Recomp: activations of shallow layers live longest."""
+    problem = two_stages_each("chronos")
+    costs = PROFILE.costs([4] * 8, state_bytes_per_parameter=7.5)
+    free = plan(problem, costs, Options(planner="chronos", slices=6))
+    static, most = max(free.static_bytes), max(free.predicted.peak_bytes)
+    for share, deep_too in ((0.9, False), (0.45, True)):
+        asked = two_stages_each("chronos", static + int(share * (most - static)))
+        made = plan(asked, costs, Options(planner="chronos", slices=6))
+        recomputed = [sum(one.num_layers for one in row) for row in made.recompute]
+        assert any(recomputed[:4])
+        assert any(recomputed[4:]) == deep_too
+
+
+@pytest.mark.parametrize("p", [8, 12])
+def test_pipeoffload_keeps_less_than_half_if_half_is_offloaded(p: int):
+    """2503.01328, abstract: peak memory decreases "in a better-than-linear manner", "with negligible overhead".
+
+    The link takes twice as long for all activations as ranks compute, so it has time for half of them.
+    """
+    unit = Unit("pipeoffload", p, 4 * p, link=2)
+    without, made = unit.of_paper(), unit.with_copies()
+    shallow, deep = made.offload_share[:p], made.offload_share[p:]
+    assert {share for row in deep for share in row} == {0.0}
+    assert sum(share > 0 for row in shallow for share in row) > 0.9 * p * 4 * p
+    assert max(made.predicted.peak_bytes) < unit.peak_bytes(without) / 2
+    assert made.predicted.makespan_us == pytest.approx(unit.makespan_us(without))
+
+
+def two_stages_each(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
+    order = SCHEDULES[name].order
+    assert order is not None
+    return Problem(LENGTHS, Placement(order.kind, 4, order.chunks_per_rank or 2).rank_of, (cap,) * 4)
+
+
+def sound(problem: Problem, name: str) -> Plan:
+    costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
+    options = Options(planner=name, slices=6, offload=True, split_weight=SCHEDULES[name].splits_weight)
+    made = plan(problem, costs, options)
+    assert check(made) == []
+    assert blocked([lower(made)]) == []
+    return made
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_copies_are_made_without_a_cap_and_recompute_is_added_under_one(name: str):
+    free = sound(two_stages_each(name), name)
+    assert any(free.copies)
+    assert not any(one.num_layers for row in free.recompute for one in row)
+    capped = sound(two_stages_each(name, max(free.predicted.peak_bytes) - 6 * GIB), name)
+    assert any(capped.copies)
+    assert any(one.num_layers for row in capped.recompute for one in row)
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_without_a_link_or_the_option_nothing_is_copied(name: str):
+    problem = two_stages_each(name)
+    costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages)
+    assert not any(plan(problem, costs, Options(planner=name, slices=6)).copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "said"),
+    [
+        ("chronos", (0, 1, 2, 3), "planner 'chronos' needs 2 stages on each rank; the stages are on ranks [0, 1, 2, 3]"),
+        ("pipeoffload", (0, 1, 2, 3), "planner 'pipeoffload' needs two or more stages on each rank"),
+        ("sppo", (0, 1, 2, 3, 0, 1, 2, 3), "planner 'sppo' needs one stage on each rank"),
+        ("dynapipe", (0, 1, 2, 3, 3, 2, 1, 0), "planner 'dynapipe' needs one stage on each rank"),
+    ],
+)
+def test_another_placement_is_refused_in_a_line(name: str, placement: tuple[int, ...], said: str):
+    with pytest.raises(PlanError) as refused:
+        plan(Problem(LENGTHS, placement, (UNLIMITED_BYTES,) * 4), linear(1.0, stages=len(placement)), Options(planner=name))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value).strip()
