@@ -81,7 +81,16 @@ def run(ready: Ready) -> None:
 
 @compiled
 def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready action on a free rank. Return when its result arrives and at which rank; `NONE` if no action is ready."""
+    """Run a ready action on a free rank.
+
+    Args:
+        rank: the rank.
+        now: time in microseconds, at or after the end of its last action.
+        ready: times, limits and storage.
+
+    Returns:
+        When the result arrives, in microseconds, and at which rank; `NONE` if no action is ready.
+    """
     waiting = ready.queued[rank] - ready.taken[rank]
     if waiting > 0 and waiting >= ready.most_waiting:
         return weight(rank, now, ready)
@@ -100,7 +109,7 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready forward, as `take`."""
+    """Run a ready forward. Arguments as of `take`, and the result."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
     stop = ready.first_stage[rank + 1]
     for at in range(ready.first_stage[rank], stop):
@@ -128,7 +137,7 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready backward, as `take`."""
+    """Run a ready backward. Arguments as of `take`, and the result."""
     chunks = ready.num_chunks
     for at in range(ready.first_stage[rank], ready.first_stage[rank + 1]):
         stage = ready.stages[at]
@@ -158,7 +167,7 @@ def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run the weight gradient that has waited longest, as `take`."""
+    """Run the weight gradient that has waited longest. Arguments as of `take`, and the result."""
     ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
     ready.taken[rank] += 1
     ready.clock_us[rank] = ended
