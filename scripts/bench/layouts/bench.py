@@ -174,9 +174,7 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         "layouts": of,
         "gap_to_best_bound": [median(gaps), max(gaps)],
         "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
-        "vocabulary_gap": [
-            pick(one["makespan_us"] / one["bound_us"] - 1 for one in sharded) for pick in (median, max) if sharded
-        ],
+        "vocabulary_gap": [pick(gaps_of_sharded) for pick in (median, max)] if sharded else [],
         "vocabulary_in_shards": sum(one["shards_vocabulary"] for one in sharded),
         "rivals_over": theirs,
         "choosing_s": {name: [median(times), max(times)] for name, times in took_s.items()},
