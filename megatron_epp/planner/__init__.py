@@ -45,6 +45,7 @@ __all__ = [
     "plan",
     "slice_groups",
     "tabulate",
+    "uncollected",
 ]
 
 PLANNERS: dict[str, Planner] = {
@@ -76,7 +77,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     validate(problem, costs, options)
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
-    with _uncollected():
+    with uncollected():
         small = replace(options, wide_windows=False)
         plainly = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), plainly)
@@ -142,7 +143,7 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Suspend cyclic garbage collection: plans are many small tuples without cycles, and looking for cycles takes a third."""
     was_on = gc.isenabled()
     gc.disable()

@@ -27,6 +27,9 @@ for lengths, stages, options in [
     for turns in (1, 2):
         costs = replace(pipeline(stages), host_turns=turns)
         print(digest(plan(problem(lengths, stages, 30 * GIB), costs, options)))
+for options in (Options(slices=4), Options(slices=4, split_weight=True)):
+    twice = replace(problem((9000, 4000, 700), 4, 30 * GIB), placement=(0, 1, 0, 1), cap_bytes=(30 * GIB,) * 2)
+    print(digest(plan(twice, pipeline(4), options)))
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -15,8 +16,11 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.layouts import estimates
+from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements_of
 from megatron_epp.planner.layouts.work import WHOLE, Work, moved
+from megatron_epp.planner.search.estimate import CHUNKS_PER_RANK, Estimate, estimate
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 HEADLESS = replace(
@@ -107,3 +111,50 @@ def test_one_rank_has_one_layout():
 def test_plans_of_the_choice_are_made_with_the_options():
     found = choose(sample(placements=placements_of(4)[:1], options=Options(planner="seq1f1b", recompute=0)))
     assert found.makespan_us > choose(sample(placements=placements_of(4)[:1])).makespan_us
+
+
+@pytest.fixture
+def estimated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Grains of every estimate that is made."""
+    made: list[tuple[int, ...]] = []
+
+    def noted(problem: Problem, costs: PipelineCosts, options: Options, grains: tuple[int, ...]) -> Estimate:
+        made.append(grains)
+        return estimate(problem, costs, options, grains)
+
+    monkeypatch.setattr(estimates, "estimate", noted)
+    return made
+
+
+def test_estimates_are_made_once_and_those_of_neighbours_with_one_grain(estimated: list[tuple[int, ...]]):
+    asked = sample()
+    floors = Work.of(asked.problems, asked.costs_of, halves=False)
+    known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
+    mean_us, grains = known.mean_us(asked.even), known.grains(asked.even)
+    assert estimated == [CHUNKS_PER_RANK] * len(BATCHES)
+    assert known.mean_like_us(asked.even, grains) == pytest.approx(mean_us)
+    assert known.by_business(asked.even, grains)[-1] == 3, "the last rank has the vocabulary"
+    neighbour = next(moved(asked.even, 3, WHOLE))
+    before = len(estimated)
+    near_us = known.mean_like_us(neighbour, grains)
+    assert known.mean_us(neighbour) <= near_us < mean_us
+    assert all(len(one) == 1 for one, grain in zip(estimated[before:], reversed(grains), strict=False) if grain is not None)
+
+
+def test_a_layout_whose_work_alone_takes_too_long_is_not_estimated(estimated: list[tuple[int, ...]]):
+    asked = sample()
+    floors = Work.of(asked.problems, asked.costs_of, halves=False)
+    known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
+    assert known.mean_like_us(asked.even, (12,) * len(BATCHES), floors.floor_us(asked.even)) == math.inf
+    assert not estimated
+
+
+@pytest.mark.parametrize("placement", placements_of(4))
+def test_an_estimate_is_between_the_floor_and_a_little_above_the_plan(placement: Placement):
+    asked = sample()
+    work = Work.of(asked.problems[:1], asked.costs_of, halves=False)
+    layout = work.spread(16, placement, WHOLE)
+    made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
+    known = Estimates(asked.problems[:1], asked.costs_of, asked.options, work)
+    assert work.floor_us(layout) <= known.batch_us(layout, 0)
+    assert made.predicted.makespan_us * (1 - 1e-9) <= known.batch_us(layout, 0) <= 1.2 * made.predicted.makespan_us

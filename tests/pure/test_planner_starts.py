@@ -17,7 +17,7 @@ from megatron_epp.planner.chunks.starts import started
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.warm_up import slice_groups
-from megatron_epp.planner.search import order_rules
+from megatron_epp.planner.search import grains, order_rules
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4
@@ -90,3 +90,22 @@ def test_the_bound_counts_what_a_sequence_keeps_on_all_stages_of_a_rank(placemen
     tight = plan(asked, COSTS, Options(slices=8)).predicted
     assert lower_bound_us(tables) < lower_bound_us(tables, made.chunks, asked)
     assert tight.lower_bound_us <= tight.makespan_us
+
+
+def test_a_plan_far_from_its_bound_is_tried_with_the_next_coarser_table_too(monkeypatch: pytest.MonkeyPatch):
+    asked, tried = capped(0.0), list[int]()
+    rule = order_rules.ONE_STAGE_PER_RANK.capped[0]
+
+    class Noted(CappedWarmUp):
+        def order(self, chunks, tables, problem):
+            tried.append(len(chunks))
+            return CappedWarmUp.order(self, chunks, tables, problem)
+
+    noted = replace(order_rules.ONE_STAGE_PER_RANK, capped=(Noted(rule.lead, rule.room),))
+    monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", noted)
+    monkeypatch.setattr(grains, "DISTANT", 0.0)  # nothing is near enough
+    made = plan(asked, COSTS)
+    assert check(made) == []
+    first, *rest = dict.fromkeys(tried)
+    assert len(rest) == 1
+    assert rest[0] < first

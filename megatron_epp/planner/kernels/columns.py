@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -203,7 +204,19 @@ def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
         num_chunks: of the chunk table.
     """
     every = np.asarray(codes.actions, dtype=np.int64)
-    sites, chunks = np.divmod(every >> KIND_BITS, num_chunks)
-    ops = map(codes.kinds.__getitem__, (every & KIND_MASK).tolist())
-    actions = list(map(Action, ops, sites.tolist(), chunks.tolist()))
+    num_sites = int((every >> KIND_BITS).max(initial=-1)) // num_chunks + 1 if num_chunks else 0
+    known = _actions(codes.kinds, num_sites, num_chunks)
+    actions = [known[number] for number in ((every & KIND_MASK) * num_sites * num_chunks + (every >> KIND_BITS)).tolist()]
     return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))
+
+
+@lru_cache(maxsize=8)
+def _actions(kinds: Kinds, num_sites: int, num_chunks: int) -> list[Action]:
+    """Return all actions, by kind, site and chunk: a search decodes many orders of one table.
+
+    Args:
+        kinds: operations of the orders.
+        num_sites: the largest number of a site, plus one.
+        num_chunks: of the chunk table.
+    """
+    return list(starmap(Action, product(kinds, range(num_sites), range(num_chunks))))

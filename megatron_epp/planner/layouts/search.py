@@ -15,9 +15,9 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import plan
+from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, Work, moved
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.estimate import estimate_us, rough_plan
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ _TARGETS = 3
 """Number of ranks to which a move from the busiest one is tried, those with the least to do."""
 _GAIN = 0.0005
 """Smallest share of time that a move must save."""
+_CLEAR = 0.02
+"""Share by which an estimate must be above another of the same placement for its layout not to be planned."""
 _ROUGH = 0.08
 """Share by which estimates may be above the plans of several stages per rank."""
 
@@ -128,33 +130,38 @@ class _Search:
         self.batches = _typical(sample.problems, work.ranks_us(self.even).max(axis=0).tolist())
         self.floors = Work.of(self.batches, sample.costs_of, halves=sample.halves)
         self.options = replace(sample.options, budget_ms=None, planner=_without_clock(sample.options.planner))
-        self.estimates: dict[Layout, float] = {}
-        self.plans: dict[Layout, list[Plan] | None] = {}
+        self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
+        self.plans: dict[Layout, dict[int, Plan]] = {}
         self.refusal: InfeasibleError | None = None
 
     def choice(self) -> Choice:
         plain, others = self._seeds()
-        self._plan(self.even)
+        self.plan(self.even)
         logger.info("layout: %d candidates for %d batches", 1 + len(plain) + len(others), len(self.sample.problems))
+        plain = list(dict.fromkeys((*plain, *map(self._improved, plain))))
+        limit_us = min(map(self.estimates.mean_us, plain), default=math.inf) * (1 + _CLEAR)
         for layout in plain:
-            self._plan(layout)
-            self._plan(self._improved(layout))
-        near = sorted((one for one in others if self._may_pay(one)), key=lambda one: (self._estimate(one), _plainness(one)))
-        limit_us = self._least_us * (1 + _ROUGH)
-        for layout in [one for one in near if self._estimate(one) <= limit_us][:FINALISTS]:
-            self._plan(layout)
-        logger.info("layout: %d layouts estimated, %d planned", len(self.estimates), len(self.plans))
-        return self._best()
+            if self.estimates.mean_us(layout) <= limit_us:
+                self.plan(layout)
+        self._race(self._nearest(others))
+        logger.info("layout: %d layouts estimated, %d planned", len(self.estimates.layouts), len(self.plans))
+        return self.best()
 
-    def _best(self) -> Choice:
+    def plan(self, layout: Layout) -> None:
+        """Plan all batches as training would, until one does not fit."""
+        for number in range(len(self.batches)):
+            if math.isinf(self._plan_us(layout, number)):
+                break
+
+    def best(self) -> Choice:
         """Return the plainest of the layouts whose plans are within `WORTH` of the fastest."""
-        made = {layout: plans for layout, plans in self.plans.items() if plans is not None}
+        made = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not made:
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
         close = [layout for layout in made if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
         best = min(close, key=lambda one: (_plainness(one), one != self.even, self._planned_us(one), one.halves))
-        bound_us = float(np.mean([each.predicted.lower_bound_us for each in made[best]]))
+        bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
         found = Choice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
         logger.info(
             "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
@@ -177,23 +184,46 @@ class _Search:
         return [one for one in found if one.placement == first], [one for one in found if one.placement != first]
 
     def _improved(self, start: Layout) -> Layout:
-        """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less."""
-        best, best_us, step = start, self._estimate(start), WHOLE if start.is_whole else HALF
+        """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less.
+
+        Chunks are as long as suits the start: what suits its neighbours differs little.
+        """
+        best, best_us, step = start, self.estimates.mean_us(start), WHOLE if start.is_whole else HALF
+        if math.isinf(best_us):
+            return start
+        grains = self.estimates.grains(start)
         for _ in range(_MOVES):
-            if best_us <= (1 + _GAIN) * self.floors.floor_us(best) or math.isinf(best_us):
+            if best_us <= (1 + _GAIN) * self.floors.floor_us(best):
                 break
-            order = self._by_business(best)
-            others = moved(best, order[-1], step, order[:_TARGETS])
-            found = [(self._estimate(one), one.halves) for one in others if self.floors.floor_us(one) < best_us]
+            order = self.estimates.by_business(best, grains)
+            found = []
+            for one in moved(best, order[-1], step, order[:_TARGETS]):
+                found.append((self.estimates.mean_like_us(one, grains, (1 - _GAIN) * best_us), one.halves))
             least_us, halves = min(found, default=(math.inf, best.halves))
             if least_us > (1 - _GAIN) * best_us:
                 break
             best, best_us = replace(best, halves=halves), least_us
         return best
 
-    def _may_pay(self, layout: Layout) -> bool:
-        """True if the bound of a layout lets it be faster than all planned ones by `WORTH`."""
-        return self.floors.floor_us(layout) <= self._least_us * (1 - WORTH)
+    def _nearest(self, others: list[Layout]) -> list[Layout]:
+        """Return those of other placements that are to be planned: half of them are estimated for one batch only."""
+        hopeful = [one for one in others if self.floors.floor_us(one) <= self._least_us * (1 - WORTH)]
+        hopeful.sort(key=lambda one: (self.estimates.batch_us(one, self._middle), _plainness(one)))
+        better = hopeful[: -(-len(hopeful) // 2)]
+        better.sort(key=lambda one: (self.estimates.mean_us(one), _plainness(one)))
+        return [one for one in better if self.estimates.mean_us(one) <= self._least_us * (1 + _ROUGH)][:FINALISTS]
+
+    def _race(self, layouts: list[Layout]) -> None:
+        """Plan one batch with every layout, and the others with the fastest, if it keeps up with the fastest so far."""
+        before = [plans[self._middle].predicted.makespan_us for plans in self.plans.values() if self._middle in plans]
+        first = min(layouts, key=lambda one: self._plan_us(one, self._middle), default=None)
+        if first is not None and self._plan_us(first, self._middle) <= min(before, default=math.inf):
+            self.plan(first)
+
+    @property
+    def _middle(self) -> int:
+        """Number of the batch that takes neither least nor longest."""
+        return len(self.batches) // 2
 
     @property
     def _least_us(self) -> float:
@@ -201,39 +231,20 @@ class _Search:
         return min(map(self._planned_us, self.plans), default=math.inf)
 
     def _planned_us(self, layout: Layout) -> float:
-        plans = self.plans[layout]
-        return math.inf if plans is None else float(np.mean([each.predicted.makespan_us for each in plans]))
+        """Mean makespan of a layout's plans; infinite until all batches have one."""
+        times_us = [one.predicted.makespan_us for one in self.plans[layout].values()]
+        return float(np.mean(times_us)) if len(times_us) == len(self.batches) else math.inf
 
-    def _estimate(self, layout: Layout) -> float:
-        """Estimated makespan; infinite where no estimate fits the caps, though a plan may."""
-        if layout not in self.estimates:
-            costs = self.sample.costs_of(layout)
+    def _plan_us(self, layout: Layout, number: int) -> float:
+        """Plan a batch as training would, and return the makespan; infinite if nothing fits."""
+        plans = self.plans.setdefault(layout, {})
+        if number not in plans:
             try:
-                times = [estimate_us(_placed(one, layout), costs, self.options) for one in self.batches]
-            except InfeasibleError:
-                times = [math.inf]
-            self.estimates[layout] = float(np.mean(times))
-        return self.estimates[layout]
-
-    def _by_business(self, layout: Layout) -> list[int]:
-        """Ranks from the one with the least to do to the busiest, in a rough plan of the batch that takes longest."""
-        costs, problem = self.sample.costs_of(layout), _placed(self.batches[-1], layout)
-        try:
-            made = rough_plan(problem, costs, self.options)
-        except InfeasibleError:
-            made = plan(problem, costs, self.options)
-        busy_us = [sum(step.time_us for step in steps) for steps in made.ranks]
-        return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))
-
-    def _plan(self, layout: Layout) -> None:
-        """Plan as training would."""
-        if layout not in self.plans:
-            costs = self.sample.costs_of(layout)
-            try:
-                self.plans[layout] = [plan(_placed(one, layout), costs, self.options) for one in self.batches]
+                plans[number] = plan(_placed(self.batches[number], layout), self.sample.costs_of(layout), self.options)
             except InfeasibleError as error:
-                self.plans[layout] = None
                 self.refusal = self.refusal or error
+                return math.inf
+        return plans[number].predicted.makespan_us
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> Choice:
@@ -248,8 +259,8 @@ def fastest(layouts: Sequence[Layout], sample: Sample) -> Choice:
     """
     search = _Search(sample, layouts[0])
     for layout in layouts:
-        search._plan(layout)
-    return search._best()
+        search.plan(layout)
+    return search.best()
 
 
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:

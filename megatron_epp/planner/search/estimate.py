@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner import plan
+from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.whole import plainly
+from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.grains import FEW
@@ -19,6 +20,21 @@ from megatron_epp.planner.search.trials import Trials
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
 """Grains from coarse to fine, a middling one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The fastest of a few plans.
+
+    Attributes:
+        makespan_us: its makespan.
+        chunks_per_rank: its grain, one of `CHUNKS_PER_RANK`; None where it runs sequences whole, or the user fixed the slices.
+        busy_us: time of each rank's forwards and backwards, recompute included.
+    """
+
+    makespan_us: float
+    chunks_per_rank: int | None
+    busy_us: tuple[float, ...]
 
 
 def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
@@ -33,7 +49,29 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
         PlanError: the arguments make no sense.
         InfeasibleError: this plan fits no cap; another may.
     """
-    return _few(problem, costs, options).best_us
+    return _few(problem, costs, options)[0].best_us
+
+
+def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Estimate:
+    """Make a few plans as `estimate_us` does, and describe the fastest.
+
+    Args:
+        problem, costs, options: as for `plan`.
+        grains: chunks per rank that are tried. With fewer than all of `CHUNKS_PER_RANK` sequences are not tried whole.
+
+    Raises:
+        PlanError, InfeasibleError: as `estimate_us` raises them.
+    """
+    with uncollected():
+        trials, cut = _few(problem, costs, options, grains)
+        found = trials.result()
+        tables, same = found.tables[0], (grain for grain, table in zip(grains, cut, strict=False) if table == found.table)
+        backward_us = backward_times(tables, found.only.recompute_steps)
+        busy_us = tuple(
+            sum(sum(times[stage]) for times in (tables.forward_us, backward_us) if times for stage in stages)
+            for stages in tables.stages_of
+        )
+        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), busy_us)
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
@@ -55,23 +93,27 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         problem, costs, options: as for `plan`.
     """
     return planned_with_room(
-        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).result().only)
+        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options)[0].result().only)
     )
 
 
-def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
+def _few(
+    problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK
+) -> tuple[Trials, list[Aligned | None]]:
+    """Try a few chunk tables; return the candidates and the table of every grain, or of the slices that the user fixed."""
     validate(problem, costs, options)
     trials = Trials(Replicas((problem,), costs, replace(options, steps=0)))
     chunkers, rules = trials.replicas.shapes()[0], trials.rules
-    tables = [chunkers.table(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
+    tables = [chunkers.table(chunks=count * problem.num_ranks) for count in grains]
     if options.slices is not None:
         tables = [chunkers.table(slices=options.slices)]
     for table in tables:
         trials.better(table, rules.first)
     fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
-    if problem.has_one_stage_per_rank and options.slices is None and len(problem.lengths) <= FEW and fits_whole:
+    is_few = len(problem.lengths) <= FEW and grains == CHUNKS_PER_RANK
+    if problem.has_one_stage_per_rank and options.slices is None and is_few and fits_whole:
         trials.better(Aligned((plainly(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
         trials.better(table, rules.least)
     trials.result()
-    return trials
+    return trials, tables

@@ -55,7 +55,7 @@ def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     options = trials.replicas.options
     search_tables(trials, chunkers, warm)
     before = trials.best
-    _search_starts(trials)
+    _search_starts(trials, chunkers)
     if trials.best is None and options.slices is None and not trials.replicas.is_lockstep:
         _search_unsliced(trials)
     found = [] if trials.best is None else [trials.best]
@@ -210,8 +210,9 @@ def _refine(trials: Trials, chunkers: Chunkers) -> None:
         trials.better(trials.best.table, trials.rules.second)
 
 
-def _search_starts(trials: Trials) -> None:
-    """Try the best table with other sequences first, and windows that the caps limit, if it is far from its bound.
+def _search_starts(trials: Trials, chunkers: Chunkers) -> None:
+    """Try the best table with other sequences first, and windows that the caps limit, if it is far from its bound; and if that
+    is not enough, the next coarser table, whose longer chunks need fewer alive to fill the same wait.
 
     Before the first backward of a long sequence, its last slice has to pass all ranks and come back. With nothing else to run
     they wait. Chunks that have run forward before give them backwards to run, and a larger window gives them forwards. What a
@@ -221,10 +222,31 @@ def _search_starts(trials: Trials) -> None:
     is_fixed = options.recompute != "auto" or not options.wide_windows
     if best is None or is_fixed or not problem.has_one_stage_per_rank or problem.forward_only or trials.replicas.is_lockstep:
         return
-    (chunks,) = best.table.chunks
-    if trials.best_us > DISTANT * trials.replicas.bound_us(best.tables, best.table):
-        for table in dict.fromkeys((chunks, *started(chunks, problem.num_ranks))):
-            trials.better(Aligned((table,)), trials.rules.capped)
+    enough_us = DISTANT * trials.replicas.bound_us(best.tables, best.table)
+    for table in (best.table, _coarser(best.table, trials, chunkers)):
+        if table is None or trials.best_us <= enough_us:
+            break
+        (chunks,) = table.chunks
+        for one in dict.fromkeys((chunks, *started(chunks, problem.num_ranks))):
+            trials.better(Aligned((one,)), trials.rules.capped)
+
+
+def _coarser(table: Aligned, trials: Trials, chunkers: Chunkers) -> Aligned | None:
+    """Return the next coarser table; None where there is none, or the user fixed the slices.
+
+    Args:
+        table: of one replica.
+        trials, chunkers: as for `search_tables`.
+    """
+    if trials.replicas.options.slices is not None:
+        return None
+    (chunks,) = table.chunks
+    counts = grain_counts(trials.problem.num_ranks, chunkers.coarsest)
+    for count in reversed(counts[: bisect_left(counts, len(chunks))]):
+        found = _present(chunkers.table(chunks=count))
+        if len(found.chunks[0]) < len(chunks):
+            return found
+    return None
 
 
 def _search_unsliced(trials: Trials) -> None:

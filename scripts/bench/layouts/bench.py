@@ -3,6 +3,8 @@ with the vocabulary divided over the ranks where that pays.
 
     python -m scripts.bench.layouts                 all cases: three models, 4 to 16 ranks, caps of 40 to 141 GB
     python -m scripts.bench.layouts --reduced       two of them
+    python -m scripts.bench.layouts --first 20 --layouts even,balanced,halves,auto --rivals ''
+                                                    the first 20 cases, without the vocabulary over all ranks
 
 Layouts are chosen for other batches of the run, and each plans the case's own batch with the same planner, costs and cap.
 Efficiency is computation without recompute, divided evenly over the ranks, as a share of the makespan. The bound is that of the
@@ -96,8 +98,8 @@ def all_runs() -> list[Run]:
     return [Run(KINDS[at % 3], CONTEXTS[(at // 3 + at // 9) % 3], ranks, model, cap_gb) for at, (model, ranks, cap_gb) in sizes]
 
 
-def row(run: Run, rivals: Sequence[str]) -> dict[str, Any]:
-    """All figures of one run."""
+def row(run: Run, rivals: Sequence[str], names: Sequence[str] = LAYOUTS) -> dict[str, Any]:
+    """All figures of one run with some layouts, `auto` among them."""
     found: dict[str, Any] = {
         "lengths": run.lengths_like,
         "context": run.context,
@@ -106,7 +108,7 @@ def row(run: Run, rivals: Sequence[str]) -> dict[str, Any]:
         "cap_gb": run.cap_gb,
     }
     layouts: dict[str, Any] = {}
-    for name in LAYOUTS:
+    for name in names:
         start_s = time.process_time()
         layout = run.layout(name)
         took_s = time.process_time() - start_s
@@ -147,7 +149,7 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
     if not all_planned:
         return {"runs": len(rows), "planned": 0}
     of: dict[str, Any] = {}
-    for name in LAYOUTS:
+    for name in all_planned[0]["layouts"]:
         each = [r["layouts"][name] for r in all_planned]
         of[name] = {key: [median(e[key] for e in each), min(e[key] for e in each)] for key in ("efficiency", "best_efficiency")}
     autos = [r["layouts"]["auto"]["makespan_us"] for r in all_planned]
@@ -155,12 +157,14 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         auto / min(e["bound_us"] for e in r["layouts"].values() if not e["shards_vocabulary"]) - 1
         for auto, r in zip(autos, all_planned, strict=True)
     ]
-    sharded = [r["layouts"]["vocabulary"] for r in all_planned]
+    sharded = [r["layouts"]["vocabulary"] for r in all_planned if "vocabulary" in of]
+    gaps_of_sharded = [one["makespan_us"] / one["bound_us"] - 1 for one in sharded]
+    took_s = {name: [r["layouts"][name]["choosing_s"] for r in rows] for name in ("auto", "vocabulary") if name in of}
     over = {name: [r["layouts"][name]["makespan_us"] / auto for auto, r in zip(autos, all_planned, strict=True)] for name in of}
     theirs = {
         name: {
             own: _mean([r["rivals"][name] / us for r in rows if r["rivals"][name] and (us := r["layouts"][own]["makespan_us"])])
-            for own in ("auto", "vocabulary")
+            for own in took_s
         }
         for name in rivals
     }
@@ -170,10 +174,10 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         "layouts": of,
         "gap_to_best_bound": [median(gaps), max(gaps)],
         "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
-        "vocabulary_gap": [pick(one["makespan_us"] / one["bound_us"] - 1 for one in sharded) for pick in (median, max)],
+        "vocabulary_gap": [pick(gaps_of_sharded) for pick in (median, max)] if sharded else [],
         "vocabulary_in_shards": sum(one["shards_vocabulary"] for one in sharded),
         "rivals_over": theirs,
-        "most_choosing_s": max(r["layouts"][name]["choosing_s"] for r in rows for name in ("auto", "vocabulary")),
+        "choosing_s": {name: [median(times), max(times)] for name, times in took_s.items()},
     }
 
 
@@ -195,15 +199,18 @@ def markdown(found: dict[str, Any], rivals: Sequence[str]) -> str:
         f"{found['planned']} of {found['runs']} runs have a plan with every layout",
         "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*found["gap_to_best_bound"]),
     ]
-    lines.append(
-        "with the vocabulary in shards ({} runs): above the bound of its own layout, median {:.1%}, most {:.1%}".format(
-            found["vocabulary_in_shards"], *found["vocabulary_gap"]
+    if found["vocabulary_gap"]:
+        lines.append(
+            "with the vocabulary in shards ({} runs): above the bound of its own layout, median {:.1%}, most {:.1%}".format(
+                found["vocabulary_in_shards"], *found["vocabulary_gap"]
+            )
         )
-    )
-    for name, own in product(rivals, ("auto", "vocabulary")):
+    for name, own in product(rivals, found["choosing_s"]):
         ratio = found["rivals_over"][name][own]
         lines.append(f"{name} with balanced layers over {own}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
-    return "\n".join([*lines, f"choosing a layout takes {found['most_choosing_s']:.1f} s of one core at most"])
+    for name, (usual_s, most_s) in found["choosing_s"].items():
+        lines.append(f"choosing {name} takes {usual_s:.1f} s of one core at the median and {most_s:.1f} s at most")
+    return "\n".join(lines)
 
 
 def line(figures: dict[str, Any]) -> str:
@@ -224,13 +231,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--reduced", action="store_true", help="two runs on 4 ranks, without InfiniPipe's planner")
     parser.add_argument("--rivals", default=",".join(RIVALS), help="other planners (default: %(default)s)")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="layouts, auto among them (default: %(default)s)")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(argv)
     runs = [run for run in all_runs() if run.stages == 4 and run.cap_gb == 80][:2] if args.reduced else all_runs()
     rivals = tuple(name for name in args.rivals.split(",") if name and not (args.reduced and name == "infinipipe"))
+    names = args.layouts.split(",")
+    if "auto" not in names or not set(names) <= set(LAYOUTS):
+        parser.error(f"--layouts takes auto and any of {', '.join(LAYOUTS)}")
     rows = []
-    for run in runs:
-        rows.append(row(run, rivals))
+    for run in runs[: args.first]:
+        rows.append(row(run, rivals, names))
         print(line(rows[-1]), flush=True)
         found = summary(rows, rivals)
         if args.json is not None:

@@ -1,0 +1,174 @@
+"""List scheduling: an event-driven run of the pipeline in which every free rank takes what is ready."""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+from typing import NamedTuple
+
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+
+NONE = -1
+"""Rank that is returned where no action is ready."""
+
+
+class Ready(NamedTuple):
+    """Times of a pipeline's actions, what limits its forwards, and storage for a run. An item is a stage and a chunk.
+
+    Attributes:
+        num_chunks: of the chunk table.
+        rank_of: the rank of each stage.
+        stages, first_stage: the stages of each rank, deepest first, and where each rank's begin, with the end.
+        forward_us, backward_us: time of each item; of backwards without weight gradients where these run apart.
+        weight_us: time of the weight gradient of each item.
+        hop_us: time of the message behind each item's forward; of the last stage, between its forward and its backward.
+        backwards: chunks in the order of their backwards; empty in a forward-only order.
+        ahead: forwards that the first stage of a rank may have run when it has run so many backwards.
+        alternating: nonzero to take forwards and backwards in turn where both are ready.
+        most_waiting: weight gradients that may wait on a rank; 0 where backwards contain them.
+        forward_in, backward_in: when the input of each item is there; infinite before that is known.
+        forward_count, backward_count: passes that each stage has run.
+        clock_us: end of the last action of each rank.
+        was_backward: nonzero where it was a backward.
+        waiting_us, queued, taken: times of the weight gradients of each rank, and how many have begun to wait and have run.
+        out, filled: the order (`Codes.actions`), and how far each rank's is written.
+    """
+
+    num_chunks: int
+    rank_of: Integers
+    stages: Integers
+    first_stage: Integers
+    forward_us: Floats
+    backward_us: Floats
+    weight_us: Floats
+    hop_us: Floats
+    backwards: Integers
+    ahead: Integers
+    alternating: int
+    most_waiting: int
+    forward_in: Floats
+    backward_in: Floats
+    forward_count: Integers
+    backward_count: Integers
+    clock_us: Floats
+    was_backward: Integers
+    waiting_us: Floats
+    queued: Integers
+    taken: Integers
+    out: Integers
+    filled: Integers
+
+
+@compiled
+def run(ready: Ready) -> None:
+    """Run the pipeline until no rank has anything left that is ready, and write the order to `ready.out`."""
+    events = [(0.0, 0)]
+    for rank in range(1, len(ready.clock_us)):
+        events.append((0.0, rank))
+    while len(events) > 0:
+        now, rank = heapq.heappop(events)
+        if now < ready.clock_us[rank]:
+            continue
+        came_us, other = take(rank, now, ready)
+        if other == NONE:
+            continue
+        ended = ready.clock_us[rank]
+        heapq.heappush(events, (ended, rank))
+        if other != rank or came_us > ended:
+            heapq.heappush(events, (max(came_us, ready.clock_us[other]), other))
+
+
+@compiled
+def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
+    """Run a ready action on a free rank.
+
+    Args:
+        rank: the rank.
+        now: time in microseconds, at or after the end of its last action.
+        ready: times, limits and storage.
+
+    Returns:
+        When the result arrives, in microseconds, and at which rank; `NONE` if no action is ready.
+    """
+    waiting = ready.queued[rank] - ready.taken[rank]
+    if waiting > 0 and waiting >= ready.most_waiting:
+        return weight(rank, now, ready)
+    if ready.alternating != 0 and ready.was_backward[rank] != 0:
+        came_us, other = forward(rank, now, ready)
+        if other == NONE:
+            came_us, other = backward(rank, now, ready)
+    else:
+        came_us, other = backward(rank, now, ready)
+        if other == NONE:
+            came_us, other = forward(rank, now, ready)
+    if other == NONE and waiting > 0:
+        return weight(rank, now, ready)
+    return came_us, other
+
+
+@compiled
+def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
+    """Run a ready forward. Arguments as of `take`, and the result."""
+    chunks, last = ready.num_chunks, len(ready.rank_of) - 1
+    stop = ready.first_stage[rank + 1]
+    for at in range(ready.first_stage[rank], stop):
+        stage = ready.stages[at]
+        c = ready.forward_count[stage]
+        item = stage * chunks + c
+        if c == chunks or ready.forward_in[item] > now:
+            continue
+        if at == stop - 1 and c >= ready.ahead[ready.backward_count[stage]]:
+            continue
+        ready.forward_count[stage] += 1
+        ready.was_backward[rank] = 0
+        ended = now + ready.forward_us[item]
+        ready.clock_us[rank] = ended
+        ready.out[ready.filled[rank]] = item << KIND_BITS | FORWARD
+        ready.filled[rank] += 1
+        came_us = ended + ready.hop_us[item]
+        if stage == last:
+            ready.backward_in[item] = came_us
+            return came_us, rank
+        ready.forward_in[item + chunks] = came_us
+        return came_us, ready.rank_of[stage + 1]
+    return inf, NONE
+
+
+@compiled
+def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
+    """Run a ready backward. Arguments as of `take`, and the result."""
+    chunks = ready.num_chunks
+    for at in range(ready.first_stage[rank], ready.first_stage[rank + 1]):
+        stage = ready.stages[at]
+        done = ready.backward_count[stage]
+        if done >= len(ready.backwards):
+            continue
+        item = stage * chunks + ready.backwards[done]
+        if ready.backward_in[item] > now:
+            continue
+        ready.backward_count[stage] += 1
+        ready.was_backward[rank] = 1
+        ended = now + ready.backward_us[item]
+        ready.clock_us[rank] = ended
+        ready.out[ready.filled[rank]] = item << KIND_BITS | BACKWARD
+        ready.filled[rank] += 1
+        if ready.most_waiting > 0:
+            first = ready.first_stage[rank] * chunks
+            ready.waiting_us[first + ready.queued[rank]] = ready.weight_us[item]
+            ready.queued[rank] += 1
+        if stage == 0:
+            return ended, rank
+        came_us = ended + ready.hop_us[item - chunks]
+        ready.backward_in[item - chunks] = came_us
+        return came_us, ready.rank_of[stage - 1]
+    return inf, NONE
+
+
+@compiled
+def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
+    """Run the weight gradient that has waited longest. Arguments as of `take`, and the result."""
+    ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
+    ready.taken[rank] += 1
+    ready.clock_us[rank] = ended
+    return ended, rank
