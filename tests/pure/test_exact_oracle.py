@@ -21,7 +21,7 @@ from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, w
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.seeds import some_by_default
 
-pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
+pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
 
 
 @some_by_default("seed", range(8), 4)

@@ -17,7 +17,7 @@ from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
 from tests.support.plan.planner_cases import pipeline, problem
 
-pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
+pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
 
 LENGTHS = (9000, 700, 16_000)
 COSTS = pipeline(2, 2)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan import Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.oracle import oracle
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
-from megatron_epp.planner.search.greedy import for_table, greedy, predicted_us
+from megatron_epp.planner.orders.vocabulary import has_shards
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
 
@@ -31,9 +31,9 @@ NICENESS = 10
 
 
 def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float = TIME_LIMIT_S) -> Decisions:
-    """Improve order and recompute of the greedy decisions by the oracle, within a given time.
+    """Improve the greedy decisions by the oracle, within a given time: order, recompute, weight gradients and copies.
 
-    Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
+    Evaluations, plans with vocabulary shards and tables of more than `MOST_CHUNKS` chunks stay as they are.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
@@ -41,19 +41,13 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
-        PlanError: recompute is fixed, or scipy is not installed.
+        PlanError: OR-tools is not installed.
     """
     start = greedy(problem, costs, options)
-    if problem.forward_only or not problem.has_one_stage_per_rank or len(start.chunks) > MOST_CHUNKS:
+    if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
         return start
-    plain = start  # the oracle knows whole layers only, and no copies
-    if start.modes != FULL_ONLY or start.copies or start.kv_offload:
-        try:
-            plain = for_table(start.chunks, problem, costs, replace(options, recompute_modes="full", offload=False))
-        except InfeasibleError:
-            return start
-    found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
-    return min(start, found, key=lambda one: predicted_us(one, problem, costs))
+    found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s)
+    return found.decisions or start
 
 
 class Refiner:
