@@ -16,6 +16,10 @@ from megatron_epp.plan.kv_offload import in_units
 from megatron_epp.planner.exact.program import Program
 
 
+MOST_LAYERS = 6
+"""Sizes up to which a demand is written as one interval of fixed height for each."""
+
+
 class Demand(NamedTuple):
     """Bytes held over a time: the value of the choice made for a stage and chunk."""
 
@@ -116,14 +120,21 @@ class Memory:
         unit = max(1, math.gcd(*(size for one in demands for size in one.num_bytes)))
         intervals, amounts = [], []
         for one in demands:
-            for least, size in layers(one.num_bytes):
-                present = program.any_of(one.stage, one.chunk, [num_bytes >= least for num_bytes in one.num_bytes])
+            sizes = [size // unit for size in one.num_bytes]
+            if len(set(sizes)) <= MOST_LAYERS:
+                parts = [(size, [own >= least for own in sizes]) for least, size in layers(sizes)]
+            else:
+                amount = model.new_int_var(min(sizes), max(sizes), "")
+                model.add(amount == program.weighed(one.stage, one.chunk, sizes))
+                parts = [(amount, [True])]
+            for amount, holds in parts:
                 lasts = model.new_int_var(0, program.horizon, "")
+                present = program.any_of(one.stage, one.chunk, holds)
                 if present is True:
                     intervals.append(model.new_interval_var(one.start, lasts, one.end, ""))
                 else:
                     intervals.append(model.new_optional_interval_var(one.start, lasts, one.end, present, ""))
-                amounts.append(size // unit)
+                amounts.append(amount)
         model.add_cumulative(intervals, amounts, room // unit)
 
 
