@@ -20,8 +20,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
-        (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
-        (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
+        (["--epp-offload", "--epp-planner", "1f1b"], "--epp-offload is for --epp-planner greedy or milp, not 1f1b"),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
         (
@@ -61,7 +60,8 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
         ["--epp-planner", "milp"],
         ["--epp-plan-budget-ms", "500"],
         ["--epp-loss-block-tokens", "0"],
-        ["--epp-offload", "off", "--epp-planner", "milp"],
+        ["--epp-offload", "--epp-planner", "milp"],
+        ["--epp-recompute", "1", "--epp-planner", "milp"],
         ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-modes", "full"],
     ],
 )

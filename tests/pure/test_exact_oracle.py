@@ -126,10 +126,8 @@ def test_without_time_the_start_is_the_answer_and_the_bound_says_how_good_it_is(
     ("asked", "options"),
     [
         (problem((100, 100), 2, forward_only=True), Options()),
-        (Problem((100, 100), (0, 1, 0, 1), (GIB, GIB)), Options()),
-        (problem((100, 100), 2), Options(recompute=1)),
     ],
-    ids=["evaluation", "two stages on a rank", "fixed recompute"],
+    ids=["evaluation"],
 )
 def test_what_it_does_not_know_it_refuses(asked: Problem, options: Options):
     chunks = plan(problem((100, 100), 2), pipeline(2)).chunks

@@ -233,13 +233,11 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield which of our own flags do not go together."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
-    if args.epp_recompute != "auto" and planner == "milp":
-        yield "--epp-planner milp chooses recompute itself: leave --epp-recompute at auto"
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
-    elif planner != "greedy":
-        yield f"--epp-offload is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif planner not in ("greedy", "milp"):
+        yield f"--epp-offload is for --epp-planner greedy or milp, not {planner}; leave one of them out"
     elif args.epp_recompute != "auto":
         yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
     if budget_ms is not None and planner != "greedy":

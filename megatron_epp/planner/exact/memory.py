@@ -15,7 +15,6 @@ from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import in_units
 from megatron_epp.planner.exact.program import Program
 
-
 MOST_LAYERS = 6
 """Sizes up to which a demand is written as one interval of fixed height for each."""
 
@@ -57,13 +56,13 @@ class Memory:
         """Add the time from which each load takes memory: its start, or that of the compute action which then runs."""
         model, spans, rank_of = self.program.model, self.program.spans, self.program.tables.rank_of
         own = {action: span for action, span in spans.items() if rank_of[action.stage] == rank}
-        compute = [span.interval for action, span in own.items() if action.op in (Op.F, Op.B, Op.W)]
+        compute = [span.whole for action, span in own.items() if action.op in (Op.F, Op.B, Op.W)]
         points = []
         for action, span in own.items():
             if action.op is Op.L:
                 at = model.new_int_var(0, self.program.horizon, f"issue of {action}")
                 model.add(at <= span.start).only_enforce_if(span.present)
-                points.append(model.new_optional_interval_var(at, 0, at, span.present, f"issue of {action}"))
+                points.append(self.program.interval(at, 0, at, span.present))
                 self.issued[action.stage, action.chunk] = at
         for point in points:
             model.add_no_overlap([*compute, point])  # not within an action
@@ -130,10 +129,7 @@ class Memory:
             for amount, holds in parts:
                 lasts = model.new_int_var(0, program.horizon, "")
                 present = program.any_of(one.stage, one.chunk, holds)
-                if present is True:
-                    intervals.append(model.new_interval_var(one.start, lasts, one.end, ""))
-                else:
-                    intervals.append(model.new_optional_interval_var(one.start, lasts, one.end, present, ""))
+                intervals.append(program.interval(one.start, lasts, one.end, present))
                 amounts.append(amount)
         model.add_cumulative(intervals, amounts, room // unit)
 

@@ -81,7 +81,7 @@ def oracle(
     modes = options.modes(costs) if start is None else start.modes
     tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
     _refuse_unknown(problem, tables)
-    judge = partial(_makespan_us, problem, costs, options)
+    judge = partial(makespan_us, problem, costs, options)
     start_us = judge(start)
     start = None if math.isinf(start_us) else start
     horizon_us = start_us if start else _serial_us(tables)
@@ -109,7 +109,7 @@ def oracle(
     return Proven(made, made_us, bound_us, optimal)
 
 
-def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
+def makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:

@@ -21,11 +21,20 @@ Choices = list[list[list[Choice]]]
 
 
 class Span(NamedTuple):
-    """An action in the program: variables of its start and end, its interval, and a literal that the plan has it (or True)."""
+    """An action in the program.
+
+    Attributes:
+        start, end: its times.
+        interval: its time on its rank. A backward that may leave its weight gradient to a `W` has only the rest; the `W` has
+            that part whether the plan has the `W` or not.
+        whole: from start to end.
+        present: a literal that the plan has it, or True.
+    """
 
     start: Any
     end: Any
     interval: Any
+    whole: Any
     present: Any
 
 
@@ -126,19 +135,48 @@ class Program:
         if min(values) < max(values):
             size = self.model.new_int_var(min(values), max(values), f"time of {action}")
             self.model.add(size == self.weighed(action.stage, action.chunk, values))
+        interval = self.interval(start, size, end, present)
+        self.spans[action] = Span(start, end, interval, interval, present)
+
+    def interval(self, start: Any, size: Any, end: Any, present: Any = True) -> Any:
+        """Add an interval.
+
+        Args:
+            start, size, end: ticks.
+            present: a literal that there is such a time, or True.
+        """
         if present is True:
-            interval = self.model.new_interval_var(start, size, end, str(action))
-        else:
-            interval = self.model.new_optional_interval_var(start, size, end, present, str(action))
-        self.spans[action] = Span(start, end, interval, present)
+            return self.model.new_interval_var(start, size, end, "")
+        return self.model.new_optional_interval_var(start, size, end, present, "")
 
     def _add_compute(self, stage: int, c: int) -> None:
         ticks, choices = self.clock.ticks, self.choices[stage][c]
         self._add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
-        self._add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
-        if any(one.split for one in choices):
-            present = self.any_of(stage, c, [one.split for one in choices])
-            self._add_span(Action(Op.W, stage, c), [ticks(self.tables.weight_us[stage][c])], present)
+        if not any(one.split for one in choices):
+            self._add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
+            return
+        weight_us = self.tables.weight_us[stage][c]
+        self._add_span(Action(Op.B, stage, c), [ticks(one.backward_us - weight_us * (not one.split)) for one in choices])
+        self._add_span(Action(Op.W, stage, c), [ticks(weight_us)])
+        self._join(stage, c, self.any_of(stage, c, [one.split for one in choices]), ticks(weight_us))
+
+    def _join(self, stage: int, c: int, split: Any, weight: int) -> None:
+        """Add that a weight gradient follows its backward at once, as a part of it, unless it is split off.
+
+        Args:
+            stage, c: the stage and chunk.
+            split: a literal that it is.
+            weight: ticks of the weight gradient.
+        """
+        backward, own = (self.spans[Action(op, stage, c)] for op in (Op.B, Op.W))
+        self.model.add(own.start >= backward.end)
+        self.model.add(own.start == backward.end).only_enforce_if(~split)
+        end = self.model.new_int_var(0, self.horizon, "")
+        self.model.add(end == backward.end + weight * ~split)
+        size = self.model.new_int_var(0, self.horizon, "")
+        whole = self.interval(backward.start, size, end)
+        self.spans[Action(Op.B, stage, c)] = backward._replace(end=end, whole=whole)
+        self.spans[Action(Op.W, stage, c)] = own._replace(present=split)
 
     def _add_copies(self, stage: int, c: int) -> None:
         choices = self.choices[stage][c]
@@ -167,7 +205,7 @@ class Program:
         for stage in self.stages:
             for c in range(len(self.chunks)):
                 own = {op: Action(op, stage, c) for op in (Op.F, Op.B, Op.W, Op.O, Op.L)}
-                for later, earlier in ((Op.B, Op.F), (Op.W, Op.B), (Op.O, Op.F), (Op.L, Op.O), (Op.B, Op.L)):
+                for later, earlier in ((Op.B, Op.F), (Op.O, Op.F), (Op.L, Op.O), (Op.B, Op.L)):
                     self.follows(own[later], own[earlier])
                 if stage:
                     hop = self.clock.ticks(self.tables.hops[stage - 1][c])
