@@ -12,7 +12,7 @@ from megatron_epp.plan import InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.exact.oracle import oracle
+from megatron_epp.planner.exact.oracle import TOLERANCE, oracle
 from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.search.greedy import greedy
@@ -40,11 +40,11 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
             continue
         found = oracle(chunks, capped, costs, Options())
         assert found.optimal
-        assert found.makespan_us == pytest.approx(best_us, rel=2e-6)
+        assert found.makespan_us == pytest.approx(best_us, rel=TOLERANCE)
         assert found.bound_us <= found.makespan_us
         assert found.decisions is not None
         made = build_plan(capped, costs, Options(planner="milp"), found.decisions)
-        assert made.predicted.makespan_us == pytest.approx(best_us, rel=2e-6)
+        assert made.predicted.makespan_us == pytest.approx(best_us, rel=TOLERANCE)
 
 
 WEIGHTS = Options(split_weight=True)
@@ -110,7 +110,7 @@ def test_never_slower_than_the_greedy_plan_it_starts_from(seed: int):
     assert check(made) == []
     assert made.predicted.makespan_us == pytest.approx(found.makespan_us)
     assert before.predicted.lower_bound_us <= found.bound_us <= found.makespan_us <= before.predicted.makespan_us
-    assert found.optimal == (found.makespan_us < found.bound_us * (1 + 1e-5))
+    assert found.optimal == (found.makespan_us < found.bound_us * (1 + TOLERANCE))
 
 
 def test_without_time_the_start_is_the_answer_and_the_bound_says_how_good_it_is():
