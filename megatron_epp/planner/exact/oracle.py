@@ -66,7 +66,7 @@ def oracle(
     A plan's actions start as early as they can. The solver may let one wait until a copy has made room, so its answer may be
     no plan where copies are short; then the start stays the answer, and the bound is valid all the same.
 
-    Order and recompute of eight chunks take about a second, with weight gradients up to minutes. Give a time limit where there is
+    Order and recompute of eight chunks take about a second, with weight gradients up to minutes. Give a time limit if there is
     no start: to prove that nothing fits, or to find what just fits, can take longer than any optimum.
 
     Args:
