@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_epp/__init__.py")
 README = HERE / "README.md"
 
 VIZ = ["matplotlib>=3.8"]
-MILP = ["scipy>=1.13"]
+MILP = ["ortools>=9.15", "scipy>=1.13"]  # CP-SAT for the oracle, HiGHS for InfiniPipe's integer programs
 FAST = ["numba>=0.60"]
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 DOCS = ["mkdocs-material>=9.5"]

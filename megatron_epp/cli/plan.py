@@ -9,7 +9,7 @@ from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, 
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import layout_for
-from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, output, progress, say, tell
+from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, latest_message, output, progress, say, tell
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -82,10 +82,14 @@ def _plan(args: argparse.Namespace) -> int:
 def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan:
     """Plan. Raises `InfeasibleError` with what would fit."""
     try:
-        with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
-            return plan(problem, costs, options_from(args))
+        what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
+        with latest_message("megatron_epp.planner.exact") as latest, progress(what, latest):
+            made = plan(problem, costs, options_from(args))
     except InfeasibleError as error:
         raise with_alternatives(error, args, problem.lengths) from None
+    if message := latest():
+        tell(message)
+    return made
 
 
 def add_plan_file(parser: Parser) -> None:

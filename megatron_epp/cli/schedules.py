@@ -13,7 +13,7 @@ from megatron_epp.report.table import table
 OURS = {
     "greedy": "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
     "1f1b": "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
-    "milp": "an integer program around greedy: order and recompute of small batches",
+    "milp": "a solver around greedy: order, recompute, weight gradients and copies of small batches",
 }
 """Planners of this package, with a line each."""
 USUAL = tuple(sorted({*OURS, *BASELINES}))

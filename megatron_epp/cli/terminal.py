@@ -6,12 +6,14 @@ Control characters in the text of files are printed as escapes, so no terminal o
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,6 +170,26 @@ def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def latest_message(name: str) -> Iterator[Callable[[], str]]:
+    """Yield a function that returns the last message that the loggers of a package have had at INFO, empty before the first.
+
+    Args:
+        name: of the package.
+    """
+    logger, messages = logging.getLogger(name), deque([""], maxlen=1)
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lambda: messages[-1]
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _lines(text: str) -> str:

@@ -29,10 +29,9 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
             ["--epp-planner", "flexsp"],
             "training lacks groups of context-parallel ranks that change with every chunk; use --epp-pl",
         ),
-        (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (
-            ["--epp-offload", "--epp-planner", "milp"],
-            "--epp-offload is for --epp-planner greedy and orders of papers, not milp",
+            ["--epp-offload", "--epp-planner", "1f1b"],
+            "--epp-offload is for --epp-planner greedy, milp and orders of papers, not 1f1b",
         ),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
@@ -75,6 +74,8 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
         ["--epp-loss-block-tokens", "0"],
         ["--epp-offload", "off", "--epp-planner", "milp"],
         ["--epp-offload", "--epp-planner", "sppo"],
+        ["--epp-offload", "--epp-planner", "milp"],
+        ["--epp-recompute", "1", "--epp-planner", "milp"],
         ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-modes", "full"],
     ],
 )

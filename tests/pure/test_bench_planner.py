@@ -104,7 +104,7 @@ def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
 
 
 def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
-    pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
+    pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
     asked, store = [], tmp_path / "small.json"
     monkeypatch.setattr(planner_small, "oracle", lambda *case, **more: asked.append(case) or oracle(*case, **more))
     first = planner_small.small(2, 20.0, 8, ["plain", "weights"], 1, store)

@@ -175,15 +175,16 @@ def test_a_plan_above_its_cap_is_shown_with_a_warning(plan_file, capsys):
     assert "2 violation(s)" in capsys.readouterr().err
 
 
-def test_compare_without_scipy_has_a_row_that_says_so_for_each_planner_that_needs_it(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
+def test_compare_without_solvers_has_a_row_that_says_so_for_each_planner_that_needs_it(capsys, monkeypatch):
+    for module in ("scipy", "ortools", "ortools.sat.python"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert main(["compare", *BATCH]) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(USUAL)]}
     assert set(rows) == set(USUAL)
     assert rows["milp"][:2] == ["no", "plan"]
     assert rows["greedy"][:2] != ["no", "plan"]
-    assert "milp: no plan. this planner needs scipy" in out
+    assert "milp: no plan. this planner needs OR-tools" in out
 
 
 def test_all_planners_are_ranked_with_the_placements_that_they_need(capsys):

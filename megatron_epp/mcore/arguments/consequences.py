@@ -237,13 +237,11 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
     if planner in SCHEDULES and (lacks := SCHEDULES[planner].lacks):
         yield f"--epp-planner {planner} is planned, not run: training lacks {lacks}; use --epp-planner greedy"
-    if args.epp_recompute != "auto" and planner == "milp":
-        yield "--epp-planner milp chooses recompute itself: leave --epp-recompute at auto"
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
     elif planner in PLANNERS and planner not in COPYING:
-        yield f"--epp-offload is for --epp-planner greedy and orders of papers, not {planner}; leave one of them out"
+        yield f"--epp-offload is for --epp-planner greedy, milp and orders of papers, not {planner}; leave one of them out"
     elif args.epp_recompute != "auto":
         yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
     if budget_ms is not None and planner != "greedy":

@@ -40,8 +40,9 @@ _PLANNING = (
     ),
     Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
         "Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
-        "one of your own. milp: greedy, while during training a solver works on small batches for when their lengths come "
-        "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
+        "one of your own. milp: greedy, while during training a solver works on small batches for when their lengths, or "
+        "chunks of the same shape, come again; which plan runs depends on timing, so a resumed run repeats losses only to "
+        "rounding.",
         f"who plans: {PLANNER_NAMES} (default: greedy)",
     ),
     Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(

@@ -1,167 +1,163 @@
-"""Live bytes in the oracle's program: the account that the steps of a plan carry, as rows.
+"""Memory in the constraint program: what each rank holds on the device and in host memory, as intervals with demands.
 
-When an action starts, the live bytes depend on the actions that have run and on the layers they recompute; at the start of a
-backward its own needs are added. All of that is exact: a product of a literal and a number of layers is a variable of its own,
-and so is the fact that a chunk recomputes all its layers. Nothing is copied to the host.
+The account is that of `simulate`: a compute action allocates when it starts and frees when it ends, and a copy that starts or
+ends while a compute action runs counts for all of that action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from megatron_epp.plan import Op
-from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
-from megatron_epp.planner.exact.orders import Item, Orders
-from megatron_epp.planner.tables import Tables, Times
+from megatron_epp.plan import Action, Op, is_unlimited
+from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.kv_offload import in_units
+from megatron_epp.planner.exact.program import Program
 
-SIZES = ("activation", "saved", "forward_alloc", "backward_residual", "weight_bytes")
-"""Columns of `Tables` that the account is made of."""
+MOST_LAYERS = 6
+"""Sizes up to which a demand is written as one interval of fixed height for each."""
+
+
+class Demand(NamedTuple):
+    """Bytes held over a time: the value of the choice made for a stage and chunk."""
+
+    start: Any
+    end: Any
+    num_bytes: tuple[int, ...]
+    stage: int
+    chunk: int
 
 
 class Memory:
-    """The account of every rank. Sizes are shares of its cap.
+    """Adds the memory of every rank to a program.
 
-    Attributes:
-        sizes: the tables' sizes in that unit, by name and stage.
+    Args:
+        program: with its spans.
+        caps: bytes of the ranks.
+        host_cap: bytes that each rank may have in host memory.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tables: Tables,
-        caps: Sequence[int],
-        orders: Orders,
-        recompute_steps: list[list[Linear]],
-        spare: float,
-    ) -> None:
-        self.model, self.tables, self.orders, self.recompute_steps = model, tables, orders, recompute_steps
-        self.room = 1.0 - spare
-        self.static = [size / cap for size, cap in zip(tables.static, caps, strict=True)]
-        self.sizes: dict[str, Times] = {
-            name: [[size / cap for size in row] for row, cap in zip(getattr(tables, name), caps, strict=True)] for name in SIZES
-        }
-        self.size = orders.size
-        self.ends = {
-            split: [[[size / cap for size in tables.at_ends(s, c, split)] for c in orders.size] for s, cap in enumerate(caps)]
-            for split in (False, True)
-        }
-        self._recomputed: dict[tuple[int, int, Item], Linear] = {}
+    def __init__(self, program: Program, caps: Sequence[int], host_cap: int) -> None:
+        self.program, self.caps, self.host_cap = program, caps, host_cap
+        self.issued: dict[tuple[int, int], Any] = {}
 
-    def recomputed(self, s: int, c: int, item: Item) -> Linear:
-        """Return the recomputed layers of a chunk if its backward runs before an item, else zero.
+    def add(self) -> None:
+        """Add all constraints."""
+        tables = self.program.tables
+        for rank, stages in enumerate(tables.stages_of):
+            self._add_issues(rank)
+            demands = [one for stage in stages for one in self._of_stage(stage)]
+            self._limit(demands, self.caps[rank] - tables.static[rank])
+            if not is_unlimited(self.host_cap):
+                self._limit([one for stage in stages for one in self._in_host(stage)], self.host_cap)
 
-        Args:
-            s: the stage.
-            c: the chunk.
-            item: an action of the stage.
-        """
-        if (s, c, item) not in self._recomputed:
-            done, steps, most = self.orders.before[s][(Op.B, c), item], self.recompute_steps[s][c], self.tables.num_layers[s]
-            if done.never or done.always:
-                made = steps * done.constant
-            else:
-                made = self.model.variable(0.0, most)
-                self.model.at_most(made - steps)
-                self.model.at_most(made - most * done)
-                self.model.at_least(made - steps + most * ~done)
-            self._recomputed[s, c, item] = made
-        return self._recomputed[s, c, item]
+    def _add_issues(self, rank: int) -> None:
+        """Add the time from which each load takes memory: its start, or that of the compute action which then runs."""
+        model, spans, rank_of = self.program.model, self.program.spans, self.program.tables.rank_of
+        own = {action: span for action, span in spans.items() if rank_of[action.stage] == rank}
+        compute = [span.whole for action, span in own.items() if action.op in (Op.F, Op.B, Op.W)]
+        points = []
+        for action, span in own.items():
+            if action.op is Op.L:
+                at = model.new_int_var(0, self.program.horizon, f"issue of {action}")
+                model.add(at <= span.start).only_enforce_if(span.present)
+                points.append(self.program.interval(at, 0, at, span.present))
+                self.issued[action.stage, action.chunk] = at
+        for point in points:
+            model.add_no_overlap([*compute, point])  # not within an action
 
-    def hold(self) -> None:
-        """Add rows by which no action lifts its rank above the cap.
+    def _of_stage(self, stage: int) -> Iterator[Demand]:
+        program, tables = self.program, self.program.tables
+        for c in range(len(program.chunks)):
+            choices = program.choices[stage][c]
+            forward, backward = (program.spans[Action(op, stage, c)] for op in (Op.F, Op.B))
+            stays = tuple(one.kept_bytes - one.moved_bytes for one in choices)
+            yield Demand(forward.start, backward.end, stays, stage, c)
+            yield Demand(backward.start, backward.end, tuple(one.takes_bytes for one in choices), stage, c)
+            if any(one.moved_bytes for one in choices):
+                moved = tuple(one.moved_bytes for one in choices)
+                gone, issued = program.spans[Action(Op.O, stage, c)], self.issued[stage, c]
+                yield Demand(forward.start, gone.end, moved, stage, c)
+                yield Demand(issued, backward.end, moved, stage, c)
+            if any(one.split for one in choices):
+                weight = program.spans[Action(Op.W, stage, c)]
+                held = tuple(tables.weight_bytes[stage][c] if one.split else 0 for one in choices)
+                yield Demand(backward.end, weight.end, held, stage, c)
+        yield from self._of_caches(stage)
 
-        Between backwards bytes only rise, so where all backwards are whole the forwards need no rows.
-        """
-        for s, items in enumerate(self.orders.items):
-            split = any(op is Op.W for op, _ in items)
-            for op, c in items:
-                if op is Op.B:
-                    self._limit(s, (op, c), self._needs(s, c))
-                elif op is Op.F and split:
-                    self._limit(s, (op, c), [NEVER])
+    def _of_caches(self, stage: int) -> Iterator[Demand]:
+        """Yield keys, values and their gradients: what the actions of a chain of slices open until one of them closes it."""
+        program, tables = self.program, self.program.tables
+        links = slice_neighbours(program.chunks)
+        for first in range(len(program.chunks)):
+            if links.previous[first] is not None:
+                continue
+            chain, following = [first], links.following[first]
+            while following is not None:
+                chain.append(following)
+                following = links.following[following]
+            changes = [(program.spans[Action(Op.F, stage, c)].start, tables.forward_alloc[stage][c]) for c in chain]
+            changes += [(program.spans[Action(Op.F, stage, c)].end, -tables.forward_free[stage][c]) for c in chain]
+            changes += [(program.spans[Action(Op.B, stage, c)].end, tables.backward_residual[stage][c]) for c in chain[::-1]]
+            count = len(program.choices[stage][first])
+            for start, end, size in opened(changes, program.horizon):
+                yield Demand(start, end, (size,) * count, stage, first)
 
-    def _limit(self, s: int, item: Item, needs: Iterable[Linear]) -> None:
-        """Add rows by which the live bytes when an action starts, together with each need on its own, fit the cap.
+    def _in_host(self, stage: int) -> Iterator[Demand]:
+        for c, choices in enumerate(self.program.choices[stage]):
+            if any(one.moved_bytes for one in choices):
+                sizes = tuple(in_units(one.moved_bytes) for one in choices)
+                yield Demand(self.program.spans[Action(Op.O, stage, c)].start, self.issued[stage, c], sizes, stage, c)
 
-        Args:
-            s: the stage.
-            item: the action; if it is a forward, what it keeps is live already.
-            needs: bytes above the live ones, as shares of the cap; not needed at the same time.
-        """
-        begun, ended = self._ran(s, Op.F, item), self._ran(s, Op.B, item)
-        live = total(self._plain(s, item, begun, ended))
-        tight = [need for need in needs if self.model.highest(live + need) > self.room]
-        if not tight:
+    def _limit(self, demands: Sequence[Demand], room: int) -> None:
+        """Add that the demands never exceed the room."""
+        demands = [one for one in demands if any(one.num_bytes)]
+        if sum(max(one.num_bytes) for one in demands) <= room:
             return
-        live = live - total(self._relief(s, begun, ended))
-        for need in tight:
-            self.model.at_most(live + need, self.room)
+        program, model = self.program, self.program.model
+        unit = max(1, math.gcd(*(size for one in demands for size in one.num_bytes)))
+        intervals, amounts = [], []
+        for one in demands:
+            sizes = [size // unit for size in one.num_bytes]
+            if len(set(sizes)) <= MOST_LAYERS:
+                parts = [(size, [own >= least for own in sizes]) for least, size in layers(sizes)]
+            else:
+                amount = model.new_int_var(min(sizes), max(sizes), "")
+                model.add(amount == program.weighed(one.stage, one.chunk, sizes))
+                parts = [(amount, [True])]
+            for amount, holds in parts:
+                lasts = model.new_int_var(0, program.horizon, "")
+                present = program.any_of(one.stage, one.chunk, holds)
+                intervals.append(program.interval(one.start, lasts, one.end, present))
+                amounts.append(amount)
+        model.add_cumulative(intervals, amounts, room // unit)
 
-    def _ran(self, s: int, op: Op, item: Item) -> list[Linear]:
-        """Return a literal per chunk that its forward has started, or its backward has ended, when an item starts.
 
-        Args:
-            s: the stage.
-            op: F for started forwards, B for ended backwards.
-            item: the operation and chunk that starts.
-        """
-        before, own = self.orders.before[s], ALWAYS if op is Op.F else NEVER
-        return [own if (op, c) == item else before[(op, c), item] for c in self.size]
+def layers(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ``(least, bytes)``: a size is the sum of the bytes of all layers that begin at it or below."""
+    below = 0
+    for size in sorted({size for size in sizes if size > 0}):
+        yield size, size - below
+        below = size
 
-    def _plain(self, s: int, item: Item, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
-        """Yield the live bytes when an item starts, without any recompute, as shares of the cap.
 
-        Args:
-            s: the stage.
-            item: the operation and chunk that starts.
-            begun, ended: of each chunk, a literal that its forward has started, and that its backward has ended (`_ran`).
-        """
-        kept, opened, residual, stays = (
-            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_residual", "weight_bytes")
-        )
-        yield Linear(self.static[s])
-        for c in self.size:
-            yield (kept[c] + opened[c]) * begun[c]
-            yield (residual[c] - kept[c]) * ended[c]
-            if c != item[1] and not self.orders.split[s][c].never:
-                yield stays[c] * (ended[c] - self.orders.before[s][(Op.W, c), item])
+def opened(changes: Sequence[tuple[Any, int]], horizon: int) -> Iterator[tuple[Any, Any, int]]:
+    """Yield what is held between changes as ``(start, end, bytes)``: each release is of what was opened last.
 
-    def _relief(self, s: int, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
-        """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap.
-
-        Args:
-            s: the stage.
-            begun, ended: as for `_plain`.
-        """
-        most = float(self.tables.num_layers[s])
-        for c in self.size:
-            recompute_steps, saved = self.recompute_steps[s][c], self.sizes["saved"][s][c]
-            if begun[c].never or ended[c].always or not saved:
-                continue
-            if begun[c].always and ended[c].never:
-                yield saved * recompute_steps
-                continue
-            relief = self.model.variable(0.0, most)
-            self.model.at_most(relief - recompute_steps)
-            self.model.at_most(relief - most * (begun[c] - ended[c]))
-            yield saved * relief
-
-    def _needs(self, s: int, c: int) -> Iterator[Linear]:
-        """Yield the bytes that a backward may need above those live at its start; the most counts
-        (`kernels.memory.backward_peak`).
-        """
-        size = {name: rows[s][c] for name, rows in self.sizes.items()}
-        split = self.orders.split[s][c]
-        kept = size["activation"] - size["saved"] * self.recompute_steps[s][c]
-        most, made = self.tables.num_layers[s], NEVER
-        if most and size["saved"] > 0.0:
-            everything = self.recompute_steps[s][c]
-            if most > 1:
-                everything = self.model.variable(0.0, 1.0)
-                self.model.at_most(self.recompute_steps[s][c] - everything, most - 1)
-            made = size["saved"] * everything
-        (first, last), (first_split, last_split) = (self.ends[split][s][c] for split in (False, True))
-        yield NEVER
-        yield made + first + (first_split - first) * split
-        yield last + (last_split - last) * split - kept
-        yield size["weight_bytes"] * split - kept + size["backward_residual"]
+    Args:
+        changes: times and signed bytes, in the order in which they happen.
+        horizon: end of what is never released.
+    """
+    stack: list[tuple[Any, int]] = []
+    for time, delta in changes:
+        if delta > 0:
+            stack.append((time, delta))
+        while delta < 0 and stack:
+            start, size = stack.pop()
+            released = min(size, -delta)
+            yield start, time, released
+            delta += released
+            if size > released:
+                stack.append((start, size - released))
+    yield from ((start, horizon, size) for start, size in stack)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +12,9 @@ from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.exact.milp import Solution
-from megatron_epp.planner.exact.model import OracleModel
+from megatron_epp.planner.exact.choices import SHARES
+from megatron_epp.planner.exact.solve import Case, logger, solve
+from megatron_epp.planner.orders.vocabulary import has_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -22,12 +22,10 @@ from megatron_epp.planner.tabulate import tabulate
 Judge = Callable[[Decisions | None], float]
 """Makespan of decisions in microseconds; infinite where they are unsound or there are none."""
 
-SPARE = 1e-5
-"""Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
-EASIER_SHARE = 0.3
-"""Share of the time limit spent on the same case with whole backwards; set by hand."""
-TOLERANCE = 1e-6
-"""Makespans closer than this, relative, are the same to the solver."""
+TOLERANCE = 1e-4
+"""Makespans closer than this, relative, are the same to the solver, whose times are whole ticks."""
+WORKERS = 1
+"""Threads of the solver: the background of a training run has one core to spare at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,9 @@ class Proven:
     Attributes:
         decisions: the best found, or None when none was found in time.
         makespan_us: makespan of the decisions; infinite without them.
-        bound_us: no decisions for these chunks are faster under these caps (up to the solver's tolerance).
-        optimal: bound and makespan are the same.
+        bound_us: no decisions for these chunks are faster under these caps, with the recompute modes, the KV offload and the
+            shares of activations to copy that the oracle chose from.
+        optimal: bound and makespan are the same, up to `TOLERANCE`.
     """
 
     decisions: Decisions | None
@@ -55,93 +54,65 @@ def oracle(
     *,
     start: Decisions | None = None,
     time_limit_s: float | None = None,
+    workers: int = WORKERS,
 ) -> Proven:
-    """Find the decisions of least makespan for a given chunk table.
+    """Find the decisions of least makespan for a given chunk table, on any placement of the stages.
 
-    Exact over all orders that `check` accepts and all numbers of recomputed layers per stage and chunk, with the bytes that a
-    plan's steps carry. With `options.split_weight` also over which weight gradients are actions of their own and when they run.
-    It knows whole layers only, and no copies to the host.
+    Exact over all orders that `check` accepts, all numbers of recompute steps per stage and chunk, with
+    `options.split_weight` over which weight gradients are actions of their own, and with `options.offload` over which
+    activations are copied to host memory, in shares of `choices.SHARES` and those of the start. Bytes are those that a plan's
+    steps carry. Recompute modes and KV offload are those of the start.
 
-    The time it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients, 2 with 3.
+    A plan's actions start as early as they can. The solver may let one wait until a copy has made room, so its answer may be
+    no plan where copies are short; then the start stays the answer, and the bound is valid all the same.
+
+    Order and recompute of eight chunks take about a second, with weight gradients up to minutes. Give a time limit if there is
+    no start: to prove that nothing fits, or to find what just fits, can take longer than any optimum.
 
     Args:
         chunks: the chunk table.
         problem, costs, options: as `plan` takes them.
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
+        workers: threads of the solver.
 
     Raises:
         InfeasibleError: no decisions for these chunks fit the caps.
-        PlanError: a placement, a fixed recompute or an evaluation, which it does not know; or scipy is not installed.
+        PlanError: vocabulary shards or an evaluation, which it does not know; or OR-tools is not installed.
     """
-    _known(problem, options)
-    options = replace(options, offload=False)
-    tables = tabulate(chunks, problem, costs)
-    judge = partial(_makespan_us, problem, costs, options)
-    made = None if start is None else replace(start, chunks=tuple(chunks))
-    if options.split_weight:  # with whole backwards it takes little time, and gives the full program a shorter horizon
-        began_s = time.monotonic()
-        share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
-        try:
-            whole = replace(options, split_weight=False)
-            made = oracle(chunks, problem, costs, whole, start=made, time_limit_s=share_s).decisions
-        except InfeasibleError:
-            made = None
-        time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
-    made_us = judge(made)
-    made = None if math.isinf(made_us) else made
-    horizon_us = made_us if made else _serial_us(tables)
-    bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
-    if bound_us >= horizon_us * (1 - TOLERANCE):
-        return Proven(made, made_us, bound_us, made is not None)
-    bounds = horizon_us, bound_us
-    models = (
-        OracleModel(chunks, tables, problem.cap_bytes, *bounds, split_weight=options.split_weight, spare=spare)
-        for spare in (0.0, SPARE)
+    chunks = tuple(chunks)
+    modes = options.modes(costs) if start is None else start.modes
+    tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
+    _refuse_unknown(problem, tables)
+    judge = partial(makespan_us, problem, costs, options)
+    start_us = judge(start)
+    start = None if math.isinf(start_us) else start
+    horizon_us = start_us if start else _serial_us(tables)
+    bound_us = min(horizon_us, lower_bound_us(tables, chunks, problem, options))
+    if start is not None and bound_us >= horizon_us * (1 - TOLERANCE):
+        return Proven(start, start_us, bound_us, optimal=True)
+    shares = {*SHARES, *(share for row in (start.offload if start else ()) for share in row if share)}
+    case = Case(chunks, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
+    solved = solve(case, start, time_limit_s, workers)
+    if math.isinf(solved.bound_us) and start is None:
+        raise InfeasibleError(
+            f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank",
+            Remedy("raise", "cap_bytes"),
+        )
+    made, made_us = start, start_us
+    if solved.decisions is not None:
+        found = replace(solved.decisions, modes=modes, kv_offload=start.kv_offload if start else frozenset())
+        if (found_us := judge(found)) < made_us:
+            made, made_us = found, found_us
+    bound_us = min(solved.bound_us, made_us)
+    optimal = made is not None and bound_us >= made_us * (1 - TOLERANCE)
+    logger.info(
+        "%s: %.3f ms, %s", "proven" if optimal else "not proven", made_us / 1e3, f"{made_us / bound_us - 1:.2%} above the bound"
     )
-    solved, found = _solved(models, tuple(chunks), judge, time_limit_s)
-    if math.isinf(solved.bound) and solved.bound > 0:
-        if made is None:
-            raise InfeasibleError(
-                f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank",
-                Remedy("raise", "cap_bytes"),
-            )
-        return Proven(made, made_us, made_us * (1 - TOLERANCE), True)
-    bound_us = max(bound_us, solved.bound * horizon_us)
-    if (took_us := judge(found)) < made_us:
-        made, made_us = found, took_us
-    return Proven(made, made_us, min(bound_us, made_us), made is not None and bound_us >= made_us * (1 - 10 * TOLERANCE))
+    return Proven(made, made_us, bound_us, optimal)
 
 
-def _solved(
-    models: Iterable[OracleModel], chunks: tuple[Chunk, ...], judge: Judge, time_limit_s: float | None
-) -> tuple[Solution, Decisions | None]:
-    """Solve the exact program; where its decisions miss a cap by a hair, solve it with a little memory to spare.
-
-    Args:
-        models: the program, then the same with memory to spare; written when needed.
-        chunks: the chunk table.
-        judge: of their decisions.
-        time_limit_s: for all of them.
-
-    Returns:
-        The solution of the first, and sound decisions where one has any.
-    """
-    end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-    first: Solution | None = None
-    for written in models:
-        solved = written.model.solve(time_limit_s=None if time_limit_s is None else max(0.0, end_s - time.monotonic()))
-        first = first or solved
-        if solved.values is None:
-            break
-        made = Decisions(chunks, written.orders.order(solved.values), written.recompute(solved.values))
-        if not math.isinf(judge(made)):
-            return first, made
-    assert first is not None
-    return first, None
-
-
-def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
+def makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:
@@ -157,18 +128,15 @@ def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisio
 
 
 def _serial_us(tables: Tables) -> float:
-    """One action after another, everything recomputed: any schedule that makes sense is faster."""
-    rows = zip(tables.forward_us, tables.backward_us, tables.layer_us, tables.num_layers, strict=True)
-    work = sum(sum(ahead) + sum(back) + most * sum(layer) for ahead, back, layer, most in rows)
-    return work + 2 * sum(map(sum, tables.hops))
+    """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
+    again = sum(sum(step.layer_us[s]) * most for step in tables.frontier for s, most in enumerate(tables.num_layers))
+    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + again
+    if math.isinf(tables.host_us_per_byte):
+        return work
+    return work + 2 * sum(tables.host_us(size) for row in tables.activation for size in row)
 
 
-def _known(problem: Problem, options: Options) -> None:
-    if not problem.has_one_stage_per_rank or problem.forward_only:
-        remedy = Remedy("set", "planner", "greedy")
-        raise PlanError("the oracle plans only training with one stage on each rank, in order", remedy)
-    if options.recompute != "auto":
-        raise PlanError(
-            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers",
-            Remedy("set", "recompute", "auto"),
-        )
+def _refuse_unknown(problem: Problem, tables: Tables) -> None:
+    if problem.forward_only or has_shards(tables):
+        what = "evaluations" if problem.forward_only else "vocabulary shards"
+        raise PlanError(f"the oracle does not know {what}", Remedy("set", "planner", "greedy"))

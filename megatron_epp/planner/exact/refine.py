@@ -11,15 +11,21 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan import Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.exact.oracle import oracle
+from megatron_epp.planner.exact.oracle import makespan_us, oracle
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
-from megatron_epp.planner.search.greedy import for_table, greedy, predicted_us
+from megatron_epp.planner.memory.recompute import fit_recompute
+from megatron_epp.planner.orders.vocabulary import has_shards
+from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
+
+Shape = tuple[bool, tuple[int, ...], tuple[int, ...]]
+"""Batches of equal shapes can run in one order: see `shape_of`."""
 
 TIME_LIMIT_S = 10.0
 MOST_CHUNKS = 16
@@ -31,9 +37,9 @@ NICENESS = 10
 
 
 def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float = TIME_LIMIT_S) -> Decisions:
-    """Improve order and recompute of the greedy decisions by the oracle, within a given time.
+    """Improve the greedy decisions by the oracle, within a given time: order, recompute, weight gradients and copies.
 
-    Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
+    Evaluations, plans with vocabulary shards and tables of more than `MOST_CHUNKS` chunks stay as they are.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
@@ -41,23 +47,20 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
-        PlanError: recompute is fixed, or scipy is not installed.
+        PlanError: OR-tools is not installed.
     """
     start = greedy(problem, costs, options)
-    if problem.forward_only or not problem.has_one_stage_per_rank or len(start.chunks) > MOST_CHUNKS:
+    if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
         return start
-    plain = start  # the oracle knows whole layers only, and no copies
-    if start.modes != FULL_ONLY or start.copies or start.kv_offload:
-        try:
-            plain = for_table(start.chunks, problem, costs, replace(options, recompute_modes="full", offload=False))
-        except InfeasibleError:
-            return start
-    found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
-    return min(start, found, key=lambda one: predicted_us(one, problem, costs))
+    found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s)
+    return found.decisions or start
 
 
 class Refiner:
-    """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order."""
+    """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order.
+
+    A batch of other lengths whose chunk table has the same shape tries the refined order on its own chunks.
+    """
 
     def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0) -> None:
         """Start the process that refines.
@@ -69,6 +72,7 @@ class Refiner:
         """
         self.costs, self.options = costs, options
         self.solved = Recent[Problem, Decisions]()
+        self.by_shape = Recent[Shape, Decisions]()
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
         self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 
@@ -79,8 +83,9 @@ class Refiner:
         """
         validate(problem, self.costs, self.options)
         while self._asked and self._worker.is_ready():
-            asked = self._asked.popleft()
-            self.solved.remember(asked, self._worker.receive())
+            asked, made = self._asked.popleft(), self._worker.receive()
+            self.solved.remember(asked, made)
+            self.by_shape.remember(shape_of(asked, made), made)
         return planned_with_room(problem, self._plan)
 
     def _plan(self, problem: Problem) -> Plan:
@@ -91,11 +96,35 @@ class Refiner:
             if asked not in self._asked and len(self._asked) < WAITING:
                 self._worker.send(asked)
                 self._asked.append(asked)
+            like = self.by_shape.recall(shape_of(asked, made))
+            made = made if like is None else faster(made, like, asked, self.costs, self.options)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
     def close(self) -> None:
         """End the process, and with it what is being solved."""
         self._worker.close()
+
+
+def shape_of(problem: Problem, made: Decisions) -> Shape:
+    """Return the placement of a problem, and the numbers of slices that stand together in the chunk table of its decisions."""
+    return problem.forward_only, problem.placement, tuple(map(len, slice_groups(made.chunks)))
+
+
+def faster(made: Decisions, like: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Return decisions, or the same chunks in the order and with the copies of others, if that is a faster plan.
+
+    Args:
+        made: decisions of the problem.
+        like: decisions of another problem, with a chunk table of the same shape.
+        problem, costs, options: as for `milp`.
+    """
+    tried = replace(like, chunks=made.chunks, kv_offload=made.kv_offload, token_multiple=made.token_multiple)
+    if not like.copies and not problem.forward_only:
+        fit = fit_recompute(like.order, tried.tables(problem, costs), problem.cap_bytes, options)
+        if fit.recompute_steps is None:
+            return made
+        tried = replace(tried, recompute_steps=fit.recompute_steps)
+    return tried if makespan_us(problem, costs, options, tried) < makespan_us(problem, costs, options, made) else made
 
 
 def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:

@@ -141,5 +141,5 @@ SCHEDULES: dict[str, Schedule] = {
 BASELINES = {name: schedule.plan for name, schedule in SCHEDULES.items() if schedule.order is None and not schedule.lacks}
 """Planners of one stage per rank that choose their chunks by their own rules, and whose plans run."""
 
-COPYING = {"greedy", *(name for name, schedule in SCHEDULES.items() if schedule.order is not None)}
+COPYING = {"greedy", "milp", *(name for name, schedule in SCHEDULES.items() if schedule.order is not None)}
 """Planners whose plans may have copies, with `Options.offload`."""

@@ -61,8 +61,8 @@ are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "h
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
 a rank's ends"), so their claim is lower. PipeOffload and SPPO are without their copies. For HelixPipe half of each pass is
 attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
-`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py` and `test_helixpipe.py` hold the formulas, for other sizes too, and what PipeOffload and SPPO
-keep with copies.
+`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py` and `test_helixpipe.py` hold the formulas, for other sizes too,
+and what PipeOffload and SPPO keep with copies.
 
 """
 

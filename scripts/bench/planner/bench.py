@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of part large (default: {','.join(RIVALS)})")
     parser.add_argument("--features", default="plain", help=f"of part small, from {','.join(FEATURES)} (default: plain)")
     parser.add_argument("--cases", type=int, help="of part small (default: 40; 200 with --full)")
+    parser.add_argument("--first", type=int, default=0, help="of part small, number of the first case (default: 0)")
     parser.add_argument("--limit-s", type=float, help="of part small, for the oracle, each case (default: 3; 60 with --full)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1); speed is always measured alone")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
@@ -171,7 +172,7 @@ def main() -> None:
     limits = a.cases or count, a.limit_s or limit_s, most
     measured: dict[str, Callable[[], Any]] = {
         "speed": lambda: speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes),
-        "small": lambda: small(*limits, a.features.split(","), a.jobs, a.output / "small.json"),
+        "small": lambda: small(*limits, a.features.split(","), a.jobs, a.output / "small.json", a.first),
         "runs": lambda: runs([RunCase(*astuple(case)) for case in suite(a)], a.jobs),
         "large": lambda: large(suite(a), tuple(a.rivals.split(",")), a.jobs),
     }

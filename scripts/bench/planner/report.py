@@ -51,7 +51,8 @@ def _speed(rows: list[dict[str, Any]]) -> str:
 SMALL = """## Against the oracle
 
 Random cases of up to 8 chunks under tight caps (chunks times stages at most {most_chunks_times_stages}); the oracle stopped
-after {time_limit_s:.0f} s each. Plain: order and recompute of whole layers; besides these, weight gradients of their own."""
+after {time_limit_s:.0f} s each. Plain: order and recompute of whole layers; weights: besides these, weight gradients of their
+own; copies: besides these, copies of activations to host memory."""
 
 
 def _small(found: dict[str, Any]) -> str:

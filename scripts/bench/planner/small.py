@@ -32,9 +32,11 @@ from megatron_epp.planner.tabulate import tabulate
 FEATURES: dict[str, dict[str, bool]] = {
     "plain": {},
     "weights": {"split_weight": True},
+    "copies": {"split_weight": True, "offload": True},
 }
 """Decisions besides order and recompute."""
 MOST_CHUNKS = 8
+"""With weight gradients of their own, 24 actions a rank."""
 SAME = 1e-5
 """Makespans closer than this, relative, are the same to the oracle."""
 
@@ -54,7 +56,7 @@ class SmallCase:
 
     @property
     def options(self) -> Options:
-        return Options(slices=self.slices, recompute_modes="full", **FEATURES[self.features])  # which is what the oracle knows
+        return Options(slices=self.slices, recompute_modes="full", **FEATURES[self.features])
 
     def key(self, chunks: tuple[Chunk, ...]) -> str:
         """Digest of all inputs of the oracle."""
@@ -121,6 +123,9 @@ def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_
             made.chunks,
             actions,
             [[again.full for again in row] for row in made.recompute],
+            copies=tuple(tuple((copy.action, copy.after) for copy in row) for row in made.copies),
+            offload=made.offload_share if any(made.copies) else (),
+            kv_offload=frozenset((entry.stage, entry.sequence) for entry in made.kv_offload),
         )
     empty: Row = {"best_us": None, "bound_us": None, "settled": True, "contradicted": False, "limit_s": limit_s}
     try:
@@ -131,18 +136,22 @@ def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_
     return empty | {"best_us": best_us, "bound_us": found.bound_us, "settled": found.optimal}
 
 
-def small(count: int, limit_s: float, most: int, features: Iterable[str], jobs: int, store: Path) -> Row:
+def small(count: int, limit_s: float, most: int, features: Iterable[str], jobs: int, store: Path, first: int = 0) -> Row:
     """The figures of so many cases with each of the features.
 
     Args:
+        count: of cases.
         limit_s: for the oracle, each case, on the clock.
         most: chunks times stages.
+        features: names in `FEATURES`.
+        jobs: processes.
         store: JSON of what is known of single cases; read first, written after each case.
+        first: number of the first case.
     """
     known: dict[str, Row] = json.loads(store.read_text()) if store.exists() else {}
     found: Row = {"time_limit_s": limit_s, "most_chunks_times_stages": most, "features": {}}
     for name in features:
-        cases = list(islice(small_cases(name, most), count))
+        cases = list(islice(small_cases(name, most), first, first + count))
         rows: list[Row] = []
         try:
             for row in _judged(cases, limit_s, known, jobs):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.exact.milp import Model, total
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.schedules.infinipipe.integer_program import Model, total
 from megatron_epp.planner.tables import Tables
 
 GAP = 0.02

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A constant plus variables times coefficients. A literal is one that takes the values 0 and 1; ``~`` negates it."""
+    """A constant plus variables times coefficients."""
 
     constant: float = 0.0
     terms: dict[int, float] = field(default_factory=dict)
@@ -41,29 +41,9 @@ class Linear:
     def __neg__(self) -> Linear:
         return self * -1.0
 
-    def __invert__(self) -> Linear:
-        return 1.0 - self
-
-    @property
-    def never(self) -> bool:
-        """A literal that is settled: false."""
-        return not self.terms and self.constant == 0.0
-
-    @property
-    def always(self) -> bool:
-        """A literal that is settled: true."""
-        return not self.terms and self.constant == 1.0
-
     def value(self, values: Sequence[float]) -> float:
         """Value of the expression in a solution."""
         return self.constant + sum(factor * values[variable] for variable, factor in self.terms.items())
-
-    def holds(self, values: Sequence[float]) -> bool:
-        """Return True if a literal is true in a solution."""
-        return self.value(values) > 0.5
-
-
-NEVER, ALWAYS = Linear(0.0), Linear(1.0)
 
 
 def total(parts: Iterable[Linear | float]) -> Linear:
@@ -122,17 +102,6 @@ class Model:
         self.integer.append(integer)
         self.cost.append(cost)
         return Linear(0.0, {len(self.cost) - 1: 1.0})
-
-    def literal(self) -> Linear:
-        """A new binary variable."""
-        return self.variable(0.0, 1.0, integer=True)
-
-    def highest(self, expression: Linear) -> float:
-        """Upper bound on the value of an expression, from the ranges of its variables."""
-        parts = (
-            factor * (self.upper if factor > 0.0 else self.lower)[variable] for variable, factor in expression.terms.items()
-        )
-        return expression.constant + sum(parts)
 
     def at_least(self, expression: Linear, least: float = 0.0) -> None:
         """``expression >= least``."""

@@ -1,0 +1,108 @@
+"""Choices of the exact planner for each stage and chunk, and all times and sizes of a case in whole numbers.
+
+A choice settles the recompute of a stage and chunk, whether its weight gradient is an action of its own, and the share of its
+activations that is copied to host memory. Everything that depends on it is a row of numbers, so the solver needs no products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_epp.planner.evaluate import moved_of
+from megatron_epp.planner.kernels.memory import backward_peak
+from megatron_epp.planner.tables import Tables
+
+FINEST = 1 << 20
+"""Ticks of a horizon where times have no common divisor."""
+DIVISORS = range(1, 13)
+"""Divisors of the shortest time that are tried as the tick in which all times are whole."""
+ROUNDING = 1e-9
+"""Relative tolerance for times that are whole numbers of ticks."""
+SHARES = (1.0, 0.5, 0.25)
+"""Shares of the bytes that may leave a device that the solver can choose from, besides those that its start has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Conversion of times to whole ticks.
+
+    Attributes:
+        tick_us: length of a tick.
+    """
+
+    tick_us: float
+
+    @staticmethod
+    def of(times_us: Iterable[float], horizon_us: float) -> Clock:
+        """Choose the longest tick in which all times are whole, or else a small part of the horizon.
+
+        Args:
+            times_us: all times that are to be converted.
+            horizon_us: no time of interest is later.
+        """
+        own = sorted({time_us for time_us in times_us if time_us > 0.0})
+        for divisor in DIVISORS if own else ():
+            tick_us = own[0] / divisor
+            if all(abs(time_us / tick_us - round(time_us / tick_us)) <= ROUNDING * time_us / tick_us for time_us in own):
+                return Clock(tick_us)
+        return Clock(horizon_us / FINEST)
+
+    def ticks(self, time_us: float) -> int:
+        """Whole ticks of a time, rounded down, so that sums are no longer than the time."""
+        return math.floor(time_us / self.tick_us * (1 + ROUNDING))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to run a stage and chunk.
+
+    Attributes:
+        num_steps: recompute steps.
+        split: the weight gradient is an action of its own.
+        share: of the kept bytes that is copied to host memory and back; zero for none.
+        backward_us: time of the backward.
+        kept_bytes: from the start of the forward to the end of the backward, copied ones included.
+        moved_bytes: the part that is copied.
+        takes_bytes: allocated by the backward above what is live when it starts.
+    """
+
+    num_steps: int
+    split: bool
+    share: float
+    backward_us: float
+    kept_bytes: int
+    moved_bytes: int
+    takes_bytes: int
+
+
+def choices_of(
+    tables: Tables, stage: int, c: int, *, splits: bool, shares: Sequence[float], recompute: Iterable[int]
+) -> Iterator[Choice]:
+    """Yield the choices of a stage and chunk.
+
+    Args:
+        tables: times and sizes.
+        stage, c: the stage and chunk.
+        splits: weight gradients may be actions of their own.
+        shares: of the kept bytes that may be copied; zero is always a choice.
+        recompute: numbers of recompute steps to choose from.
+    """
+    columns, item = tables.columns, stage * len(tables.message_us) + c
+    may_split = splits and tables.weight_us[stage][c] > 0.0 and tables.weight_bytes[stage][c] > 0
+    for num_steps in recompute:
+        kept = tables.kept_bytes(stage, c, num_steps)
+        whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
+        for split in (False, True) if may_split else (False,):
+            held = tables.weight_bytes[stage][c] if split else 0
+            growth = tables.backward_residual[stage][c] - kept + held
+            takes = max(int(backward_peak(columns, item, num_steps, split)), growth)
+            backward_us = whole_us - (tables.weight_us[stage][c] if split else 0.0)
+            yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
+            seen = {0}
+            for share in shares:
+                moved = moved_of(kept, tables.layer_input[stage][c], share)
+                if moved not in seen and moved <= kept * tables.offloadable_share:
+                    seen.add(moved)
+                    yield Choice(num_steps, split, share, backward_us, kept, moved, takes)

@@ -1,0 +1,1 @@
+"""Least idle times of pipelines of equal microbatches, by the exact planner."""
