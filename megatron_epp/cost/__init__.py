@@ -1,9 +1,10 @@
 """Time and memory of every action: the cost model and the sources of its coefficients."""
 
 from megatron_epp.cost.analytic import analytic_costs, analytic_profile
+from megatron_epp.cost.device import on_device
 from megatron_epp.cost.hardware import CPU, H100, Rates
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts, on_device
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.stage import StageCosts

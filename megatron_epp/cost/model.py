@@ -17,7 +17,6 @@ from megatron_epp.cost.attention import SeparateAttention, attention_of, in_back
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
-    FRAGMENTATION_SHARE,
     HEAD,
     INPUTS,
     LAYERS,
@@ -402,29 +401,3 @@ def _check(costs: PipelineCosts) -> None:
         check_part(f"stages[{number}].half.weight", stage.half.weight, stage.half.backward)
         if stage.half.kind not in ("", ATTENTION, MLP):
             raise EppError(f"stages[{number}].half.kind is {shown(stage.half.kind)}; it is {ATTENTION}, {MLP} or empty")
-
-
-def on_device(
-    costs: PipelineCosts,
-    fragmentation_share: float | None = FRAGMENTATION_SHARE,
-    *,
-    buffers: Sequence[int] | None = None,
-) -> PipelineCosts:
-    """Add to the costs the device memory that is used in addition to the tensors that autograd keeps.
-
-    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
-
-    Args:
-        costs: costs that count kept tensors only.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None as in the costs.
-        buffers: bytes of each stage, see `Static`; None as in the costs.
-    """
-    stages = []
-    for number, stage in enumerate(costs.stages):
-        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
-        working = stage.layer_bytes_per_token if stage.num_layers else stage.half.bytes_per_token
-        stages.append(replace(stage, static=static, working_bytes_per_token=working))
-    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
-    per_token = costs.hidden_bytes_per_token
-    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

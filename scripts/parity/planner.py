@@ -20,9 +20,9 @@ def share_planner() -> None:
 
 
 class _SharedWorker:
-    """Stands in for `planner.service.worker.Worker`: what it makes lives in a process that stays for the next."""
+    """Stands in for `planner.service.worker.Worker`: what it makes lives in a process that stays for the next, never nice."""
 
-    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
+    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
         self._number = next(_numbers)
         self.call(make, *args)
 
