@@ -38,13 +38,16 @@ class Times:
     def events(self) -> tuple[Any, ...]:
         return tuple((str(step.action), 0.0, 2.0 * step.time_us, None) for row in PLAN.ranks for step in row)
 
+    def collectives(self) -> tuple[Any, ...]:
+        return ()
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
     monkeypatch.setattr(learning, "from_each", lambda item: [item])
-    return CostLearning(Namespace(epp_lookahead=2, save=None), FORMULAS, {})
+    return CostLearning(Namespace(epp_lookahead=2, save=None), FORMULAS, {}, pipeline=0)
 
 
 def learn(made: CostLearning) -> PipelineCosts:

@@ -54,7 +54,7 @@ def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(k
         plan(problem, costs(balanced_layers(PROFILE, 32, 16, lengths, rank_of))).predicted.makespan_us
         for rank_of in ((), placement.rank_of)
     )
-    assert of_ranks < 0.96 * of_stages
+    assert of_ranks < 0.985 * of_stages
 
 
 def test_the_excess_is_what_the_others_wait_for_the_busiest():
