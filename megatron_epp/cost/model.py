@@ -24,13 +24,12 @@ from megatron_epp.cost.memory import (
     RECOMPUTE_MODE_ITEMS,
     WORKING,
 )
-from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, StageCosts
+from megatron_epp.cost.serialize import Form
+from megatron_epp.cost.stage import ATTENTION, NO_HALF, StageCosts, check_stage
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.operations import Rows
-from megatron_epp.plan.reading import shown
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.sizing import size_classes
 
@@ -396,8 +395,4 @@ class PipelineCosts:
 
 def _check(costs: PipelineCosts) -> None:
     for number, stage in enumerate(costs.stages):
-        check_part(f"stages[{number}].weight", stage.weight, stage.backward)
-        check_part(f"stages[{number}].extra_weight", stage.extra_weight, stage.extra_backward)
-        check_part(f"stages[{number}].half.weight", stage.half.weight, stage.half.backward)
-        if stage.half.kind not in ("", ATTENTION, MLP):
-            raise EppError(f"stages[{number}].half.kind is {shown(stage.half.kind)}; it is {ATTENTION}, {MLP} or empty")
+        check_stage(stage, f"stages[{number}]")

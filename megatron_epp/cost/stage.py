@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.memory import NO_STATIC, Static
+from megatron_epp.cost.serialize import check_part
 from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import shown
 from megatron_epp.plan.recompute import FULL, MODES, mode_of
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES
 
@@ -216,3 +219,20 @@ class StageCosts(LayerCosts):
     def stage_exchange(self) -> Line:
         """Time of the exchange in the stage's forward, and of that in its backward; a half layer has half of a layer's."""
         return self.exchange.scaled(self.num_halves / 2)
+
+
+def check_stage(stage: StageCosts, name: str) -> None:
+    """Refuse costs of which parts exceed the whole.
+
+    Args:
+        stage: the costs.
+        name: of the stage, for errors.
+
+    Raises:
+        EppError: weight gradients take longer than the backward, or a half layer is of no known kind.
+    """
+    check_part(f"{name}.weight", stage.weight, stage.backward)
+    check_part(f"{name}.extra_weight", stage.extra_weight, stage.extra_backward)
+    check_part(f"{name}.half.weight", stage.half.weight, stage.half.backward)
+    if stage.half.kind not in ("", ATTENTION, MLP):
+        raise EppError(f"{name}.half.kind is {shown(stage.half.kind)}; it is {ATTENTION}, {MLP} or empty")

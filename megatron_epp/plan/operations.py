@@ -331,7 +331,6 @@ def needs_of(op: Op) -> tuple[Need, ...]:
 
 ACTIVATION = Message("activation", Op.SEND_F, Op.RECV_F, "activation_us")
 GRADIENT = Message("gradient", Op.SEND_B, Op.RECV_B, "gradient_us")
-
 _OWN_B = (Need(Op.B),)
 
 _DEFINED = (
