@@ -90,7 +90,7 @@ def output(text: str) -> str:
 
 
 def output_folder(text: str) -> str:
-    """Name a folder to write to. `unusable` looks whether it can be, and makes it."""
+    """Name a folder to write to. `unusable` looks whether it can be."""
     return text
 
 
@@ -123,12 +123,11 @@ def unwritable(path: Path) -> str:
 
 
 def unusable(folder: Path) -> str:
-    """Make a folder for output; return why it cannot be written to, empty if it can."""
+    """Return why a folder cannot be made or written to, known before anything is computed; empty if it can."""
     if (there := next(path for path in (folder, *folder.absolute().parents) if path.exists())) and not there.is_dir():
         return f"{there} is a file: give a folder"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:
         return f"{folder} cannot be written to ({error.strerror}): give another folder"

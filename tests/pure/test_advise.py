@@ -105,7 +105,7 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
 
 
 def test_equal_questions_get_equal_advice():
-    asked = question(SKEWED[:6], cap_bytes=5 << 30, devices=2)
+    asked = question(SKEWED[:6], cap_bytes=9 << 30, devices=2)
     assert as_json(advise(asked)) == as_json(advise(asked))
 
 

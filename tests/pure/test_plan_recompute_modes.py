@@ -89,8 +89,8 @@ shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_att
 costs = analytic_costs(shape, H100, [4, 4], state_bytes_per_parameter=0.0)
 assert costs.recompute_modes == ("full", "attention", "selective", "mlp")
 given = (9000, 3000, 500), (0, 1)
-free = plan(Problem(*given, (1 << 60,) * 2), costs, Options(slices=4))
-made = plan(Problem(*given, (int(0.7 * max(free.predicted.peak_bytes)),) * 2), costs, Options(slices=4))
+free = plan(Problem(*given, (1 << 60,) * 2), costs, Options(slices=4, steps=20_000))
+made = plan(Problem(*given, (int(0.7 * max(free.predicted.peak_bytes)),) * 2), costs, Options(slices=4, steps=20_000))
 counts = [again for row in made.recompute for again in row]
 assert any(again.attention for again in counts)
 assert all(again.attention_layers == again.full + again.attention for again in counts)

@@ -41,7 +41,7 @@ class Interleaved:
         own, groups = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks), slice_groups(chunks)
         made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         made += [one_warm_up(groups, own)] if is_looped(problem) else []
-        return _running(made, chunks, tables, problem)
+        return running(made, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
         ranks, laps = own.num_ranks, own.num_chunks
@@ -76,7 +76,7 @@ class Block:
         """Order all actions. Arguments as for `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
-        return _running(made, chunks, tables, problem)
+        return running(made, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
         """Give each forward and backward the number of a block: forwards alone where more must run before a backward."""
@@ -200,7 +200,7 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
     return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 
 
-def _running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
     """Return the first order that runs, otherwise that of list scheduling.
 
     Args:

@@ -13,25 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies
+from megatron_epp.planner.orders.spacing import whole_backwards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.fixed_order import Batch
-from megatron_epp.planner.schedules.uniform import Spacing
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tabulate import tabulate
-
-UNITS = 1.0, 2.0
-"""Units of time from rank to rank, of a forward and of a whole backward."""
 
 
 def chronos(batch: Batch) -> Iterator[Order]:
     """Yield the order, with whole backwards."""
-    made = Spacing.of(batch.placement.num_ranks, batch.placement.num_chunks, 1, UNITS).order(batch)
-    yield tuple(tuple(action for action in row if action.op is not Op.W) for row in made)
+    yield whole_backwards(batch.groups, batch.placement)
 
 
 def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, options: Options) -> Decisions:

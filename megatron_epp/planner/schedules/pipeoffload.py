@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_epp.planner.orders.spacing import Spacing
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.copies import Shares
 from megatron_epp.planner.schedules.fixed_order import Batch
-from megatron_epp.planner.schedules.uniform import Spacing
 from megatron_epp.planner.tables import Tables
 
 UNITS = 1.5, 1.5
@@ -27,7 +27,7 @@ def generalised_interleaved(batch: Batch) -> Iterator[Order]:
     """Yield the order of single chunks, which keeps least, and of groups of half as many as ranks and as many as ranks."""
     ranks, laps = batch.placement.num_ranks, batch.placement.num_chunks
     for group in dict.fromkeys((1, -(-ranks // 2), ranks)):
-        yield Spacing.of(ranks, laps, group, UNITS).order(batch)
+        yield Spacing.of(ranks, laps, group, UNITS).order(batch.groups, batch.placement)
 
 
 def longest_lived_shares(tables: Tables) -> Shares:

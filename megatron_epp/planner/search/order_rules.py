@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
+from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Problem
 
@@ -54,6 +55,8 @@ SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
 """Further rules where weight gradients are split off, the first for every grain."""
 PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 """Further rules for every grain of looped placements."""
+LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
+"""Further rules for the best grain of looped placements."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for the best grain of V placements with two stages per rank."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
@@ -114,7 +117,11 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
     more = SPLIT_LIST_SCHEDULES if split else ()
     return OrderRules(
         first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else (WIDE_V,)), *more[:1]),
-        second=(*more[1:], *(V_PATTERNS if is_v(problem) else ()), *LIST_SCHEDULES[2:]),
+        second=(
+            *more[1:],
+            *(V_PATTERNS if is_v(problem) else LOOPED_PATTERNS if is_looped(problem) else ()),
+            *LIST_SCHEDULES[2:],
+        ),
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,

@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from megatron_epp.plan import Action, Op
-from megatron_epp.planner.orders.patterns import descending
-from megatron_epp.planner.orders.warm_up import Order
-from megatron_epp.planner.schedules.fixed_order import Batch
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.orders.patterns import descending, is_looped, running
+from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
 
 CHUNK = 3
 """Units of time of a chunk on a stage: F, B and W."""
+UNITS = 1.0, 2.0
+"""Units of time from rank to rank, of a forward and of a whole backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +52,23 @@ class Spacing:
         lengths = (_coprime(math.ceil(ranks * each / (CHUNK * group)), laps) for each in units)
         return Spacing(group, *lengths)
 
-    def order(self, batch: Batch) -> Order:
+    def order(self, groups: Sequence[range], placement: Placement) -> Order:
         """Order the actions of every rank, W right after its B.
 
         The first backward of a sequence follows the forwards of all its slices, so with slices all backwards are later.
 
         Args:
-            batch: the chunk table, round the ranks.
+            groups: `slice_groups` of the chunk table.
+            placement: looped.
         """
-        return tuple(self._row(batch, rank, descending(batch.groups)) for rank in range(batch.placement.num_ranks))
+        return tuple(self._row(groups, placement, rank) for rank in range(placement.num_ranks))
 
-    def _row(self, batch: Batch, rank: int, backwards: Sequence[int]) -> tuple[Action, ...]:
-        ranks, stages, late = batch.placement.num_ranks, batch.placement.stages(rank), batch.most_slices - 1
+    def _row(self, groups: Sequence[range], placement: Placement, rank: int) -> tuple[Action, ...]:
+        ranks, stages, late = placement.num_ranks, placement.stages(rank), max(map(len, groups)) - 1
+        backwards = descending(groups)
         units: dict[int, Action] = {}
         for lap, stage in enumerate(stages):
-            for c in range(batch.num_chunks):
+            for c in range(groups[-1].stop):
                 units[self._start(c, len(stages), self.forward * lap) + rank] = Action(Op.F, stage, c)
         first = CHUNK * self.group * self.forward * (len(stages) - 1) + CHUNK * ranks - 2 - 2 * rank
         for lap, stage in enumerate(reversed(stages)):
@@ -75,6 +81,31 @@ class Spacing:
         """Return the unit of time of a chunk on a lap, from that of the first chunk on the first lap."""
         group, at = divmod(number, self.group)
         return CHUNK * (self.group * (laps * group + groups_later) + at)
+
+
+@dataclass(frozen=True, slots=True)
+class Spaced:
+    """Order rule for looped placements: equal distances between a chunk's actions, with whole backwards.
+
+    It keeps less than interleaved 1F1B and waits as long as 1F1B (ChronosPipe, 2503.03182). For other placements it is list
+    scheduling.
+    """
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Order all actions. Arguments as for `OrderRule.order`."""
+        own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+        made = [whole_backwards(slice_groups(chunks), own)] if is_looped(problem) else []
+        return running(made, chunks, tables, problem)
+
+
+def whole_backwards(groups: Sequence[range], placement: Placement) -> Order:
+    """Return the order of least distances without W.
+
+    Args:
+        groups, placement: as for `Spacing.order`.
+    """
+    made = Spacing.of(placement.num_ranks, placement.num_chunks, 1, UNITS).order(groups, placement)
+    return tuple(tuple(action for action in row if action.op is not Op.W) for row in made)
 
 
 def _coprime(least: int, laps: int) -> int:
