@@ -148,7 +148,7 @@ def plans(args, costs, session, batches):
     from megatron_epp.planner.assemble import build_plan
     from megatron_epp.planner.tabulate import tabulate
 
-    draw = random.Random(7)
+    draw = random.Random(8)
     placement = session.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
     free_of_caps = problem_of(args, (UNLIMITED_BYTES,) * len(static), placement)
