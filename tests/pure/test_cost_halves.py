@@ -17,13 +17,13 @@ from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
 from megatron_epp.planner.kernels.compiled import plain
-from megatron_epp.planner.kernels.memory import late_peak as compiled_late_peak
+from megatron_epp.planner.kernels.memory import backward_peak as compiled_backward_peak
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import headline
 
-late_peak = plain(compiled_late_peak)
+backward_peak = plain(compiled_backward_peak)
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)
@@ -127,7 +127,7 @@ def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_reco
     tables = tabulate(CHUNKS, problem, costs, modes=("full",))
     assert costs.stages[1].first_mlp_bytes_per_token > 0
     more = replace(tables, first_mlp=[[10**6] * 3] * 3)
-    peaks = [late_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
+    peaks = [backward_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
     assert (peaks[1] > peaks[0] + 500_000) == stays
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.planner.evaluate import moved_of
-from megatron_epp.planner.kernels.memory import backward_peak, late_peak
+from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.tables import Tables
 
 FINEST = 1 << 20
@@ -97,8 +97,7 @@ def choices_of(
         for split in (False, True) if may_split else (False,):
             held = tables.weight_bytes[stage][c] if split else 0
             growth = tables.backward_residual[stage][c] - kept + held
-            peak = late_peak if columns.first_mlp[item] > 0 else backward_peak
-            takes = max(int(peak(columns, item, num_steps, split)), growth)
+            takes = max(int(backward_peak(columns, item, num_steps, split)), growth)
             backward_us = whole_us - (tables.weight_us[stage][c] if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
             seen = {0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
-from megatron_epp.planner.kernels.compiled import Integers, compiled
+from megatron_epp.planner.kernels.compiled import Integers, compiled, inlined
 from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
 
@@ -23,7 +23,7 @@ def kept(columns: Columns, item: int, num_steps: int) -> int:
     )
 
 
-@compiled
+@inlined
 def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> int:
     """Compute the peak bytes of a chunk's backward above those live when it starts, after `num_steps` recompute steps.
 
@@ -33,7 +33,8 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
     first slice its keys and values and their gradient.
 
     The layers with fewest steps come first. Layers with equally many steps are equal, so the peak is at the first or at the
-    last of them; and as those that come later keep less, the last of the former is never the one.
+    last of them; and as those that come later keep less, the last of the former is never the one. If the first of all keeps an
+    MLP until the end of the backward (`Tables.first_mlp`), the peak may be at the second, too.
 
     Args:
         columns: sizes by item.
@@ -41,44 +42,6 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
         num_steps: recompute steps.
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer that it has
             passed.
-    """
-    num_layers = columns.num_layers[item]
-    full, rest, frontier_step = (
-        (num_steps // num_layers, num_steps % num_layers, item * columns.num_frontier_steps) if num_layers > 0 else (0, 0, 0)
-    )
-    live, release_per_layer, layer_peak = -columns.head[item], columns.release_per_layer[item], columns.layer_peak[item]
-    if split:
-        live += columns.weight_bytes[item] - num_layers * columns.weight_layer[item]
-        release_per_layer -= columns.weight_layer[item]
-        layer_peak = columns.split_layer_peak[item]
-    if num_layers == 0:
-        return columns.constant[item] + max(columns.half_peak[item], live)
-    for at in range(frontier_step, frontier_step + full):
-        release_per_layer -= columns.saved[at]
-        layer_peak += columns.saved[at]
-        if not split:
-            layer_peak += columns.fuller[at]
-    most = max(columns.half_peak[item], live + layer_peak)
-    if rest > 0:
-        live -= (num_layers - rest) * release_per_layer
-        release_per_layer -= columns.saved[frontier_step + full]
-        layer_peak += columns.saved[frontier_step + full]
-        if not split:
-            layer_peak += columns.fuller[frontier_step + full]
-        most = max(most, live + layer_peak)
-        return columns.constant[item] + max(most, live - (rest - 1) * release_per_layer + layer_peak)
-    return columns.constant[item] + max(most, live - (num_layers - 1) * release_per_layer + layer_peak)
-
-
-@compiled
-def late_peak(columns: Columns, item: int, num_steps: int, split: bool) -> int:
-    """Compute `backward_peak` where the first layer keeps an MLP until the end (`Tables.first_mlp`): the second may need more.
-
-    It is a function of its own, since with it `backward_peak` is too large to be compiled into its callers: a step of local
-    search would take ten times as long.
-
-    Args:
-        columns, item, num_steps, split: as for `backward_peak`.
     """
     num_layers = columns.num_layers[item]
     full, rest, frontier_step = (
@@ -123,8 +86,6 @@ def own(columns: Columns, item: int, num_steps: int) -> int:
         item: a stage and a chunk (`Columns`).
         num_steps: recompute steps.
     """
-    if columns.first_mlp[item] > 0:
-        return max(kept(columns, item, num_steps) + late_peak(columns, item, num_steps, False), columns.residual[item])
     return max(kept(columns, item, num_steps) + backward_peak(columns, item, num_steps, False), columns.residual[item])
 
 
@@ -182,10 +143,7 @@ def step_bytes(
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
             growth = columns.residual[item] - stays + held
-            if columns.first_mlp[item] > 0:
-                takes[at] = max(late_peak(columns, item, recompute_steps[item], split[item] != 0), growth)
-            else:
-                takes[at] = max(backward_peak(columns, item, recompute_steps[item], split[item] != 0), growth)
+            takes[at] = max(backward_peak(columns, item, recompute_steps[item], split[item] != 0), growth)
             gives[at] = takes[at] - growth
         else:
             takes[at] = 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, floats, integers
-from megatron_epp.planner.kernels.memory import backward_peak, late_peak
+from megatron_epp.planner.kernels.memory import backward_peak
 
 
 class Whole(NamedTuple):
@@ -87,10 +87,7 @@ def spare_bytes(
             live -= gives[at]
             item, whole.extra[at] = whole.actions[at] >> KIND_BITS, 0
             if whole.actions[at] & KIND_MASK == BACKWARD:
-                if columns.first_mlp[item] > 0:
-                    rise = late_peak(columns, item, recompute_steps[item], True)
-                else:
-                    rise = backward_peak(columns, item, recompute_steps[item], True)
+                rise = backward_peak(columns, item, recompute_steps[item], True)
                 whole.extra[at] = max(0, rise - takes[at], columns.weight_bytes[item] - gives[at])
 
 
