@@ -23,7 +23,7 @@ def whole_sequences(lengths, trained=()):
 
 
 def of_the_shares(*shares):
-    """What replicas of one batch give out, each for a share of it."""
+    """Return the items of the replicas of one batch, each for a share of it."""
 
     def make(share, lengths, trained=()):
         (packed,) = whole_sequences([lengths[at] for at in share])

@@ -1,4 +1,4 @@
-"""What the host gives: the machine's memory or the least limit of the control groups that a process is in, which are played."""
+"""Memory of the host: the machine's, or the least limit of a process's control groups, which are simulated."""
 
 import pytest
 

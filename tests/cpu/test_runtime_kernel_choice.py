@@ -219,7 +219,7 @@ def older_transformer_engine(calls):
 
 
 def padded_transformer_engine(calls):
-    """As above before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``."""
+    """Transformer Engine before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``."""
     module = exact_transformer_engine(calls)
     forward, backward = module.fused_attn_fwd, module.fused_attn_bwd
     lengths = [segment.num_tokens for segment in TABLE.segments]

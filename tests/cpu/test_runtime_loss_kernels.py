@@ -99,7 +99,7 @@ def test_blocks_that_add_to_a_main_gradient_add_the_same_with_a_kernel(played):
 
 
 def errors_in_bf16(grad):
-    """Of input's and weight's gradients, from those in fp64 of the same values."""
+    """Return the errors of input's and weight's gradients, from those in fp64 of the same values."""
     x, weight, labels = (t.detach() for t in problem(tokens=512, entries=512))
     exact = [t.bfloat16().double().requires_grad_() for t in (x, weight)]
     wanted = losses_and_gradients(plain(*exact, labels), grad.double(), exact)[1:]

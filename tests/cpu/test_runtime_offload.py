@@ -1,4 +1,4 @@
-"""What leaves the device for the host comes back to the bit, and only what was asked for leaves."""
+"""Tensors moved to the host come back to the bit, and only those asked for are moved."""
 
 import numpy as np
 import pytest

@@ -255,8 +255,8 @@ def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
 
 
 def errors_in_bf16(num_slices, choice):
-    """Of gradients of keys and values of a sequence in bf16: the norm of the difference to dense attention in fp64 of the
-    same numbers, over the norm of that.
+    """Return relative errors of a sequence's gradients of keys and values in bf16: the norm of the difference to dense
+    attention in fp64 of the same numbers, over the norm of that.
     """
     length = 4 * num_slices
     sliced, whole = ChunkedLayer((length,), slices(0, *range(0, length + 1, 4))), ChunkedLayer((length,), [[(0, 0, length)]])

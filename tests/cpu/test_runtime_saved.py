@@ -1,4 +1,4 @@
-"""What the meter counts: every storage that autograd keeps, once, as long as it keeps it."""
+"""The meter counts every storage that autograd keeps, once, as long as it keeps it."""
 
 import weakref
 

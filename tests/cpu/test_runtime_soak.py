@@ -18,7 +18,7 @@ STAGES = 2
 
 
 def plans():
-    """Of batches that differ in number and lengths of sequences, slices, recompute, and whether weight gradients are apart."""
+    """Return plans that differ in number and lengths of sequences, slices, recompute, and split weight gradients."""
     draw = random.Random(0)
     found = []
     for number in range(40):

@@ -1,4 +1,4 @@
-"""What a cap lets plans fill of a GPU is there to be filled."""
+"""Memory of a GPU that a cap lets plans fill can be filled."""
 
 from argparse import Namespace
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Of a model that fills a GPU's kernels, and takes seconds."""
+    """Sizes of a model that fills a GPU's kernels, and takes seconds."""
     full = Sizes.full(0)
     smaller = {"hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16, "num_query_groups": 4}
     sizes = replace(full, layers=4, context=16384, slice_tokens=4096, mixed=(16384, *full.short), model=full.model | smaller)

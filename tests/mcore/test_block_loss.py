@@ -20,7 +20,7 @@ from megatron_epp.plan import EppError
 
 
 class Group:
-    """Of so many tensor-parallel ranks."""
+    """A group of tensor-parallel ranks."""
 
     def __init__(self, size):
         self.size = lambda: size

@@ -16,7 +16,7 @@ from megatron_epp.runtime.links.links import most_links
 from tests.support.mcore.forked import launch
 
 SMS = (132, 114, 108, 80, 46)
-"""Of H100 SXM and PCIe, A100, V100, and a smaller one."""
+"""Multiprocessors of H100 SXM and PCIe, A100, V100, and a smaller one."""
 
 
 @pytest.mark.parametrize("num_sms", SMS)

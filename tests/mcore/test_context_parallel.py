@@ -1,4 +1,4 @@
-"""What `--epp` asks of flags under context parallelism, where the ranks of a layer share tokens, and heads inside attention."""
+"""Demands of `--epp` on flags under context parallelism, where the ranks of a layer share tokens, and heads in attention."""
 
 import pytest
 

@@ -22,11 +22,11 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*DOCS, ROOT / "README.md", ROOT / "patches" / "README.md"]
 WITH_COMMANDS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "scripts").glob("train.*"))]
 LAPTOP = "laptop"
-"""What marks a shell block that runs here. The others need a GPU, a cluster, or time."""
+"""Mark of a shell block that runs here. The others need a GPU, a cluster, or time."""
 
 
 def blocks(page, language):
-    """What the fenced blocks of a language hold, with the word behind it."""
+    """Return the text of a language's fenced blocks, with the word behind it."""
     pattern = rf"^```{language} ?(\w*)\n(.*?)^```"
     return [(mark, body) for mark, body in re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)]
 

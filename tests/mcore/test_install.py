@@ -1,4 +1,4 @@
-"""What `--epp` puts into Megatron: a few flags, a schedule of the same signature, and our attention in any layer spec."""
+"""Changes that `--epp` makes to Megatron: a few flags, a schedule of the same signature, our attention in any layer spec."""
 
 import argparse
 import functools

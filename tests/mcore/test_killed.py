@@ -55,7 +55,7 @@ def alive(temporary: Path) -> list[psutil.Process]:
 
 
 def ours(temporary: Path) -> list[str]:
-    """What multiprocessing, and this package, leave among temporary files."""
+    """Patterns of temporary files of multiprocessing and of this package."""
     return [path.name for pattern in ("pymp-*", "epp-*") for path in temporary.glob(pattern)]
 
 

@@ -1,4 +1,4 @@
-"""What `--epp-split-weight-gradient` asks of a model's linear layers."""
+"""Demands of `--epp-split-weight-gradient` on a model's linear layers."""
 
 import contextlib
 import functools

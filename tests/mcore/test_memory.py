@@ -31,13 +31,13 @@ from tests.support.mcore.memory_cases import (
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 SCALARS_BYTES = 64
-"""Of the loss, which no cost per token has."""
+"""Bytes of the loss, which no cost per token has."""
 WORKER = "tests.support.mcore.memory_worker"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run wrote: its iterations' figures, and the first iteration's plan."""
+    """Return a run's figures of its iterations, and the first iteration's plan."""
 
     iterations: list[dict[str, Any]]
     plan: Plan

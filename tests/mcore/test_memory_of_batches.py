@@ -1,4 +1,4 @@
-"""What plans say a rank holds, it holds, to three in a hundred: random batches, every recompute mode, offload, and
+"""Ranks hold the bytes that plans predict, to three in a hundred: random batches, every recompute mode, offload, and
 KV offload.
 
 Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; in host memory, what is away.
@@ -11,7 +11,7 @@ from tests.support.mcore.batches_worker import RUNS
 from tests.support.mcore.forked import launch
 
 SCALARS_BYTES = 64
-"""Of the loss, which no cost per token has."""
+"""Bytes of the loss, which no cost per token has."""
 WORKER = "tests.support.mcore.batches_worker"
 
 

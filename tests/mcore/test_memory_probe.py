@@ -1,4 +1,4 @@
-"""What costs of a run say of bytes that autograd does not keep: nothing on a CPU, where nothing else is measured."""
+"""Bytes that autograd does not keep in measured costs: none on a CPU, where nothing else is measured."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What every run of the worker did."""
+    """Return the result of every run of the worker."""
     finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("options"), timeout_s=900)
     assert finished.returncode == 0, finished.output[-5000:]
     (found,) = finished.figures

@@ -171,7 +171,7 @@ def prepared(cats, tmp_path_factory):
 
 
 def opened(prefix, kind="NullTokenizer", model=None, vocab_size=257, **given):
-    """What a training run says of a file when it starts."""
+    """Return the messages of a training run about a file at its start."""
     tokenizer = argparse.Namespace(
         tokenizer_type=kind,
         tokenizer_model=model,

@@ -1,4 +1,4 @@
-"""What is timed on a stage, so that its lines hold for the batches that will come."""
+"""Batches that are timed on a stage, so that its lines hold for those that will come."""
 
 import pytest
 

@@ -39,7 +39,7 @@ def run(
     splits: bool = False,
     first: bool = True,
 ) -> list[str]:
-    """What happens when the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
+    """Return the events if the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
     log: list[str] = []
     chunks = [Chunk(name, log) for name in names]
     many = len(chunks) > 1

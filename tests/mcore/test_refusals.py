@@ -1,4 +1,4 @@
-"""What `--epp` cannot honour is refused from the arguments alone, by name, with numbers and with what to do instead."""
+"""Arguments that `--epp` cannot honour are refused from them alone, by name, with numbers and with what to do instead."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""What an iteration changes comes back: random states, buffers, what routers have added up; and gradients go to zero."""
+"""State that an iteration changes comes back: random states, buffers, sums of routers; and gradients go to zero."""
 
 import torch
 

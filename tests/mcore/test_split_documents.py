@@ -13,7 +13,7 @@ from tests.support.mcore.synthetic_documents import write_pair
 
 CONTEXT, BATCH = 32, 8
 NUM_TOKENS = [100, 33, 2, 70, 9, 34, 300, 1, 64, 5, 31, 65, 41, 7, 12]
-"""Of the documents: 32 sequences."""
+"""Lengths of the documents, which make 32 sequences."""
 EPOCH = 4
 """Iterations."""
 FLAGS = [flag for flag in TINY if flag != "--mock-data"]

@@ -49,7 +49,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def succeeds(command, folder, timeout_s=180):
-    """What a command says. It runs in `folder` and knows no source tree."""
+    """Return a command's output. It runs in `folder` and knows no source tree."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

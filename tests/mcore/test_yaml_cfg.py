@@ -35,7 +35,7 @@ def write(tmp_path):
 
 
 def in_megatrons_layout(args, usual):
-    """What is not as usual, as a file: fields of the model's config in a section of their own, everything else next to it."""
+    """Return the unusual settings as a file has them: fields of the model's config in a section of their own."""
     given = {key: value for key, value in vars(args).items() if value != getattr(usual, key)}
     model = {key: given.pop(key) for key in list(given) if key in FIELDS}
     return given | {"language_model": model}

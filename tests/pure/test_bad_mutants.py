@@ -11,7 +11,7 @@ from megatron_epp.plan import EppError
 from tests.support.plan.bad_files import SOUND, exit_code, signed, written
 
 MUTANTS = 60
-"""Of every kind of file."""
+"""Number of mutants of every kind of file."""
 NASTY = (
     *(None, True, 0, 1, -1, 1.5, 2**31, 2**63, 10**400, 1e-300, 1e30, 1e300, float("nan"), float("inf")),
     *("", "x", "0F0", "9F9", "0B7", "\x1b[2J", "\ud800", "9" * 5000, [], [[]], {}, {"x": 1}, [0] * 9, [1, [2, [3, [4]]]]),

@@ -1,4 +1,4 @@
-"""What holds for every baseline: sound plans within the caps, or a cap that would do; the same plan every time."""
+"""Every baseline gives sound plans within the caps, or names a cap that would do; and the same plan every time."""
 
 from __future__ import annotations
 

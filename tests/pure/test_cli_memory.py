@@ -27,7 +27,7 @@ def report(capsys):
 
 
 def row_of(text: str, name: str) -> list[str]:
-    """What stands in the lines' columns behind a name."""
+    """Return the figures in the columns behind a name."""
     found = next(line for line in text.splitlines() if line.startswith(f"{name}  "))
     return found.removeprefix(name).split()
 

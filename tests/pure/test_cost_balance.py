@@ -48,13 +48,13 @@ def test_no_other_layers_make_the_busiest_rank_faster(rank_of: tuple[int, ...], 
 
 @pytest.mark.parametrize("kind", ["looped", "v"])
 def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(kind: Literal["looped", "v"]):
-    placement, lengths = Placement(kind, 8, 2), SHORT
+    placement, lengths = Placement(kind, 8, 2), 8 * SHORT  # many, so that few ranks wait for anything but the busiest
     problem = Problem(lengths, placement.rank_of, (UNLIMITED_BYTES,) * 8)
     of_stages, of_ranks = (
         plan(problem, costs(balanced_layers(PROFILE, 32, 16, lengths, rank_of))).predicted.makespan_us
         for rank_of in ((), placement.rank_of)
     )
-    assert of_ranks < 0.985 * of_stages
+    assert of_ranks < 0.96 * of_stages
 
 
 def test_the_excess_is_what_the_others_wait_for_the_busiest():

@@ -58,7 +58,7 @@ def test_every_option_that_users_may_set_has_a_row():
 
 
 def test_a_row_is_all_that_a_new_setting_needs(monkeypatch):
-    """Of parsers and options; what it does is the planner's."""
+    """Parsers and options take it from the row; its effect is the planner's."""
     row = Flag("steps", "--epp-search-steps", "--search-steps", WHOLE, "Steps of local search (default: 0).", default=0)
     monkeypatch.setattr("megatron_epp.mcore.arguments.parser.TABLE", (row,))
     monkeypatch.setitem(ROWS, "steps", row)

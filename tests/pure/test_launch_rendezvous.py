@@ -29,7 +29,7 @@ def port():
 
 
 def one(nodes, rank, port, wait_s, token=TOKEN):
-    """What a rank met with: nothing, or the message of its error."""
+    """Return the message of a rank's error, or nothing."""
     try:
         wait_for_nodes(nodes, rank, "127.0.0.1", port, wait_s, token)
     except AbsentError as error:
@@ -38,7 +38,7 @@ def one(nodes, rank, port, wait_s, token=TOKEN):
 
 
 def together(nodes, ranks, port, wait_s):
-    """What each of the ranks met with."""
+    """Return each rank's error message, or nothing."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(lambda rank: one(nodes, rank, port, wait_s), ranks))
 

@@ -117,7 +117,7 @@ def test_only_the_last_slice_of_a_sequence_ends_off_the_multiple():
 
 
 def test_a_plan_without_times_and_bytes_is_sound_and_one_of_other_layers_too():
-    """What steps take and stages have is the planner's word: `check` sees that it is consistent, not that it is true."""
+    """Bytes of steps and stages are the planner's word: `check` sees that they are consistent, not that they are true."""
     plan = two_by_two()
     idle = tuple(tuple(step._replace(time_us=0.0, alloc_bytes=0, free_bytes=0) for step in row) for row in plan.ranks)
     assert check(replace(plan, ranks=idle)) == []

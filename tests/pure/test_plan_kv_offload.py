@@ -1,4 +1,4 @@
-"""What a plan has in host memory: keys and values of slices, and what is offloaded; counted, and held against the cap."""
+"""Host memory of a plan: keys and values of slices and offloaded activations are counted and held against the cap."""
 
 from dataclasses import replace
 

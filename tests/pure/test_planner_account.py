@@ -52,7 +52,7 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
 
 
 def random_account(seed: int) -> Account:
-    """Of a plan that is as its costs allow, capped so that something has to give in most of them."""
+    """Return the account of a plan that its costs allow, capped so that something has to give in most of them."""
     draw = random.Random(seed)
     stages = draw.randint(1, 3)
     costs = random_costs(draw, stages)

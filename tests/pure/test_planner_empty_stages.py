@@ -160,7 +160,7 @@ def test_no_more_of_a_chunk_leaves_than_may(share: float):
 
 @pytest.mark.parametrize(("lengths", "slices"), [((100_000,), 5), ((20_000, 5000), 5)])
 def test_a_cap_named_for_keys_and_values_at_the_host_would_do_where_it_then_asks_for_none_there(lengths, slices: int):
-    """What takes most memory is then the last stage's, and less with the slices that hosting is tried with than with others."""
+    """The last stage then holds most memory, and less with the slices that hosting is tried with than with others."""
     shape = ModelShape(num_layers=5, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
     costs, options = analytic_costs(shape, CPU, [2, 3, 0]), Options(slices=slices, offload=True)
     with pytest.raises(InfeasibleError) as refused:

@@ -1,4 +1,4 @@
-"""What else would fit: what is named fits, and a step more does not."""
+"""Changes that would make a batch fit: those named do, and a step less does not."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def problems(*batches, cap_bytes=UNLIMITED_BYTES, **more):
 
 
 def exchanges(made):
-    """What every rank runs of what exchanges tokens."""
+    """Return the actions of every rank that exchange tokens."""
     return [[action for action in made.actions(rank) if action.op in (Op.F, Op.B)] for rank in range(made.num_ranks)]
 
 

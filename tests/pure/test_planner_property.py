@@ -30,7 +30,7 @@ stages = st.sampled_from([1] * 8 + [2] * 10 + [3] * 8 + [4] * 8 + [5, 5, 6, 6, 7
 multiples = st.sampled_from([1, 1, 2, 16, 128, 1000])
 shares = st.floats(0.0, 1.2)
 STEPS = 100
-"""Of the local search: it is here to be sound, not to be thorough."""
+"""Steps of the local search: it is here to be sound, not to be thorough."""
 pace = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SHARE = 12
 """Default runs take one example where `slow` takes as many."""

@@ -1,4 +1,4 @@
-"""What the planner is worth: close to a bound that holds, faster with more freedom, the same however it is asked."""
+"""Quality of plans: close to a bound that holds, faster with more freedom, the same however they are asked for."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_offload_spares_recompute_of_a_given_chunk_table():
 
 @some_by_default("seed", [16, 18, 29, 30, 42, 56], 2)
 def test_weight_gradients_of_their_own_are_no_slower_with_more_memory(seed: int):
-    """What is fastest with whole backwards may not be so with split ones: these cases lost 1% to 6% to less memory."""
+    """The fastest order with whole backwards may not be so with split ones: these cases lost 1% to 6% to less memory."""
     draw = random.Random(seed)
     lengths = web_lengths(draw.choice([4, 8, 12]), seed=seed, longest=65536)
     options = Options(split_weight=True, offload=seed % 3 == 0, slices=draw.choice([None, 3, 8]))

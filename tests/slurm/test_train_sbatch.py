@@ -78,7 +78,7 @@ def children_with(word: str, job: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job printed in its first start, in which a task was killed, and in its second."""
+    """Return the output of a job's first start, in which a task was killed, and of its second."""
 
     first: str
     again: str

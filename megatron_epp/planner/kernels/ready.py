@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, inlined
 
 NONE = -1
 """Rank that is returned where no action is ready."""
@@ -107,6 +107,15 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     return came_us, other
 
 
+@inlined
+def record(rank: int, action: int, ended: float, ready: Ready) -> float:
+    """Append an action to a rank's list and set its clock to the action's end, which is returned."""
+    ready.clock_us[rank] = ended
+    ready.out[ready.filled[rank]] = action
+    ready.filled[rank] += 1
+    return ended
+
+
 @compiled
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run a ready forward. Arguments as of `take`, and the result."""
@@ -122,10 +131,7 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
             continue
         ready.forward_count[stage] += 1
         ready.was_backward[rank] = 0
-        ended = now + ready.forward_us[item]
-        ready.clock_us[rank] = ended
-        ready.out[ready.filled[rank]] = item << KIND_BITS | FORWARD
-        ready.filled[rank] += 1
+        ended = record(rank, item << KIND_BITS | FORWARD, now + ready.forward_us[item], ready)
         came_us = ended + ready.hop_us[item]
         if stage == last:
             ready.backward_in[item] = came_us
@@ -149,10 +155,7 @@ def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
             continue
         ready.backward_count[stage] += 1
         ready.was_backward[rank] = 1
-        ended = now + ready.backward_us[item]
-        ready.clock_us[rank] = ended
-        ready.out[ready.filled[rank]] = item << KIND_BITS | BACKWARD
-        ready.filled[rank] += 1
+        ended = record(rank, item << KIND_BITS | BACKWARD, now + ready.backward_us[item], ready)
         if ready.most_waiting > 0:
             first = ready.first_stage[rank] * chunks
             ready.waiting_us[first + ready.queued[rank]] = ready.weight_us[item]

@@ -1,4 +1,4 @@
-"""What groups of context-parallel ranks would gain: FlexSP's degrees for every sequence against one degree for all, on paper.
+"""Gain of groups of context-parallel ranks on paper: FlexSP's degrees for every sequence against one degree for all.
 
     python -m scripts.bench.orders.groups             all cases
     python -m scripts.bench.orders.groups --reduced   one case

@@ -11,11 +11,11 @@ from megatron_epp.mcore import entry
 from megatron_epp.plan import Action, Op, Plan
 
 SHARE = 0.5
-"""Of the vocabulary on each of two ranks."""
+"""Share of the vocabulary on each of two ranks."""
 PASSES = {Op.S: Line(3000.0, 40.0), Op.T: Line(1000.0, 90.0)}
 COLLECTIVES = {Op.SPREAD: Line(700.0, 3.0), Op.GATHER: Line(900.0, 5.0)}
 WAIT_US = 20_000.0
-"""Of the rank that enters a collective first, which is the one or the other."""
+"""Wait of the rank that enters a collective first, which is the one or the other."""
 
 
 class Given:

@@ -8,7 +8,7 @@ from scripts.parity.cells import Cell
 
 ITERATIONS = 8
 MORE_ITERATIONS = 20
-"""Of all cases, in the set `slow`."""
+"""Iterations of all cases in the set `slow`."""
 
 
 @dataclass(frozen=True)
