@@ -18,7 +18,7 @@ from tests.support.mcore.synthetic_documents import documents_of, long_tailed_le
 from tests.support.slurm_cluster import Cluster, missing, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 40
+ITERATIONS = 20
 LIMIT_S = 300
 TINY = [
     "-c", "recipes/tiny-cpu", "num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64",

@@ -109,7 +109,13 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @inlined
 def record(rank: int, action: int, ended: float, ready: Ready) -> float:
-    """Append an action to a rank's list and set its clock to the action's end, which is returned."""
+    """Append an action to a rank's list and set its clock to the action's end, which is returned.
+
+    Args:
+        rank, ready: as of `take`.
+        action: its stage and chunk, with its kind in the lowest bits.
+        ended: end of the action in microseconds.
+    """
     ready.clock_us[rank] = ended
     ready.out[ready.filled[rank]] = action
     ready.filled[rank] += 1
