@@ -98,19 +98,29 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
     )
 
 
-def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
-    """Set memory aside for messages in flight. Raises `MessageRoomError` where the caps do not leave it."""
-    peaks = tuple(map(add, plan.predicted.peak_bytes, message_bytes))
-    above = [peak - cap for peak, cap in zip(peaks, plan.cap_bytes, strict=True)]
+def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tuple[int, ...]) -> None:
+    """Raise `MessageRoomError` where messages in flight need more than the caps leave.
+
+    Args:
+        plan: a plan with no memory set aside for messages.
+        peak_bytes: most bytes live at one time on every rank, without messages.
+        message_bytes: most bytes of messages in flight on every rank.
+    """
+    above = [peak + size - cap for peak, size, cap in zip(peak_bytes, message_bytes, plan.cap_bytes, strict=True)]
     if max(above) > 0:
         rank = above.index(max(above))
         reason = f"{message_bytes[rank]} bytes of messages in flight on rank {rank} are {above[rank]} more than its cap leaves"
         raise MessageRoomError(reason, message_bytes)
+
+
+def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
+    """Set memory aside for messages in flight. Raises `MessageRoomError` where the caps do not leave it."""
+    refuse_without_room(plan, plan.predicted.peak_bytes, message_bytes)
     return replace(
         plan,
         static_bytes=tuple(map(add, plan.static_bytes, message_bytes)),
         message_bytes=message_bytes,
-        predicted=replace(plan.predicted, peak_bytes=peaks),
+        predicted=replace(plan.predicted, peak_bytes=tuple(map(add, plan.predicted.peak_bytes, message_bytes))),
     )
 
 

@@ -7,14 +7,19 @@ same actions, so of ranks with equal costs and caps one is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs, PipelineCosts
-from megatron_epp.plan import Plan
-from megatron_epp.planner.assemble import build_plan
+from megatron_epp.plan import Plan, Step
+from megatron_epp.plan.graph import build_graph
+from megatron_epp.plan.lowering import issue_order
+from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.simulate import play
+from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.grains import grain_counts, whole_bytes
@@ -47,7 +52,7 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
 
 
 def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Return the first plan found under the caps, which need not be a fast one. It proves that the batch fits.
+    """Return the first plan found under the caps, which need not be a fast one.
 
     Args:
         problem: the batch, the placement, of one stage per rank, and its caps.
@@ -57,9 +62,21 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
         PlanError: as `plan` raises it.
     """
+    asked, made = least_decisions(problem, costs, options)
+    return build_plan(asked, costs, options, made)
+
+
+def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
+    """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
+
+    The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
+
+    Args:
+        problem, costs, options: as for `least_plan`, which has its errors.
+    """
     validate(problem, costs, options)
 
-    def make(asked: Problem) -> Plan:
+    def make(asked: Problem) -> tuple[Problem, Decisions]:
         replicas, distinct = Replicas((asked,), costs, options), _trials_of_distinct_ranks(asked, costs, options)
         for table in _tables(replicas, distinct):
             distinct.better(table, distinct.rules.least)
@@ -71,9 +88,24 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
             trials.better(distinct.best.table, trials.rules.least)
         found = trials.result()
         made = replace(found.only, order=found.complete) if found.complete else found.only
-        return build_plan(asked, costs, options, made)
+        plan = written(asked, costs, options, made, made.tables(asked, costs))
+        if plan.messages.num_bytes:
+            graph = build_graph(plan)
+            needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
+            refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
+        return asked, made
 
     return planned_with_room(problem, make)
+
+
+def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
+    """Return the most bytes live at one time on a rank: its static bytes and those of its steps, which run one by one."""
+    live = peak = static_bytes
+    for step in row:
+        live += step.alloc_bytes
+        peak = max(peak, live)
+        live -= step.free_bytes
+    return peak
 
 
 def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Trials:

@@ -15,8 +15,10 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, static_bytes
-from megatron_epp.planner.search.least import least_cap_bytes, least_plan
+from megatron_epp.planner.search.least import least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
@@ -136,8 +138,6 @@ class Limits:
                 return Limit(max(made.predicted.peak_bytes)), made
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
-                    if self._is_quick:
-                        self._least(lengths, question, peak)
                     made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
         step = step or 1 << max(0, named.bit_length() - 11)
@@ -153,7 +153,7 @@ class Limits:
         Raises `InfeasibleError` if it names none.
         """
         try:
-            (self._least if self._is_quick else self._plan)(lengths, "smallest cap", 1, replace(self.options, offload=False))
+            (self._prove if self._is_quick else self._plan)(lengths, "smallest cap", 1, replace(self.options, offload=False))
         except InfeasibleError as error:
             if not error.least_cap_bytes:
                 raise
@@ -202,10 +202,10 @@ class Limits:
         return least_cap_bytes(problem, self.costs_for(max(lengths)), self.options, enough_bytes)
 
     def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
-        """Prove by a plan that a number fits, and lower it by its step where messages need more than was set aside for them."""
+        """Prove that a number fits, and lower it by its step where messages need more than was set aside for them."""
         while self._is_quick and found.value is not None:
             try:
-                self._least(lengths_for(found.value), "proof of a limit")
+                self._prove(lengths_for(found.value), "proof of a limit")
             except InfeasibleError:
                 lower, step = found.value - max(found.step, 1), max(found.step, 1)
                 found = Limit(lower if lower > 0 else None, step)
@@ -214,19 +214,26 @@ class Limits:
         return found
 
     def _plan_of_cap(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
-        """Plan under the smallest cap: a fast plan if the search finds one that has room for its messages."""
-        try:
-            return self._plan(lengths, "smallest cap", cap_bytes)
-        except InfeasibleError:
-            if not self._is_quick:
-                raise
-        return self._least(lengths, "smallest cap", cap_bytes)
+        """Plan under the smallest cap: a fast plan if the search finds one with the room for messages that a proof has.
 
-    def _least(
+        Raises `InfeasibleError` where there is no proof.
+        """
+        question = "smallest cap"
+        if not self._is_quick:
+            return self._plan(lengths, question, cap_bytes)
+        room, made = self._prove(lengths, question, cap_bytes)
+        costs = self.costs_for(max(lengths))
+        try:
+            return plan(room, costs, self.options)
+        except InfeasibleError:
+            return build_plan(room, costs, self.options, made)
+
+    def _prove(
         self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
-    ) -> Plan:
+    ) -> tuple[Problem, Decisions]:
+        """Return decisions with which a batch fits, messages included, where one order tells. Raises `InfeasibleError`."""
         self.tried(question)
-        return least_plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
+        return least_decisions(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
 
     def _problem(self, lengths: tuple[int, ...], cap_bytes: int | None) -> Problem:
         """Return the problem of other lengths, and of other caps if given."""

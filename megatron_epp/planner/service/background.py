@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +20,16 @@ from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
-from megatron_epp.planner.service.worker import Worker
+from megatron_epp.planner.service.worker import EndedError, Worker
+
+logger = logging.getLogger(__name__)
 
 NICENESS = 10
 """Niceness of the planning process, which is ahead of training: it runs while ranks leave a core idle. A rank that waits for a
 plan leaves its own.
 """
+RESTARTS = 3
+"""Times that a planning process which has ended is started again for one batch; memory may have been short for a while."""
 KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
 
@@ -65,25 +70,47 @@ class BackgroundPlanner:
     def __init__(
         self, costs: Costs, options: Options, lockstep_group: int = 0, lockstep_groups: LockstepGroups = ((0,),)
     ) -> None:
-        self._worker = Worker(_planning, costs, options, lockstep_group, lockstep_groups, niceness=NICENESS)
-        self._lock = threading.Lock()
+        self._start = functools.partial(Worker, _planning, costs, options, lockstep_group, lockstep_groups, niceness=NICENESS)
+        self._worker = self._start()
+        self._is_closed = False
+        self._lock, self._exchange = threading.Lock(), threading.Lock()
 
     def plan(self, problem: Problem) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order.
+
+        A process that has ended is started again, without the plans that a budget or "milp" had refined.
 
         Args:
             problem: with the lengths of the whole global batch.
 
         Raises:
-            what `planner.plan` raises, and `WorkerError` when the process has ended.
+            what `planner.plan` raises, and `WorkerError` when the process ends again and again, or the planner is closed.
         """
         with self._lock:
-            packed: PackedPlans = self._worker.call(problem)
+            for restarts_left in range(RESTARTS, -1, -1):
+                try:
+                    packed: PackedPlans = self._worker.call(problem)
+                    break
+                except EndedError as ended:
+                    if not (restarts_left and self._restarted(ended)):
+                        raise
         return packed
+
+    def _restarted(self, ended: EndedError) -> bool:
+        """Start the process again. Return False if the planner is closed."""
+        with self._exchange:
+            if self._is_closed:
+                return False
+            logger.warning("%s; it is started again, and plans as before", ended)
+            self._worker.close()  # where the process of a solver has ended, this one has not
+            self._worker = self._start()
+            return True
 
     def close(self) -> None:
         """End the process. A thread that waits for a plan gets a `WorkerError`."""
-        self._worker.close()
+        with self._exchange:
+            self._is_closed = True
+            self._worker.close()
 
 
 def _planning(

@@ -26,6 +26,10 @@ class WorkerError(EppError):
     """The process ended, or what it ran raised something else than an `EppError`."""
 
 
+class EndedError(WorkerError):
+    """The process ended."""
+
+
 class Process(Protocol):
     """The methods of `subprocess.Popen` that a worker needs."""
 
@@ -65,7 +69,7 @@ class Worker:
         return self.receive()
 
     def send(self, *args: Any) -> None:
-        """Ask for a call, without waiting for it. Raises `WorkerError` when the process has ended."""
+        """Ask for a call, without waiting for it. Raises `EndedError` when the process has ended."""
         try:
             _send(self._connection, args)
         except OSError:
@@ -76,7 +80,7 @@ class Worker:
         return self._connection.poll()
 
     def receive(self) -> Any:
-        """The result of the oldest call not yet received. Raises what the call raised, or `WorkerError`."""
+        """The result of the oldest call not yet received. Raises what the call raised, or `EndedError`."""
         try:
             outcome = _received(self._connection)
         except (EOFError, OSError):
@@ -86,14 +90,14 @@ class Worker:
         return outcome
 
     def close(self) -> None:
-        """End the process, whatever it is doing. A thread that waits in `receive` gets a `WorkerError`."""
+        """End the process, whatever it is doing. A thread that waits in `receive` gets an `EndedError`."""
         self._process.kill()
         self._process.wait()
 
-    def _ended(self) -> WorkerError:
+    def _ended(self) -> EndedError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
-        return WorkerError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
+        return EndedError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
 
 
 def started(

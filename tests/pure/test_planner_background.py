@@ -1,0 +1,58 @@
+"""The planner of a training run goes on after its process has ended, with the same plans, and ends when it is closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_epp.planner import Options
+from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner
+from megatron_epp.planner.service.worker import WorkerError
+from tests.support.plan.planner_cases import pipeline, problem
+
+ASKED = problem((900, 300, 44, 512), 2)
+
+
+def ending(*_: object) -> None:
+    """Planner that ends its process, as a lack of memory does."""
+    os._exit(9)
+
+
+@pytest.fixture
+def planner() -> Iterator[BackgroundPlanner]:
+    made = BackgroundPlanner(pipeline(2), Options())
+    yield made
+    made.close()
+
+
+def messages(planner: BackgroundPlanner) -> list[bytes]:
+    return [packed.message for packed in planner.plan(ASKED)]
+
+
+def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
+    planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
+):
+    before = messages(planner)
+    for _ in range(2):
+        planner._worker._process.kill()
+        with caplog.at_level(logging.WARNING):
+            assert messages(planner) == before
+    assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
+
+
+def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptureFixture):
+    planner = BackgroundPlanner(pipeline(2), Options(planner=f"{__name__}:ending"))
+    with pytest.raises(WorkerError, match="has ended with exit code 9"):
+        planner.plan(ASKED)
+    assert caplog.text.count("it is started again") == RESTARTS
+    planner.close()
+
+
+def test_a_closed_planner_starts_no_process(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+    planner.close()
+    with pytest.raises(WorkerError, match="has ended"):
+        planner.plan(ASKED)
+    assert not caplog.text
