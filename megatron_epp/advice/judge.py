@@ -9,7 +9,8 @@ from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.search.estimate import about_us, rough_plan
+from megatron_epp.planner.search.estimate import about_us, estimate_us, rough_plan
+from megatron_epp.planner.search.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.facts import busy_us
@@ -103,8 +104,12 @@ def misfit(question: Question, layout: Layout) -> Refusal | None:
         why = f"weights and optimizer alone need {gib(max(static))} of {gib(cap)}"
         return Refusal(layout.name, why, max(static), layout, is_static=True)
     problem = question.problem(layout, (question.context,))
+    options = question.options
     try:
-        about_us(problem, costs, question.options)
+        try:
+            estimate_us(problem, costs, options)
+        except InfeasibleError:
+            (least_decisions if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "

@@ -15,7 +15,7 @@ from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.problem import static_bytes
-from megatron_epp.planner.search.least import least_cap_bytes, least_plan
+from megatron_epp.planner.search.least import is_told_by_one_order, least_cap_bytes, least_plan
 from megatron_epp.planner.search.limits import Limits
 
 type Change = dict[str, Any]
@@ -112,8 +112,7 @@ def _may_fit(args: Namespace, lengths: tuple[int, ...]) -> bool:
         cap = min(problem.cap_bytes)
         if max(static_bytes(problem, costs)) > cap:
             return False
-        quick = problem.has_one_stage_per_rank and not options.offload
-        return not quick or least_cap_bytes(problem, costs, options, cap) <= cap
+        return not is_told_by_one_order(problem, options) or least_cap_bytes(problem, costs, options, cap) <= cap
     except EppError:
         return False
 
@@ -123,9 +122,8 @@ def _needed_bytes(args: Namespace, lengths: tuple[int, ...]) -> int | None:
     if not _may_fit(args, lengths):
         return None
     problem, costs, options = _planned(args, lengths)
-    quick = problem.has_one_stage_per_rank and not options.offload
     try:
-        made = (least_plan if quick else plan)(problem, costs, options)
+        made = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
     except EppError:
         return None
     return max(made.predicted.peak_bytes)

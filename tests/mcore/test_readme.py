@@ -23,7 +23,19 @@ def test_the_test_command_is_what_ci_runs():
     assert "scripts/test.sh" in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b not in (TEST_COMMAND, QUICKSTART)], ids=lambda b: b.split("\n")[0])
+def _marks(block: str) -> tuple[pytest.MarkDecorator, ...]:
+    """A search for parallel sizes takes most of a minute; `tests/pure/test_advise.py` has smaller ones."""
+    return (pytest.mark.slow,) if "megatron-epp advise" in block else ()
+
+
+OTHERS = [
+    pytest.param(block, id=block.split("\n")[1], marks=_marks(block))
+    for block in BLOCKS
+    if block not in (TEST_COMMAND, QUICKSTART)
+]
+
+
+@pytest.mark.parametrize("block", OTHERS)
 def test_every_other_shell_block_runs(block):
     run(block)
 

@@ -52,7 +52,7 @@ def printed_losses(output: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", output)
 
 
-@pytest.fixture(scope="module", params=["stock", "epp"])
+@pytest.fixture(scope="module", params=[pytest.param("stock", marks=pytest.mark.slow), "epp"])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     flags = epp_flags(tmp_path_factory.mktemp("documents")) if request.param == "epp" else TRAIN
     ranks = RANKS[request.param]

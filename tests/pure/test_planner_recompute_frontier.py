@@ -79,6 +79,7 @@ def test_attention_is_not_run_again_where_that_would_cost_most():
     assert every.predicted.makespan_us < 0.97 * whole.predicted.makespan_us
 
 
+@pytest.mark.slow  # ten seconds of planning
 def test_four_million_tokens_are_planned_for_64_stages():
     """A sequence of 4M tokens on devices of 141 GB, eight ways each of tensor and context parallelism."""
 

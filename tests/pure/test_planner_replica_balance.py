@@ -191,6 +191,7 @@ def test_replicas_plan_their_shares_of_one_division(options):
         assert unpack(one.message).lengths == tuple(lengths[at] for at in one.share)
 
 
+@pytest.mark.slow  # a benchmark from end to end
 def test_the_benchmark_of_divisions_puts_time_before_count(tmp_path):
     command = [sys.executable, "-m", "scripts.bench.balance", "--reduced", "--json", str(tmp_path / "report.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -27,6 +27,11 @@ from megatron_epp.planner.search.replicas import Chunkers, Replicas
 from megatron_epp.planner.search.trials import Trials
 
 
+def is_told_by_one_order(problem: Problem, options: Options) -> bool:
+    """Return True if this order of every chunk table tells what fits."""
+    return options.planner == "greedy" and not options.offload and problem.has_one_stage_per_rank
+
+
 def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_bytes: int = 0) -> int:
     """Return the smallest memory cap, in bytes of every rank, under which a table of the batch fits, without offload.
 

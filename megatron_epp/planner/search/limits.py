@@ -18,7 +18,7 @@ from megatron_epp.planner import plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, static_bytes
-from megatron_epp.planner.search.least import least_cap_bytes, least_decisions
+from megatron_epp.planner.search.least import is_told_by_one_order, least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
@@ -194,8 +194,7 @@ class Limits:
     @property
     def _is_quick(self) -> bool:
         """True if one order of every chunk table tells what fits."""
-        options = self.options
-        return options.planner == "greedy" and not options.offload and self.problem.has_one_stage_per_rank
+        return is_told_by_one_order(self.problem, self.options)
 
     def _least_cap(self, lengths: tuple[int, ...], enough_bytes: int = 0) -> int:
         problem = replace(self.problem, lengths=lengths)
