@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
-from tests.support.mcore.launch import free_port
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 ITERATIONS = 12
@@ -32,32 +30,23 @@ FLAGS = shlex.split(
 )
 
 
-def start(data: str, report: Path, *flags: object) -> subprocess.Popen[str]:
-    """Start training; its output goes to a log next to the report."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    training = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    with open(report.with_suffix(".log"), "w", encoding="utf-8") as log:
-        return subprocess.Popen([*launcher, *map(str, training)], env=environment, text=True, stdout=log, stderr=log)
+def training(data: str, report: Path, *flags: object) -> list[object]:
+    return ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
 
 
 def finish(data: str, report: Path, *flags: object) -> dict[int, float]:
     """Train to the end in forked ranks and return the exact loss of every iteration."""
-    training = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
-    finished = launch(2, *training, timeout_s=240)
+    finished = launch(2, *training(data, report, *flags), timeout_s=240)
     assert finished.returncode == 0, finished.output[-5000:]
     return losses(report)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """As a lost machine does it: no process of the run gets to say goodbye."""
-    launcher = psutil.Process(process.pid)
-    run = [launcher, *launcher.children(recursive=True)]
+def kill_ranks() -> None:
+    """End the ranks and all that they have started, as a lost machine does: none of them gets to say goodbye."""
+    run = [each for rank in forked.ranks() for each in (rank, *rank.children(recursive=True))]
+    assert run
     for each in run:
         each.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(run, timeout=30)
-    assert not alive
 
 
 def losses(report: Path) -> dict[int, float]:
@@ -66,14 +55,16 @@ def losses(report: Path) -> dict[int, float]:
     return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def kill_in_iteration(process: subprocess.Popen[str], report: Path, iteration: int) -> None:
-    deadline = time.monotonic() + 240
-    while max(losses(report), default=0) < iteration:
-        if process.poll() is not None or time.monotonic() > deadline:
-            kill(process)
-            pytest.fail(f"the run did not get to iteration {iteration}:\n{report.with_suffix('.log').read_text()[-5000:]}")
-        time.sleep(0.02)
-    kill(process)
+def kill_in_iteration(data: str, report: Path, iteration: int, *flags: object) -> None:
+    """Train in forked ranks and kill them as soon as they are seen to have done an iteration."""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(launch, 2, *training(data, report, *flags), timeout_s=240)
+        while max(losses(report), default=0) < iteration:
+            if run.done():
+                pytest.fail(f"the run did not get to iteration {iteration}:\n{run.result().output[-5000:]}")
+            time.sleep(0.02)
+        kill_ranks()
+        assert run.result().returncode == -signal.SIGKILL
 
 
 def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
@@ -87,8 +78,7 @@ def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, "--epp-costs", "measure")
 
-    killed = start(data, tmp_path / "killed", *saving)
-    kill_in_iteration(killed, tmp_path / "killed", KILLED)
+    kill_in_iteration(data, tmp_path / "killed", KILLED, *saving)
     before = losses(tmp_path / "killed")
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(INTERVAL, ITERATIONS, INTERVAL)

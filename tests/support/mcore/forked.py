@@ -5,9 +5,12 @@ What a process does when it starts afresh, under torch's launcher, is not tested
 
 import functools
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
+
+import psutil
 
 from megatron_epp.launch.forked import Forks
 from tests.support.mcore.figures import FOLDER, recorded
@@ -45,6 +48,12 @@ def train(
         {int(i): s for i, s in rank["steps"].items()} for rank in ranks if "loss" in next(iter(rank["steps"].values()))
     )
     return Finished(finished.returncode, finished.output, steps, tuple(rank["weights"] for rank in ranks))
+
+
+def ranks() -> list[psutil.Process]:
+    """Return the ranks of the job that runs: processes that lead a group of their own."""
+    children = psutil.Process(_forks()._process.pid).children()
+    return [child for child in children if os.getpgid(child.pid) == child.pid]
 
 
 @functools.cache
