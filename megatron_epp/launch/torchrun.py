@@ -15,7 +15,7 @@ from megatron_epp.launch.refusal import handed_over
 
 
 def main() -> None:
-    """Run torchrun; exit with code 1 if it raises for a process that failed or for a signal."""
+    """Run torchrun; exit with the code of a refusal, or with 1, if it raises for a process that failed or for a signal."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())
@@ -34,7 +34,8 @@ def _run(arguments: list[str]) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if (refusal := handed_over(failure.message)) is not None:
-            sys.exit(refusal)
+            sys.stderr.write(f"{refusal.text}\n")
+            sys.exit(refusal.exit_code)
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")

@@ -40,7 +40,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and only the message if this package raises an `EppError`.
+    """End the process with the error's exit code and only the message if this package raises an `EppError`.
 
     The launcher gets the message too. If it is this package's own, it prints the message at the end, once for all ranks. If the
     error was caused by another kind of error, the traceback of that one is printed first, for debugging.
@@ -51,7 +51,9 @@ def errors_in_one_line() -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}"
-        raise SystemExit(1 if refusal.hand_over(text) else text) from None
+        if not refusal.hand_over(text, error.exit_code):
+            sys.stderr.write(f"{text}\n")
+        raise SystemExit(error.exit_code) from None
 
 
 def megatron_parser() -> argparse.ArgumentParser:

@@ -57,7 +57,10 @@ class EppError(Exception):
         remedies: alternatives, each of which may help.
         after: lines below both, as `within` adds them.
         names: of the settings, for `str`; empty where they are called by their fields.
+        exit_code: of a process that it ends.
     """
+
+    exit_code = 1
 
     def __init__(self, message: str, *remedies: Remedy) -> None:
         super().__init__(message, *remedies)
@@ -98,6 +101,12 @@ class EppError(Exception):
         made.message, made.after = before + self.message, self.after + after
         made.names = self.names if names is None else names
         return made
+
+
+class NothingLeftError(EppError):
+    """A training was started that its checkpoint says is over. A scheduler need not start it again."""
+
+    exit_code = 3
 
 
 class PlanError(EppError):

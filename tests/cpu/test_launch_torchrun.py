@@ -51,18 +51,20 @@ def test_a_signal_is_named_in_one_line(launched):
         launched(stop)
 
 
-def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monkeypatch, tmp_path):
+def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monkeypatch, tmp_path, capsys):
     files = [tmp_path / f"{rank}.json" for rank in range(2)]
 
     def refuse(arguments):
         for rank, file in enumerate(files):
             monkeypatch.setenv(refusal.FILE_VARIABLE, str(file))
-            assert refusal.hand_over(f"megatron_epp, rank {rank}: too few layers\nLower --stages.")  # so the rank is silent
+            assert refusal.hand_over(f"megatron_epp, rank {rank}: too few layers\nLower --stages.", 3)  # the rank is silent
         failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
         raise ChildFailedError("script", failures)
 
-    with pytest.raises(SystemExit, match=r"^megatron_epp, rank 0: too few layers\nLower --stages\.$"):
+    with pytest.raises(SystemExit) as ended:
         launched(refuse)
+    assert ended.value.code == 3
+    assert capsys.readouterr().err.endswith("megatron_epp, rank 0: too few layers\nLower --stages.\n")
 
 
 def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_prints_it_too(monkeypatch, tmp_path):

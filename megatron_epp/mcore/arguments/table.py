@@ -208,6 +208,10 @@ _RUNNING = (
         "and trace.json for ui.perfetto.dev, measured next to planned, a track for each stream; of several iterations as "
         "plan-I.json and so on (default: none)."
     ),
+    Flag("checkpoint_fallback", "--epp-checkpoint-fallback", "", SWITCH).described(
+        "Where the newest checkpoint of --load is damaged, set it aside with a warning and go on from the one before "
+        "(default: refuse to start)."
+    ),
     Flag("measure_memory", "--epp-measure-memory", "", SWITCH).described(
         "Count the bytes autograd keeps, per rank. Costs a little time."
     ),

@@ -14,6 +14,7 @@ from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
+from megatron_epp.plan.errors import NothingLeftError
 
 _WARM_UP_TOKENS = 2048
 """Tokens per rank on which compiled functions are warmed up with `--epp`.
@@ -140,6 +141,24 @@ def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: A
         check_order(checkpoint_args, args)
 
 
+def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Check a checkpoint's files before they are loaded, if --epp is given."""
+    if (args := epp_args()) is not None:
+        from megatron_epp.mcore.training.checkpoints import settle
+
+        settle(args)
+    return original(*rest, **named)
+
+
+def _refuse_nothing(args: Any) -> None:
+    """Raise `NothingLeftError` if a training has trained no iteration because its checkpoint has all of them."""
+    if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
+        raise NothingLeftError(
+            f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
+            f"{args.train_iters}; raise it to go on"
+        )
+
+
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Refuse functions of the script that --epp would not use, and end planning when training ends."""
     call = bound(original, *rest, **named)
@@ -147,7 +166,9 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         if (chosen := call.arguments.get("get_embedding_ranks")) is not None:
             call.arguments["get_embedding_ranks"] = functools.partial(_embedding_ranks, chosen)
         try:
-            return original(*call.args, **call.kwargs)
+            result = original(*call.args, **call.kwargs)
+            _refuse_nothing(epp_args())
+            return result
         finally:
             if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
                 sessions.end()
@@ -196,6 +217,7 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
         wrapping("megatron.training.training:pretrain", _pretrain),
+        wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
         wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),

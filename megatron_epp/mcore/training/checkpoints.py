@@ -1,0 +1,137 @@
+"""Check of a checkpoint before Megatron loads it: a damaged one is named, or set aside for the one before.
+
+Damage is found without reading tensors: files are missing or shorter than the checkpoint's own index says, or archives have no
+end. A flipped bit is found by Megatron, when it reads the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zipfile
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.writing import write_text
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File with the iteration that Megatron loads, or the word "release"."""
+INDEX = ".metadata"
+"""File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def settle(args: Namespace) -> None:
+    """Make the checkpoint that `--load` means whole, before any rank reads it; called by all ranks.
+
+    Raises:
+        EppError: it is damaged, and there is none before it or `--epp-checkpoint-fallback` is not given.
+    """
+    if args.load is None or args.ckpt_step is not None or args.non_persistent_ckpt_type == "local":
+        return
+    outcome: list[EppError | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            settle_folder(Path(args.load), falls_back=args.epp_checkpoint_fallback)
+        except EppError as error:
+            outcome = [error]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def settle_folder(folder: Path, *, falls_back: bool) -> None:
+    """Refuse a damaged newest checkpoint, or set it aside and name the one before in the tracker file.
+
+    Args:
+        folder: of the checkpoints. One without a tracker file has none, and is left as it is.
+        falls_back: sets a damaged one aside.
+
+    Raises:
+        EppError: the newest is damaged and stays.
+    """
+    try:
+        named = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return
+    if named == "release":
+        return
+    newest = folder / f"iter_{int(named):07d}" if named.isdecimal() else None
+    fault = f"{folder / TRACKER} has {named[:40]!r} and no iteration" if newest is None else fault_of(newest)
+    if fault is None:
+        return
+    sound = _sound_before(folder, newest)
+    if sound is None:
+        raise EppError(f"{fault}, and no other checkpoint in {folder} is whole: give --load another folder, or leave it out")
+    iteration, number = sound.name, int(sound.name.removeprefix("iter_"))
+    if not falls_back:
+        raise EppError(f"{fault}; --epp-checkpoint-fallback sets it aside and goes on from {iteration}")
+    if newest is not None and newest.exists():
+        newest.rename(aside := _free(newest.with_name(f"damaged_{newest.name}")))
+        logger.warning("%s; it is now %s, and training goes on from %s", fault, aside.name, iteration)
+    else:
+        logger.warning("%s; training goes on from %s", fault, iteration)
+    write_text(folder / TRACKER, str(number))
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint; None if nothing is."""
+    if not checkpoint.is_dir():
+        return f"there is no checkpoint {checkpoint}"
+    return next(_faults(checkpoint), None)
+
+
+def _faults(checkpoint: Path) -> Iterator[str]:
+    if (checkpoint / "metadata.json").exists() or any(checkpoint.glob("*.distcp")):
+        try:
+            is_distributed = json.loads((checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            yield f"{checkpoint / 'metadata.json'} cannot be read ({type(error).__name__}: {error})"
+            return
+        if is_distributed:
+            yield from _short_files(checkpoint)
+    archives = [*checkpoint.glob("*.pt"), *checkpoint.glob("mp_rank_*/*.pt")]
+    for path in archives:
+        if not zipfile.is_zipfile(path):
+            yield f"{path} is damaged: {path.stat().st_size:,} bytes, and no end of an archive"
+    if not archives and not any(checkpoint.iterdir()):
+        yield f"{checkpoint} is empty"
+
+
+def _short_files(checkpoint: Path) -> Iterator[str]:
+    """Yield the files of a distributed checkpoint that are shorter than its index says."""
+    try:
+        entries = FileSystemReader(checkpoint).read_metadata().storage_data.values()
+    except Exception as error:
+        yield f"{checkpoint / INDEX} cannot be read ({type(error).__name__}: {error})"
+        return
+    needed: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        needed[entry.relative_path] = max(needed[entry.relative_path], entry.offset + entry.length)
+    for name, num_bytes in sorted(needed.items()):
+        path = checkpoint / name
+        found = path.stat().st_size if path.exists() else 0
+        if found < num_bytes:
+            yield f"{path} is damaged: {found:,} bytes of {num_bytes:,}"
+
+
+def _sound_before(folder: Path, newest: Path | None) -> Path | None:
+    """Return the newest whole checkpoint before one, or of all where there is none."""
+    found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _ITERATION.fullmatch(path.name)))
+    earlier = (path for _, path in reversed(found) if newest is None or int(path.name[5:]) < int(newest.name[5:]))
+    return next((path for path in earlier if fault_of(path) is None), None)
+
+
+def _free(path: Path) -> Path:
+    """Return a path that does not exist: this one, or with a number behind it."""
+    numbered = (path, *(path.with_name(f"{path.name}_{number}") for number in range(2, 1000)))
+    return next(one for one in numbered if not one.exists())

@@ -1,0 +1,124 @@
+"""A damaged checkpoint is named before it is loaded, or set aside for the one before; a training that is over says so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, fault_of, settle_folder
+from megatron_epp.plan import EppError
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import TINY, Finished
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+NEWEST, BEFORE = "iter_0000004", "iter_0000002"
+FLAGS = [flag for flag in TINY if flag != "--mock-data"]
+FLAGS += ["--pipeline-model-parallel-size", 2, "--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0]
+FLAGS += ["--ckpt-format", "torch_dist", "--log-interval", 1, "--train-iters", 4, "--lr-decay-iters", 9]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("documents")
+    return write_pair(folder / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
+
+
+def trained(data: str, *flags: object) -> Finished:
+    return launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, *flags)
+
+
+@pytest.fixture(scope="module")
+def saved(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of four iterations that has saved after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    finished = trained(data, "--save", folder, "--save-interval", 2)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def tensors(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tensors cut short": (lambda one: shorten(tensors(one)), "distcp is damaged: "),
+    "tensors missing": (lambda one: tensors(one).unlink(), "distcp is damaged: 0 bytes of "),
+    "index cut short": (lambda one: shorten(one / INDEX), "cannot be read"),
+    "index missing": (lambda one: (one / INDEX).unlink(), "cannot be read"),
+    "format cut short": (lambda one: shorten(one / "metadata.json"), "metadata.json cannot be read"),
+    "all files missing": (lambda one: [path.unlink() for path in one.iterdir() if path.is_file()], "empty"),
+    "folder missing": (shutil.rmtree, "there is no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_takes_its_place(
+    name: str, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert fault_of(copy / NEWEST) is None
+    damage, says = DAMAGES[name]
+    damage(copy / NEWEST)
+    with pytest.raises(EppError, match=f"{says}.*--epp-checkpoint-fallback sets it aside and goes on from {BEFORE}"):
+        settle_folder(copy, falls_back=False)
+    assert (copy / TRACKER).read_text() == "4"
+    settle_folder(copy, falls_back=True)
+    assert says in caplog.text
+    assert (copy / TRACKER).read_text() == "2"
+    assert not (copy / NEWEST).exists()
+    assert (copy / f"damaged_{NEWEST}").exists() == (name != "folder missing")
+    settle_folder(copy, falls_back=False)
+
+
+def test_an_unreadable_tracker_file_is_replaced_by_the_newest_whole_checkpoint(copy: Path) -> None:
+    (copy / TRACKER).write_text("\0\0four")
+    with pytest.raises(EppError, match="and no iteration; --epp-checkpoint-fallback sets it aside"):
+        settle_folder(copy, falls_back=False)
+    settle_folder(copy, falls_back=True)
+    assert (copy / TRACKER).read_text() == "4"
+    assert (copy / NEWEST).exists()
+
+
+def test_without_another_checkpoint_nothing_is_set_aside(copy: Path) -> None:
+    for name in (NEWEST, BEFORE):
+        shorten(tensors(copy / name))
+    with pytest.raises(EppError, match=r"no other checkpoint in .* is whole"):
+        settle_folder(copy, falls_back=True)
+    assert (copy / NEWEST).exists()
+
+
+def test_an_archive_without_its_end_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"iteration": 4}, path := tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    assert fault_of(tmp_path) is None
+    shorten(path)
+    assert f"{path} is damaged: " in str(fault_of(tmp_path))
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy: Path) -> None:
+    shorten(tensors(copy / NEWEST))
+    refused = trained(data, "--load", copy)
+    assert refused.returncode == 1
+    assert "--epp-checkpoint-fallback" in refused.output
+    finished = trained(data, "--load", copy, "--epp-checkpoint-fallback")
+    assert finished.returncode == 0, finished.output[-5000:]
+    assert "iteration        3/       4" in finished.output
+
+
+def test_a_training_whose_checkpoint_has_all_iterations_ends_with_an_exit_code_of_its_own(data: str, saved: Path) -> None:
+    finished = trained(data, "--load", saved)
+    assert finished.returncode == 3
+    assert "nothing was trained: the checkpoint in" in finished.output
+    assert "has 4 iterations, and --train-iters is 4; raise it to go on" in finished.output
