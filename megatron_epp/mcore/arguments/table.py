@@ -200,6 +200,9 @@ _RUNNING = (
         "End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "
         "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest."
     ),
+    Flag("save_limit_seconds", "--epp-save-limit-seconds", "", AMOUNT, default=1800.0, metavar="S").described(
+        "End the run when saving a checkpoint takes longer, as where a rank stands still meanwhile (default: 1800)."
+    ),
     Flag("report_dir", "--epp-report-dir", metavar="DIR").described(
         "Write each iteration's planned and measured figures here (default: do not)."
     ),

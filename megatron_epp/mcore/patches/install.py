@@ -150,6 +150,16 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     return original(*rest, **named)
 
 
+def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """End a run that does not get done with saving a checkpoint, if --epp is given."""
+    if (args := epp_args()) is None:
+        return original(*rest, **named)
+    from megatron_epp.mcore.training.checkpoints import watched_save
+
+    with watched_save(args):
+        return original(*rest, **named)
+
+
 def _refuse_nothing(args: Any) -> None:
     """Raise `NothingLeftError` if a training has trained no iteration because its checkpoint has all of them."""
     if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
@@ -218,6 +228,8 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
         wrapping("megatron.training.training:pretrain", _pretrain),
         wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
+        wrapping("megatron.training.training:save_checkpoint", _save_checkpoint),
+        wrapping("megatron.training.training:maybe_finalize_async_save", _save_checkpoint),
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
         wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),

@@ -1,4 +1,5 @@
-"""Check of a checkpoint before Megatron loads it: a damaged one is named, or set aside for the one before.
+"""Check of a checkpoint before Megatron loads it: a damaged one is named, or set aside for the one before. And a time limit for
+saving one.
 
 Damage is found without reading tensors: files are missing or shorter than the checkpoint's own index says, or archives have no
 end. A flipped bit is found by Megatron, when it reads the tensor.
@@ -13,6 +14,8 @@ import zipfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 
 import torch.distributed
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.writing import write_text
+from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,19 @@ TRACKER = "latest_checkpointed_iteration.txt"
 INDEX = ".metadata"
 """File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def watched_save(args: Namespace) -> AbstractContextManager[None]:
+    """Watch a save, or the wait for one that runs in other processes: the run ends if it takes longer than its limit."""
+    limit_s, rank = args.epp_save_limit_seconds, torch.distributed.get_rank()
+    return _watchdog(limit_s).watch(
+        lambda: f"rank {rank} has not saved a checkpoint to {args.save} in {limit_s:g} s (--epp-save-limit-seconds)"
+    )
+
+
+@cache
+def _watchdog(limit_s: float) -> Watchdog:
+    return Watchdog(limit_s)
 
 
 def settle(args: Namespace) -> None:
