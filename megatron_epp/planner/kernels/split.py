@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, floats, integers
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, floats, inlined, integers
 from megatron_epp.planner.kernels.memory import backward_peak
 
 
@@ -91,18 +91,28 @@ def spare_bytes(
                 whole.extra[at] = max(0, rise - takes[at], columns.weight_bytes[item] - gives[at])
 
 
-@compiled
-def puts_off(columns: Columns, item: int) -> bool:
-    """Return True if a backward has a weight gradient to delay: it takes time, and leaves it bytes if its chunk keeps any.
+@inlined
+def leaves_bytes(columns: Columns, item: int) -> bool:
+    """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none at all.
 
-    The backward of a stage without layers has none, and would leave nothing for a W to read.
+    The backward of a stage without layers leaves nothing for a W to read.
 
     Args:
         columns: times and sizes by item.
         item: a stage and a chunk (`Columns`).
     """
-    keeps = columns.activation[item] + columns.forward_alloc[item] > 0
-    return columns.action_us[WEIGHT * columns.num_items + item] > 0 and (columns.weight_bytes[item] > 0 or not keeps)
+    return columns.weight_bytes[item] > 0 or columns.activation[item] + columns.forward_alloc[item] == 0
+
+
+@compiled
+def puts_off(columns: Columns, item: int) -> bool:
+    """Return True if a backward has a weight gradient to delay, which takes time.
+
+    Args:
+        columns: times and sizes by item.
+        item: a stage and a chunk (`Columns`).
+    """
+    return columns.action_us[WEIGHT * columns.num_items + item] > 0 and leaves_bytes(columns, item)
 
 
 @compiled

@@ -74,8 +74,28 @@ def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly
             except InfeasibleError:
                 raise error from None
             else:
-                raise
+                if problem is first or not (missing := _missing_bytes(first, error.least_cap_bytes, make, plainly)):
+                    raise
+                room = problem.message_bytes or (0,) * problem.num_ranks
+                problem = replace(problem, message_bytes=tuple(size + missing for size in room))
     return make(problem)
+
+
+def _missing_bytes[T](
+    problem: Problem, cap_bytes: int, make: Callable[[Problem], T], plainly: Callable[[Problem], T] | None
+) -> int:
+    """Return how many bytes more than a cap it takes to plan: the first room tried there is another, and so may be the plans.
+
+    Args:
+        problem: what to plan.
+        cap_bytes: of every rank that has less.
+        make, plainly: as for `planned_with_room`.
+    """
+    try:
+        planned_with_room(replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), make, plainly)
+    except InfeasibleError as error:
+        return max(0, error.least_cap_bytes - cap_bytes)
+    return 0
 
 
 def _with_room(problem: Problem, short: MessageRoomError) -> Problem:

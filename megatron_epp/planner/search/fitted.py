@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us, play, split_off
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
@@ -60,6 +61,8 @@ def fitted(
     made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs), joined=joined)
     refuse_mistakes(made, problem, costs, planner, complete=True)
     tables = made.tables(problem, costs)
+    order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
+    made = replace(made, order=order)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(made, whole, tables, problem.cap_bytes, options)
     best_us = math.inf if fit.recompute_steps is None else makespan_us(order, tables, fit.recompute_steps)
@@ -74,6 +77,12 @@ def fitted(
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
     return replace(made, recompute_steps=fit.recompute_steps)
+
+
+def _is_worth(action: Action, tables: Tables) -> bool:
+    """Return False for the weight gradient of a stage without layers, which has nothing to read."""
+    columns = tables.columns
+    return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
 
 def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:

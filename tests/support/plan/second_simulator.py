@@ -75,7 +75,7 @@ def times(plan: Plan) -> tuple[dict[Key, float], dict[Key, float]]:
 
 def changes(
     plan: Plan, rank: int, start: Mapping[Key, float], took: Mapping[Key, float]
-) -> Iterator[tuple[tuple[float, int, int], int]]:
+) -> Iterator[tuple[tuple[float, int, float], int]]:
     """Yield when steps take and give back bytes: (time, order at that time, place), bytes.
 
     What a copy does while an action runs it does for all of that action: a load takes from its start, an offload has until its
@@ -84,7 +84,7 @@ def changes(
     spans = [(start[tuple(step.action)], start[tuple(step.action)] + took[tuple(step.action)]) for step in plan.ranks[rank]]
     for place, ((begin, end), step) in enumerate(zip(spans, plan.ranks[rank], strict=True)):
         yield (begin, 2, place), step.alloc_bytes
-        yield (end, 0, place), -step.free_bytes
+        yield (end, 0, place) if begin < end else (end, 2, place + 0.5), -step.free_bytes  # not before it has taken them
     issued, freed = 0.0, {}
     for place, (action, _, takes, gives, _) in enumerate(plan.copies[rank] if plan.copies else ()):
         _, *key = action

@@ -1,0 +1,61 @@
+"""Random problems of every kind are planned or refused without a fault, and the campaign that looks for faults finds them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.plan import EppError, InfeasibleError
+from tests.support.plan import campaign
+from tests.support.plan.campaign_cases import case_of, planned
+from tests.support.seeds import some_by_default
+
+
+@some_by_default("first", range(0, 200, 10), 2)
+def test_no_problem_has_a_fault(first: int):
+    found = [campaign.judged(seed) for seed in range(first, first + 10)]
+    assert [faults for *_, faults in found if faults] == []
+    assert {kind for kind, *_ in found} == {"planned", "refused"}
+
+
+@some_by_default("seed", [18, 68, 137, 163], 3)
+def test_problems_that_once_had_a_fault_have_none(seed: int):
+    """Caps that were too low once named for messages, and weight gradients of stages without layers."""
+    assert campaign.judged(seed)[2] == []
+
+
+def test_a_wrong_prediction_is_a_fault():
+    plan = planned(case_of(137))
+    tampered = replace(plan, predicted=replace(plan.predicted, makespan_us=2 * plan.predicted.makespan_us))
+    assert any("are predicted" in fault for fault in campaign.faults_of(tampered, 0))
+
+
+def test_a_cap_that_does_not_do_is_a_fault():
+    case = case_of(18)
+    with pytest.raises(EppError) as refused:
+        planned(case)
+    error = refused.value
+    assert isinstance(error, InfeasibleError)
+    assert list(campaign.faults_of_refusal(case, error)) == []
+    error.least_cap_bytes -= 100_000
+    assert any("does not do" in fault for fault in campaign.faults_of_refusal(case, error))
+
+
+def test_ranges_of_the_log_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    tried: list[int] = []
+
+    def run(first: int, last: int) -> Counter[str]:
+        tried.append(first)
+        return Counter(tried=last - first, planned=last - first)
+
+    monkeypatch.setattr(campaign, "run", run)
+    monkeypatch.setattr(sys, "argv", ["campaign", "0", "250", "--log", str(tmp_path / "log.jsonl")])
+    assert (campaign.main(), campaign.main()) == (0, 0)
+    assert tried == [0, 100, 200]
+    assert [json.loads(line)["tried"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [100, 100, 50]
+    assert capsys.readouterr().out.count("250 tried, 250 planned, 0 refused, 0 faults") == 2

@@ -1,0 +1,146 @@
+"""Plan random problems of every kind, and judge each plan: resumable, a range of seeds at a time.
+
+    python -m tests.support.plan.campaign 0 10000 --log campaign.jsonl
+
+Each plan is checked, simulated by a second simulator, run on machines with hardware queues, and made again in a process with
+another hash seed, which has to give the same digest. A cap that a refusal names has to do. A tenth more memory may
+make no plan of the default planner slower by more than 1 %. Seeds of which the log has a line are not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, check, lower, to_grid, to_json
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.writing import append_line
+from tests.support.plan import second_simulator
+from tests.support.plan.campaign_cases import Case, case_of, planned, with_caps
+from tests.support.plan.queue_machine import stuck_together
+
+STEP = 100
+MACHINES = ((1, 0.1), (8, 0.1))
+"""Hardware queues, and how likely a host waits for its device before a launch."""
+KNOWN = {Op.F, Op.B, Op.W, Op.O, Op.L, Op.S, Op.N, Op.T}
+"""Operations that the second simulator and the machines know."""
+MORE_MEMORY, SLOWER = 1.1, 1.01
+
+
+def faults_of(plan: Plan, seed: int) -> Iterator[str]:
+    """Yield what is wrong with a plan."""
+    yield from map(str, check(plan))
+    if not {action.op for row in plan.ranks for step in row for action in step.actions} <= KNOWN or plan.context_groups:
+        return
+    yield from second_simulator.faults(plan)
+    rows = [lower(plan)]
+    yield from (f"blocked: {at}" for at in blocked(rows, False))
+    for queues, waits in MACHINES:
+        if left := stuck_together([(to_json(plan), to_grid(rows[0]))], False, queues, waits, seed):
+            yield f"{queues} queues, waits {waits}: {left} never end"
+
+
+def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
+    """Yield what is wrong with a refusal: a planner's mistake, more than a line, or a cap that does not do."""
+    if "made a plan that cannot run" in str(error) or "failed" in str(error):
+        yield str(error)
+    if isinstance(error, InfeasibleError) and error.least_cap_bytes:
+        if error.least_cap_bytes <= min(case.problem.cap_bytes):
+            yield f"a cap of {error.least_cap_bytes} bytes would do, and caps are {case.problem.cap_bytes}"
+        caps = tuple(max(cap, error.least_cap_bytes) for cap in case.problem.cap_bytes)
+        try:
+            planned(with_caps(case, caps))
+        except EppError as again:
+            yield f"the cap that was named does not do: {again}"
+
+
+def is_slower_with_more(case: Case, plan: Plan) -> bool:
+    """Return True if more memory makes the default planner's plan slower."""
+    if case.options.planner != "greedy":
+        return False
+    more = with_caps(case, tuple(int(cap * MORE_MEMORY) for cap in case.problem.cap_bytes))
+    return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us
+
+
+def judged(seed: int) -> tuple[str, str, list[str]]:
+    """Return what became of a seed ("planned" or "refused"), the digest or the message, and the faults."""
+    case = case_of(seed)
+    try:
+        plan = planned(case)
+    except EppError as error:
+        return "refused", str(error), list(faults_of_refusal(case, error))
+    faults = list(faults_of(plan, seed))
+    if seed % 10 == 0 and is_slower_with_more(case, plan):
+        faults.append("more memory makes it slower")
+    return "planned", json.loads(to_json(plan))["digest"], faults
+
+
+def digests(first: int, last: int) -> Iterator[str]:
+    """Yield the digest of every plan, or the message of its refusal."""
+    for seed in range(first, last):
+        try:
+            yield json.loads(to_json(planned(case_of(seed))))["digest"]
+        except EppError as error:
+            yield str(error)
+
+
+def run(first: int, last: int) -> Counter[str]:
+    """Judge a range of seeds and compare with another process; print every fault."""
+    found, mine = Counter[str](), []
+    environment = os.environ | {"PYTHONHASHSEED": str(first + 1)}
+    again = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, str(first), str(last), "--digests"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for seed in range(first, last):
+        try:
+            kind, said, faults = judged(seed)
+        except Exception as error:  # whatever it is, it is a fault
+            kind, said, faults = "failed", "", [f"{type(error).__name__}: {error}"]
+        mine.append(said)
+        found[kind] += 1
+        found["faults"] += len(faults)
+        for fault in faults:
+            print(f"seed {seed}: {fault}", flush=True)
+    theirs = json.loads(again.communicate()[0] or "[]")
+    for seed, (one, other) in enumerate(zip(mine, theirs, strict=False), first):
+        if one != other:
+            found["faults"] += 1
+            print(f"seed {seed}: another process has {other[:80]} in place of {one[:80]}", flush=True)
+    return found + Counter(tried=last - first)
+
+
+def main() -> int:
+    """Run the command. The exit code is 1 if there were faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, help="first seed that is not tried")
+    parser.add_argument("--log", type=Path, help="file of the ranges that are done (default: none)")
+    parser.add_argument("--digests", action="store_true", help="print digests alone, for the comparison of processes")
+    args = parser.parse_args()
+    if args.digests:
+        print(json.dumps(list(digests(args.first, args.last))))
+        return 0
+    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    done = {(line["first"], line["last"]): line for line in map(json.loads, lines)}
+    total = Counter[str]()
+    for first in range(args.first, args.last, STEP):
+        last = min(first + STEP, args.last)
+        line = done.get((first, last)) or {"first": first, "last": last, **run(first, last)}
+        if args.log and (first, last) not in done:
+            append_line(args.log, json.dumps(line))
+        total += Counter({name: number for name, number in line.items() if name not in ("first", "last")})
+        print(", ".join(f"{total[name]:,} {name}" for name in ("tried", "planned", "refused", "faults")), flush=True)
+    return int(total["faults"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Seeded problems for the campaign: batches, pipelines, costs and settings of every kind, with caps at and below the least."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile, on_device
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import PLANNERS, Options, Problem, plan
+
+HIDDEN, HEADS, HEAD_GROUPS = 256, 8, 2
+OTHERS = tuple(sorted(set(PLANNERS) - {"greedy", "milp"}))
+"""Planners but the exact one, which takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Arguments of `plan`."""
+
+    problem: Problem
+    costs: PipelineCosts
+    options: Options
+
+
+def case_of(seed: int) -> Case:
+    """Draw the case of a seed. Its cap is drawn between nothing and more than the plan without a cap needs."""
+    draw = random.Random(seed)
+    planner = "greedy" if draw.random() < 0.6 else draw.choice(OTHERS)
+    ranks, chunks = draw.choice([1, 2, 2, 3, 4, 4, 6, 8]), draw.choice([1, 1, 1, 2, 2, 3])
+    placement = Placement(draw.choice(["v", "looped"]) if chunks > 1 else "looped", ranks, chunks)
+    forward_only = draw.random() < 0.08
+    options = Options(
+        planner=planner,
+        split_weight=draw.random() < 0.35,
+        offload=draw.random() < 0.3,
+        kv_offload=draw.random() < 0.8,
+        slices=draw.choice([None, None, None, 1, 2, 3, 8]),
+        chunk_tokens=draw.choice([None, None, None, 1000, 4000]),
+        recompute=draw.choice(["auto", "auto", "auto", "auto", 0, 1, 99]),
+        recompute_modes=draw.choice(["all", "full"]),
+        steps=draw.choice([0, 0, 0, 200]),
+    )
+    problem = Problem(
+        lengths=_lengths(draw),
+        placement=placement.rank_of,
+        cap_bytes=(UNLIMITED_BYTES,) * ranks,
+        token_multiple=draw.choice([1, 1, 2, 16, 128]),
+        forward_only=forward_only,
+    )
+    return _capped(draw, Case(problem, _costs(draw, placement), options))
+
+
+def _lengths(draw: random.Random) -> tuple[int, ...]:
+    """Up to 12 sequences, from one token to some ten thousand; sometimes many of equal length."""
+    if draw.random() < 0.15:
+        return (draw.choice([1, 500, 4096]),) * draw.randint(1, 16)
+    return tuple(1 + int(draw.lognormvariate(6.5, 1.8)) % 60000 for _ in range(draw.randint(1, 12)))
+
+
+def _costs(draw: random.Random, placement: Placement) -> PipelineCosts:
+    """Costs of stages with whole and half layers, or none; with the vocabulary on the last stage or in shards, some of zero."""
+    stages, ranks = placement.num_stages, placement.num_ranks
+    layers: list[float] = [float(draw.choice([1, 2, 2, 3, 4])) for _ in range(stages)]
+    if draw.random() < 0.3:  # ends inside layers: a half there, the other half behind it
+        for stage in range(stages - 1):
+            if draw.random() < 0.5:
+                layers[stage] += 0.5
+                layers[stage + 1] += 0.5 if layers[stage + 1] == int(layers[stage + 1]) else -0.5
+    elif stages > 1 and draw.random() < 0.25:
+        layers[draw.randrange(stages)] = 0.0
+    if sum(layers) % 1:
+        layers[-1] += 0.5
+    shape = ModelShape(
+        num_layers=int(sum(layers)),
+        hidden_size=HIDDEN,
+        ffn_hidden_size=draw.choice([512, 1024]),
+        num_attention_heads=HEADS,
+        num_query_groups=HEAD_GROUPS,
+        vocab_size=draw.choice([512, 32000]),
+    )
+    shares: tuple[float, ...] = ()
+    if draw.random() < 0.25:
+        parts = [draw.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(ranks)]
+        shares = tuple(part / sum(parts) for part in parts) if sum(parts) else ()
+    profile = analytic_profile(shape, draw.choice([H100, CPU]))
+    costs = profile.costs(layers, state_bytes_per_parameter=draw.choice([0.0, 8.0]), vocabulary_shares=shares)
+    costs = replace(
+        costs,
+        offloadable_share=draw.choice([0.0, 1e-9, 0.5, 0.9, 1.0]),
+        host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4]),
+    )
+    return on_device(costs) if draw.random() < 0.5 else costs
+
+
+def _capped(draw: random.Random, case: Case) -> Case:
+    """Give the ranks a cap: none, the least that an error names, a byte less, or a share of what the plan needs without one."""
+    kind = draw.choice(["none", "least", "below", "share", "share", "unequal"])
+    if kind == "none":
+        return case
+    ranks = case.problem.num_ranks
+    try:
+        if kind in ("least", "below"):
+            least = least_cap_bytes(case)
+            return with_caps(case, (least - (kind == "below"),) * ranks) if least else case
+        free = plan(case.problem, case.costs, case.options)
+    except EppError:
+        return case
+    most, static = max(free.predicted.peak_bytes), max(free.static_bytes)
+    shares = [draw.uniform(0.0, 1.1)] * ranks if kind == "share" else [draw.uniform(0.2, 1.1) for _ in range(ranks)]
+    return with_caps(case, tuple(static + int((most - static) * share) for share in shares))
+
+
+def with_caps(case: Case, cap_bytes: tuple[int, ...]) -> Case:
+    return replace(case, problem=replace(case.problem, cap_bytes=tuple(max(1, cap) for cap in cap_bytes)))
+
+
+def least_cap_bytes(case: Case) -> int:
+    """Return the least cap that an error names if there is a byte of memory; 0 if memory is not the obstacle."""
+    try:
+        plan(with_caps(case, (1,) * case.problem.num_ranks).problem, case.costs, case.options)
+    except InfeasibleError as error:
+        return error.least_cap_bytes
+    return 0
+
+
+def planned(case: Case) -> Plan:
+    return plan(case.problem, case.costs, case.options)
