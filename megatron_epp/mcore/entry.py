@@ -51,9 +51,10 @@ def errors_in_one_line() -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}"
-        if not refusal.hand_over(text, error.exit_code):
+        is_told = refusal.hand_over(text, error.exit_code)
+        if not is_told and error.exit_code != 1:  # Python prints a text itself, and exits with 1
             sys.stderr.write(f"{text}\n")
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(error.exit_code if is_told or error.exit_code != 1 else text) from None
 
 
 def megatron_parser() -> argparse.ArgumentParser:

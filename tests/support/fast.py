@@ -230,6 +230,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something",
         "test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back",
     ),
+    "pure/test_planner_background.py": (),
     "pure/test_planner_budget.py": (),
     "pure/test_planner_chunking.py": (
         "test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap",
