@@ -231,7 +231,7 @@ def call_of(module: ModuleType, **more: Any) -> dict[str, Any]:
 def test_every_schedule_refuses_them_before_anything_starts(
     script: Import, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    args = types.SimpleNamespace(epp=True, epp_schedule=schedule, epp_placement="looped")
+    args = types.SimpleNamespace(epp=True, epp_schedule=schedule, epp_placement="looped", train_iters=None)
     edited, known = script(EDITED["loss"][1]), script()
     started = []
 
@@ -254,7 +254,7 @@ def test_every_schedule_refuses_them_before_anything_starts(
 
 
 def test_where_megatron_parses_flags_in_pretrain_they_are_refused_then(script: Import) -> None:
-    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
+    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped", train_iters=None)
     with (
         stock_functions.checked_call(call_of(script(EDITED["provider"][1]))),
         pytest.raises(EppError, match="datasets_provider"),
@@ -265,7 +265,7 @@ def test_where_megatron_parses_flags_in_pretrain_they_are_refused_then(script: I
 
 def test_embedding_ranks_matter_where_a_placement_chooses_them(script: Import) -> None:
     module = script(EDITED["embedding ranks"][1])
-    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
+    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped", train_iters=None)
     with stock_functions.checked_call(call_of(module, get_embedding_ranks=module.get_embedding_ranks)):
         stock_functions.check_call(args)
         args.epp_placement = "v"
@@ -276,7 +276,7 @@ def test_embedding_ranks_matter_where_a_placement_chooses_them(script: Import) -
 
 @pytest.mark.parametrize("name", ["process_non_loss_data_func", "p2p_communicator"])
 def test_what_schedules_of_this_package_leave_out_is_refused(script: Import, name: str) -> None:
-    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
+    args: Any = types.SimpleNamespace(epp=True, epp_placement="looped", train_iters=None)
     with (
         stock_functions.checked_call(call_of(script(), **{name: other_loss})),
         pytest.raises(EppError, match=f"cannot honour {name}"),
