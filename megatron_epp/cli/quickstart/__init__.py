@@ -114,8 +114,9 @@ def _demonstrate(setting: Setting) -> None:
 
 
 def _leave(setting: Setting, long: LongDocument) -> list[str]:
-    """Write plan, trace and pictures of the first batch that counts, and return lines that name them."""
-    (whole, _), (plan, measured) = setting.traced("whole-traced")[0], setting.traced("elastic-traced")[0]
+    """Write plan, trace and pictures of the batch with the longest document, and return lines that name them."""
+    batches = zip(setting.traced("whole-traced"), setting.traced("elastic-traced"), strict=True)
+    (whole, _), (plan, measured) = max(batches, key=lambda both: max(both[0][0].lengths))
     folder = setting.folder
     save(plan, folder / "plan.json")
     save_trace(plan, folder / "trace.json", measured)
