@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_epp.advice.question import Layout, Question
+from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner import Options, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.search.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.search.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.search.lockstep import plan_lockstep
@@ -104,17 +105,21 @@ def misfit(question: Question, layout: Layout) -> Refusal | None:
         why = f"weights and optimizer alone need {gib(max(static))} of {gib(cap)}"
         return Refusal(layout.name, why, max(static), layout, is_static=True)
     problem = question.problem(layout, (question.context,))
-    options = question.options
     try:
-        try:
-            estimate_us(problem, costs, options)
-        except InfeasibleError:
-            (least_decisions if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
+        _prove_fit(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "
         return Refusal(layout.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, layout)
     return None
+
+
+def _prove_fit(problem: Problem, costs: Costs, options: Options) -> None:
+    """Raise `InfeasibleError` unless a batch fits: an estimate proves it, or, where that fits no cap, a plan."""
+    try:
+        estimate_us(problem, costs, options)
+    except InfeasibleError:
+        (least_decisions if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
 
 
 def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:

@@ -109,6 +109,13 @@ def test_an_archive_without_its_end_is_damage(tmp_path: Path) -> None:
     assert f"{path} is damaged: " in str(fault_of(tmp_path))
 
 
+def test_a_distributed_checkpoint_of_torch_itself_is_whole_without_megatrons_description(copy: Path) -> None:
+    (copy / NEWEST / "metadata.json").unlink()
+    assert fault_of(copy / NEWEST) is None
+    shorten(tensors(copy / NEWEST))
+    assert "distcp is damaged: " in str(fault_of(copy / NEWEST))
+
+
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy: Path) -> None:
     shorten(tensors(copy / NEWEST))
     refused = trained(data, "--load", copy)

@@ -108,14 +108,13 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def _faults(checkpoint: Path) -> Iterator[str]:
-    if (checkpoint / "metadata.json").exists() or any(checkpoint.glob("*.distcp")):
+    if (about := checkpoint / "metadata.json").exists():  # formats of torch itself have none
         try:
-            is_distributed = json.loads((checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+            json.loads(about.read_text())["sharded_backend"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            yield f"{checkpoint / 'metadata.json'} cannot be read ({type(error).__name__}: {error})"
-            return
-        if is_distributed:
-            yield from _short_files(checkpoint)
+            yield f"{about} cannot be read ({type(error).__name__}: {error})"
+    if (checkpoint / INDEX).exists() or any(checkpoint.glob("*.distcp")):
+        yield from _short_files(checkpoint)
     archives = [*checkpoint.glob("*.pt"), *checkpoint.glob("mp_rank_*/*.pt")]
     for path in archives:
         if not zipfile.is_zipfile(path):

@@ -91,11 +91,20 @@ def _missing_bytes[T](
         cap_bytes: of every rank that has less.
         make, plainly: as for `planned_with_room`.
     """
-    try:
-        planned_with_room(replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), make, plainly)
-    except InfeasibleError as error:
-        return max(0, error.least_cap_bytes - cap_bytes)
-    return 0
+    raised, missing = replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), 0
+    for attempt in filter(None, (make, plainly)):
+        asked = raised
+        for _ in range(ROUNDS):
+            try:
+                attempt(asked)
+            except MessageRoomError as short:
+                asked = _with_room(asked, short)
+            except InfeasibleError as error:
+                missing = max(0, error.least_cap_bytes - cap_bytes)
+                break
+            else:
+                return 0
+    return missing
 
 
 def _with_room(problem: Problem, short: MessageRoomError) -> Problem:
