@@ -68,6 +68,8 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     for done, name in enumerate(("there and back", "four ranks", "looped", "alone"), start=1):
         assert report[name]["losses"] == pytest.approx(whole[done:], rel=1e-5), name
         assert report[name]["apart"] <= 1e-5, name
+    # Two replicas of two ranks with two stages each overlap gathers, from the second of their four iterations on.
+    assert report["gathers"] == (4 - 1) * 4 * 2
 
 
 def test_layers_of_stages_there_and_back_are_laid_out_with_both_ends() -> None:

@@ -23,9 +23,11 @@ def test_no_problem_has_a_fault(first: int):
     assert {kind for kind, *_ in found} == {"planned", "refused"}
 
 
-@some_by_default("seed", [18, 68, 137, 163], 3)
+@some_by_default("seed", [18, 68, 137, 260, 661, 163], 5)
 def test_problems_that_once_had_a_fault_have_none(seed: int):
-    """Caps that were too low once named for messages, and weight gradients of stages without layers."""
+    """Caps that were too low once named for messages, or equal to those given; weight gradients of stages without layers; and
+    many grains with one table, at which the search stopped, so that more memory made the plan slower.
+    """
     assert campaign.judged(seed)[2] == []
 
 

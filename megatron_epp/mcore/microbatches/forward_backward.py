@@ -19,7 +19,7 @@ from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import agree_on_shapes
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
-from megatron_epp.mcore.training.reduction import one_each, process_groups
+from megatron_epp.mcore.training.reduction import gather_parameters, process_groups
 from megatron_epp.plan import EppError
 
 
@@ -100,9 +100,8 @@ class Schedule:
         with pipeline.telling_others():
             if in_turn and pipeline.learner.is_done:
                 pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
-            synchronised = [] if forward_only else one_each(config.param_sync_func, models)
-            for synchronise, chunk in zip(synchronised, models, strict=False):
-                synchronise(chunk.parameters())
+            if not forward_only:
+                gather_parameters(config, models)
             results, num_tokens = pipeline.run(call, sources, agreed, planned)
             for source in sources:
                 source.finish()

@@ -21,7 +21,7 @@ from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_sto
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
 from megatron_epp.mcore.training.exchanges import exchanges_for
-from megatron_epp.mcore.training.reduction import Reduction, process_groups
+from megatron_epp.mcore.training.reduction import Reduction, gather_parameters, process_groups
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
@@ -129,6 +129,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
     reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
     with reduction, report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
+        if not batch.plan.forward_only:
+            gather_parameters(config, models)
         for index, stage in enumerate(session.stages.values()):
             reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
             stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), reduce)

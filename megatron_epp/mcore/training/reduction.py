@@ -61,6 +61,19 @@ class Reduction:
             self._held[0].enter_context(self._no_sync[0]())
 
 
+def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    """Start the all-gathers of all chunks' parameters, the first stage first, where Megatron overlaps them with compute.
+
+    Otherwise the first forward of every stage would start its own, and wait for it (`--overlap-param-gather`).
+
+    Args:
+        config: of the model; Megatron sets `param_sync_func` after the first iteration.
+        chunks: of the rank, by ascending stage.
+    """
+    for synchronise, chunk in zip(one_each(config.param_sync_func, chunks), chunks, strict=False):
+        synchronise(chunk.parameters())
+
+
 def process_groups(model: torch.nn.Module) -> Any:
     """Return the process groups that a model was built with; Megatron's own if it does not say."""
     return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()

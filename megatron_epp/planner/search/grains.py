@@ -186,10 +186,14 @@ def _walk(
         start: where in `counts` to begin.
         patience: grains in a row that may be no better.
     """
+    seen: set[Aligned | None] = set()
     for way in (counts[start:], counts[:start][::-1]):
         worse = 0
         for count in way:
             table = chunkers.table(chunks=count)
+            if table in seen:  # neither better nor worse: short sequences leave many grains with one table
+                continue
+            seen.add(table)
             is_better = trials.better(table, trials.rules.first)
             if table is not None and trials.rules.narrow:
                 is_better |= trials.better(table, trials.narrow(table))

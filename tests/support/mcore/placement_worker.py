@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from scripts.parity.cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags
 from scripts.parity.runs import Run
@@ -31,6 +32,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     load_megatron()
+    gathers = folder / "gathers"
+    record_gathers(gathers)
     common = common_flags(ITERATIONS, CONTEXT, 8, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
@@ -54,11 +57,27 @@ def main() -> None:
         "looped": train(*LOOPED, SHARDED, "looped", load="four ranks", done=3),
         "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=4),
     }
-    report = {
+    report: dict[str, Any] = {
         name: {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}
         for name, runs in parts.items()
     }
+    report["gathers"] = len(gathers.read_text())
     (folder / "report.json").write_text(json.dumps(report))
+
+
+def record_gathers(path: Path) -> None:
+    """Append a letter to a file for every call of a chunk's `param_sync_func`, which gets parameters as an argument."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    original = DistributedDataParallel.start_param_sync
+
+    def start_param_sync(self: Any, *parameters: Any, **named: Any) -> Any:
+        if parameters:
+            with path.open("a") as file:
+                file.write("g")
+        return original(self, *parameters, **named)
+
+    DistributedDataParallel.start_param_sync = start_param_sync
 
 
 def apart(whole: Run, runs: list[Run]) -> float:

@@ -65,10 +65,7 @@ def diagonal_checkpoints(
         min(tables.num_layers[p] for p in range(stages) if 0 <= d - (stages - 1 - p) < num_chunks)
         for d in range(num_chunks + stages - 1)
     ]
-    for margin in MARGINS:
-        counts = _solve(order, tables, caps, diagonal, most, margin, limit, effort or Effort())
-        if counts is None:
-            return None
+    for counts in _proposed(order, tables, caps, diagonal, most, limit, effort or Effort()):
         recompute_steps = [
             [counts[diagonal_of[c]] if c in diagonal_of else 0 for c in range(len(row))]
             for diagonal_of, row in zip(diagonal, none, strict=True)
@@ -76,6 +73,30 @@ def diagonal_checkpoints(
         if _fit(order, tables, recompute_steps, caps):
             return sum(counts), recompute_steps
     return None
+
+
+def _proposed(
+    order: Order,
+    tables: Tables,
+    caps: tuple[int, ...],
+    diagonal: list[dict[int, int]],
+    most: list[int],
+    limit: float,
+    effort: Effort,
+) -> Iterator[list[int]]:
+    """Yield layers to recompute of every diagonal: the solver's, then all layers, where a cap leaves no room for its tolerance.
+
+    Args:
+        order, tables, caps, limit, effort: as for `diagonal_checkpoints`.
+        diagonal: of each chunk on every stage.
+        most: layers that each diagonal can recompute.
+    """
+    for margin in MARGINS:
+        counts = _solve(order, tables, caps, diagonal, most, margin, limit, effort)
+        if counts is None:
+            break
+        yield counts
+    yield from (counts for counts in (most, [min(most)] * len(most)) if sum(counts) < limit)
 
 
 def _solve(

@@ -1,0 +1,273 @@
+"""Interrupt trainings at random moments, go on from their checkpoints, and compare every loss: a trial for each seed.
+
+    python -m tests.support.mcore.interruptions 0 30 --log interruptions.jsonl
+
+A trial draws the number of ranks, the launcher (torchrun's, or forked ranks), what happens, to which process, and when: after
+some iteration, or inside a save. The run has to end by itself, and leave no process and no temporary file; a run whose planning
+process ends goes on. Then it is resumed, and its losses have to be those of a run that nothing has happened to, to the bit.
+Seeds of which the log has a line are not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_epp.launch.forked import Forks
+from megatron_epp.plan.writing import append_line
+from tests.support.mcore.launch import ENVIRONMENT, TINY
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+ITERATIONS, INTERVAL = 40, 6
+LIMIT_S = 240
+"""Time limit in seconds for a run to end by itself: 30 of waiting, 30 that torchrun gives its ranks, and a start."""
+PLANNER_NICENESS = 1
+"""The planning process is nicer than its rank by at least so much."""
+HAPPENINGS = ("a rank killed", "a rank stopped", "all ranks killed", "launcher killed", "launcher terminated", "planner killed")
+FLAGS = [flag for flag in TINY if flag != "--mock-data"]
+FLAGS += ["--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0, "--log-interval", 1]
+FLAGS += ["--train-iters", ITERATIONS, "--epp-slices", 2, "--epp-wait-limit-seconds", 30, "--epp-save-limit-seconds", 30]
+PARALLEL = {2: ["--pipeline-model-parallel-size", 2], 4: ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer"]}
+"""Flags by number of ranks: two stages, and two replicas of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What happens to a run.
+
+    Attributes:
+        ranks: number of them.
+        forked: ranks are forked; else torchrun starts them.
+        saves_aside: checkpoints are written by processes of their own.
+        happening: one of `HAPPENINGS`.
+        victim: index of the rank that it happens to.
+        iteration: number of iterations that are seen to be done before.
+        in_save: it happens when the next checkpoint's folder is seen.
+        delay_s: seconds from then.
+    """
+
+    ranks: int
+    forked: bool
+    saves_aside: bool
+    happening: str
+    victim: int
+    iteration: int
+    in_save: bool
+    delay_s: float
+
+
+def trial_of(seed: int) -> Trial:
+    """Draw a trial."""
+    draw = random.Random(seed)
+    ranks, forked = draw.choice((2, 4)), draw.random() < 0.5
+    happenings = [one for one in HAPPENINGS if not (forked and one.startswith("launcher"))]
+    iteration, in_save = draw.randint(1, ITERATIONS - 10), draw.random() < 0.4
+    delay_s = draw.random() * (0.05 if in_save else 0.3)
+    aside = draw.random() < 0.3
+    return Trial(ranks, forked, aside, draw.choice(happenings), draw.randrange(ranks), iteration, in_save, delay_s)
+
+
+class Starter:
+    """Starts trainings in one of two ways, with temporary files in a folder of its own.
+
+    Args:
+        folder: for temporary files; short enough for the paths of sockets.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(1)
+        self._forks: Forks | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self._before: set[int] = set()
+        self._files: set[Path] = set()
+
+    def start(self, trial: Trial, log: Path, arguments: list[object]) -> Future[int | None]:
+        """Start a training. The result is its exit code, None where it had to be ended after `LIMIT_S`."""
+        command = ["-m", "megatron_epp.mcore.pretrain_gpt", *map(str, arguments)]
+        environment = ENVIRONMENT | {"TMPDIR": str(self._folder)}
+        if trial.forked:
+            self.launcher = None
+            if self._forks is None:
+                self._forks = Forks(environment)
+            self._remember()
+            return self._pool.submit(self._forks.run, trial.ranks, command, {}, log, LIMIT_S)
+        self._remember()
+        launcher = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", str(trial.ranks)]
+        with log.open("ab") as output:
+            self.launcher = subprocess.Popen([*launcher, *command], env=os.environ | environment, stdout=output, stderr=output)
+        return self._pool.submit(_waited, self.launcher)
+
+    def _remember(self) -> None:
+        self._before = set()
+        self._before, self._files = {process.pid for process in self.alive()}, set(self._folder.iterdir())
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes that have this folder, but for those that were there before the training."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is of another user
+                mine = process.environ().get("TMPDIR") == str(self._folder)
+                if mine and process.status() != psutil.STATUS_ZOMBIE and process.pid not in self._before:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """Ranks of the training, in the order of their start."""
+        assert self._forks is not None or self.launcher is not None
+        parent = self.launcher.pid if self.launcher else self._forks._process.pid
+        children = psutil.Process(parent).children()
+        mine = [each for each in children if self.launcher or os.getpgid(each.pid) == each.pid]
+        return sorted(mine, key=lambda process: process.pid)
+
+    def left(self) -> list[str]:
+        """Temporary files of multiprocessing and of this package; a start removes those of a launcher that was killed."""
+        if self.launcher is None:
+            return []
+        script = self._folder / "script.py"
+        script.touch()
+        command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
+        subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
+        found = {path for pattern in ("pymp-*", "epp-*") for path in self._folder.glob(pattern)}
+        return sorted(path.name for path in found - self._files)
+
+
+def _waited(launcher: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return launcher.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def losses(report: Path) -> dict[int, float]:
+    """Losses of a run by iteration, as far as its report has whole lines."""
+    path = report / "iterations.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def wait_until(happened: Callable[[], object], what: str) -> None:
+    """Raise `AssertionError` if something has not happened in time."""
+    end_s = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.005)
+
+
+def interrupt(starter: Starter, trial: Trial) -> None:
+    """Do to a running training what a trial says."""
+    ranks = starter.ranks()
+    assert len(ranks) == trial.ranks, ranks
+    rank = ranks[trial.victim]
+    match trial.happening:
+        case "a rank killed":
+            rank.kill()
+        case "a rank stopped":
+            rank.suspend()
+        case "all ranks killed":
+            for each in [each for one in ranks for each in (*one.children(recursive=True), one)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        case "planner killed":
+            nice = [each for one in ranks for each in one.children() if each.nice() - one.nice() >= PLANNER_NICENESS]
+            assert nice, "no planning process found"
+            nice[trial.victim % len(nice)].kill()
+        case _:
+            assert starter.launcher is not None
+            starter.launcher.send_signal(signal.SIGKILL if "killed" in trial.happening else signal.SIGTERM)
+
+
+def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict[int, float]) -> Iterator[str]:
+    """Run a trial; yield its faults.
+
+    Args:
+        trial: what happens.
+        starter: that has run nothing else at this time.
+        folder: an empty one, for checkpoints, reports and logs.
+        data: prefix of the documents.
+        whole: losses of a run that nothing happens to.
+    """
+    saved, log = folder / "saved", folder / "log"
+    arguments: list[object] = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--save", saved, "--load", saved]
+    arguments += ["--save-interval", INTERVAL, *(["--async-save"] if trial.saves_aside else [])]
+    running = starter.start(trial, log, [*arguments, "--epp-report-dir", folder / "first"])
+    wait_until(lambda: running.done() or max(losses(folder / "first"), default=0) >= trial.iteration, "iterations")
+    if trial.in_save:
+        known = set(saved.glob("iter_*"))
+        wait_until(lambda: running.done() or set(saved.glob("iter_*")) - known, "a save")
+    time.sleep(trial.delay_s)
+    if running.done():
+        yield f"it ended before anything happened: {log.read_text()[-3000:]}"
+        return
+    interrupt(starter, trial)
+    start_s = time.monotonic()
+    code = running.result()
+    print(f"  exit code {code} after {time.monotonic() - start_s:.1f} s, iteration {max(losses(folder / 'first'))}", flush=True)
+    if code is None:
+        yield f"it did not end: {log.read_text()[-3000:]}"
+    if (code == 0) != (trial.happening == "planner killed"):
+        yield f"exit code {code}: {log.read_text()[-3000:]}"
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not starter.alive(), "processes end")
+    yield from (f"process lives on: {process.cmdline()}" for process in starter.alive())
+    yield from (f"temporary file is left: {name}" for name in starter.left())
+    again: dict[int, float] = {}
+    if code != 0:
+        resumed = starter.start(trial, log, [*arguments, "--epp-report-dir", folder / "again"])
+        if resumed.result() != 0:
+            yield f"the resumed run fails: {log.read_text()[-3000:]}"
+        again = losses(folder / "again")
+    for found in (losses(folder / "first"), again):
+        yield from (f"iteration {i}: loss {loss}, not {whole[i]}" for i, loss in found.items() if loss != whole[i])
+    if max({**losses(folder / "first"), **again}) != ITERATIONS:
+        yield "it did not get to its end"
+
+
+def main() -> int:
+    """Run the command. The exit code is 1 if there were faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, help="first seed that is not tried")
+    parser.add_argument("--log", type=Path, help="file of the trials that are done (default: none)")
+    args = parser.parse_args()
+    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    done = {line["seed"]: line for line in map(json.loads, lines)}
+    num_faults = sum(len(line["faults"]) for line in done.values())
+    with tempfile.TemporaryDirectory() as top, tempfile.TemporaryDirectory() as short:
+        data = write_pair(Path(top, "text"), documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
+        starter, whole = Starter(Path(short)), {}
+        for seed in (seed for seed in range(args.first, args.last) if seed not in done):
+            trial, folder = trial_of(seed), Path(top, str(seed))
+            folder.mkdir()
+            if trial.ranks not in whole:
+                report = Path(top, f"whole-{trial.ranks}")
+                arguments = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--epp-report-dir", report]
+                starter.start(Trial(trial.ranks, True, False, "", 0, 0, False, 0.0), folder / "whole", arguments).result()
+                whole[trial.ranks] = losses(report)
+                assert len(set(whole[trial.ranks].values())) == ITERATIONS, (folder / "whole").read_text()[-3000:]
+            print(f"seed {seed}: {trial}", flush=True)
+            faults = list(outcome(trial, starter, folder, data, whole[trial.ranks]))
+            num_faults += len(faults)
+            print("".join(f"  FAULT {fault}\n" for fault in faults) or "  sound", flush=True)
+            if args.log:
+                append_line(args.log, json.dumps({"seed": seed, **asdict(trial), "faults": faults}))
+    print(f"{args.last - args.first} trials, {num_faults} faults")
+    return int(num_faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
