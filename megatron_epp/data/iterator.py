@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import weakref
@@ -10,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import trained_parts
-from megatron_epp.plan import EppError, Plan
-from megatron_epp.plan.serialize import unpack
-from megatron_epp.planner.service.background import PackedPlan, PackedPlans
+from megatron_epp.plan import Action, EppError, Plan
+from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
 MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...]], PackedPlans]
@@ -46,14 +45,24 @@ class PlanSource:
         position: index of this rank's replica among them.
         agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
             planning failed; raises if replicas have divided it differently, or another's planning has failed.
-        prepare: called with every plan in the background, before its batch.
+        rank: this rank's index in the pipeline.
+        prepare: makes this rank's program from a plan and its lowered actions, in the background and ahead of the batch.
     """
 
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
     position: int = 0
     agree: Callable[[int | None], None] = lambda checksum: None
-    prepare: Callable[[Plan], object] = lambda plan: None
+    rank: int = 0
+    prepare: Callable[[Plan, tuple[Action, ...]], object] = lambda plan, actions: None
+
+
+class _Unpacked(NamedTuple):
+    """A batch's plan, this rank's program for it, and the message that they come from."""
+
+    plan: Plan
+    program: object
+    packed: PackedPlan
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
@@ -87,7 +96,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
         self._is_closed = False
-        self._given: deque[Future[tuple[Plan, PackedPlan]]] = deque()
+        self._given: deque[Future[_Unpacked]] = deque()
         self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
 
     def __next__(self) -> GlobalBatch:
@@ -99,7 +108,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         for item in self._plans.exchange(self._made()):
             self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
         try:
-            plan, packed = self._given.popleft().result()
+            plan, program, packed = self._given.popleft().result()
         except Exception:
             self._plans.agree(None)
             raise
@@ -111,7 +120,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
                 f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
                 "All ranks need the same data files, seed, sequence length and batch size"
             )
-        return replace(batch, plan=plan, planning_us=packed.planning_us)
+        return replace(batch, plan=plan, program=program, planning_us=packed.planning_us)
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
@@ -169,17 +178,12 @@ def _portable(error: Exception) -> Exception:
     return portable
 
 
-def _unpacked(item: Item, source: PlanSource) -> tuple[Plan, PackedPlan]:
+def _unpacked(item: Item, source: PlanSource) -> _Unpacked:
     if isinstance(item, Exception):
         raise item
     mine = item[source.position]
-    plan = _unpack(mine.message)
-    source.prepare(plan)
-    return plan, mine
-
-
-_unpack = functools.lru_cache(maxsize=4)(unpack)
-"""`unpack`, cached because consecutive batches of equal lengths often have equal plans."""
+    plan = mine.plan()
+    return _Unpacked(plan, source.prepare(plan, mine.actions(source.rank)), mine)
 
 
 def _some(lengths: tuple[int, ...]) -> str:

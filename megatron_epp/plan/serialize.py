@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,20 +74,6 @@ def from_json(text: str) -> Plan:
         if old in document:
             document[new] = document.pop(old)
     return _plan(document)
-
-
-def pack(plan: Plan) -> bytes:
-    """Return `to_json`, compressed, as a message for other ranks. `unpack` gives back an equal plan."""
-    return zlib.compress(to_json(plan).encode(), level=1)
-
-
-def unpack(message: bytes) -> Plan:
-    """Read what `pack` wrote. Raises `PlanError`, as `from_json` does."""
-    try:
-        text = zlib.decompress(message).decode()
-    except (zlib.error, UnicodeDecodeError) as error:
-        raise PlanError(f"the message of {len(message)} bytes is no packed plan: {error}") from None
-    return from_json(text)
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:

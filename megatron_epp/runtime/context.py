@@ -80,12 +80,13 @@ class Program:
 
 @lru_cache(maxsize=16)
 def prepare(plan: Plan, rank: int) -> Program:
-    """Lower a plan and lay out its chunks.
+    """Lower a plan and lay out its chunks, which takes tens of milliseconds for large plans. The last 16 results are cached."""
+    return program_of(plan, lower(plan)[rank])
 
-    The last 16 results are cached. Planning ahead calls this too, overlapped with the running iteration: for large plans it
-    takes tens of milliseconds, which the executor then saves.
-    """
-    return Program(lower(plan)[rank], chunk_layouts(plan))
+
+def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
+    """Lay out the chunks of a plan whose lowered actions of one rank are known."""
+    return Program(actions, chunk_layouts(plan))
 
 
 class Stage(Protocol):

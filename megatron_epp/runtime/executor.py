@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext, Mover, Stage, prepare
+from megatron_epp.runtime.context import ChunkContext, Mover, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
@@ -51,6 +51,7 @@ class Executor:
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
         out_of_memory: describes an action that runs out of memory.
         handlers: handlers of operations that this package does not define, collectives included.
+        program: this rank's part of the plan; prepared now if it is not given.
         exchanges: exchanges of the stages' layers, at which the two actions of a step take turns (`turns`). If None, they run
             one after the other.
 
@@ -71,6 +72,7 @@ class Executor:
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
         exchanges: Exchanges | None = None,
+        program: Program | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
@@ -90,7 +92,7 @@ class Executor:
             Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
             **{op: partial(handler, self) for op, handler in (handlers or {}).items()},
         }
-        program = prepare(plan, rank)
+        program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts = program.actions, program.layouts
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)

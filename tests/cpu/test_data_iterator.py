@@ -9,9 +9,8 @@ import pytest
 
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
-from megatron_epp.plan import EppError, InfeasibleError
-from megatron_epp.plan.serialize import pack
-from megatron_epp.planner.service.background import PackedPlan
+from megatron_epp.plan import EppError, InfeasibleError, lower
+from megatron_epp.planner.service.packed import PackedPlan
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
@@ -19,7 +18,7 @@ LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 def whole_sequences(lengths, trained=()):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
-    return (PackedPlan(pack(plan), 1000.0 * len(lengths), tuple(range(len(lengths)))),)
+    return (PackedPlan.of(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
 
 def of_the_shares(*shares):
@@ -172,11 +171,10 @@ def test_where_planning_fails_the_others_are_told():
     assert seen == [None]
 
 
-def test_plans_are_prepared_before_their_batch_is_taken():
-    prepared = []
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], PlanSource(whole_sequences, prepare=prepared.append))
-    for batch in iterator:
-        assert batch.plan in prepared
+def test_batches_carry_the_program_that_was_prepared_from_their_plan_and_its_lowered_actions():
+    source = PlanSource(whole_sequences, prepare=lambda plan, actions: (plan, actions))
+    for batch in PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], source):
+        assert batch.program == (batch.plan, lower(batch.plan)[0])
 
 
 def test_a_finite_sampler_ends_the_iteration():

@@ -15,9 +15,8 @@ from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenat
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
-from megatron_epp.planner.service.background import PackedPlan
+from megatron_epp.planner.service.packed import PackedPlan
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
@@ -125,7 +124,7 @@ def test_train_and_evaluation_have_their_own_planners(pair):
         def make(lengths, trained=()):
             asked[name].append(lengths)
             made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
-            return (PackedPlan(pack(made), 1.0, tuple(range(len(lengths)))),)
+            return (PackedPlan.of(made, 1.0, tuple(range(len(lengths)))),)
 
         return PlanSource(make)
 

@@ -13,7 +13,6 @@ from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.report import IterationReport, layout_words
 from megatron_epp.plan import EppError, InfeasibleError
-from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.background import BackgroundPlanner
@@ -170,7 +169,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
         ours._plan((7, 1200, 30), (), forward_only=False)
     ours._problem = session.problem_of(FLAGS, (2**30, 2**30), (0, 1))
     (packed,) = ours._plan((7, 1200, 30), (), forward_only=False)
-    assert unpack(packed.message).lengths == (7, 1200, 30)
+    assert packed.plan().lengths == (7, 1200, 30)
     assert packed.planning_us > 0
     ours.close()
     with pytest.raises(WorkerError):

@@ -11,7 +11,6 @@ import pytest
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Op, PlanError, check, load, simulate
-from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner
 
@@ -64,7 +63,7 @@ def test_the_process_that_plans_for_training_finds_it():
         (packed,) = background.plan(BATCH)
     finally:
         background.close()
-    assert unpack(packed.message) == plan(BATCH, COSTS, Options(planner=NAME))
+    assert packed.plan() == plan(BATCH, COSTS, Options(planner=NAME))
 
 
 @pytest.mark.usefixtures("example")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_epp.plan import Plan
 from megatron_epp.planner import Options
 from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
@@ -28,18 +29,18 @@ def planner() -> Iterator[BackgroundPlanner]:
     made.close()
 
 
-def messages(planner: BackgroundPlanner) -> list[bytes]:
-    return [packed.message for packed in planner.plan(ASKED)]
+def plans(planner: BackgroundPlanner) -> list[Plan]:
+    return [packed.plan() for packed in planner.plan(ASKED)]
 
 
 def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
     planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
 ):
-    before = messages(planner)
+    before = plans(planner)
     for _ in range(2):
         planner._worker._process.kill()
         with caplog.at_level(logging.WARNING):
-            assert messages(planner) == before
+            assert plans(planner) == before
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
-from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.background import BackgroundPlanner
@@ -188,7 +187,7 @@ def test_replicas_plan_their_shares_of_one_division(options):
     assert packed[0].division == packed[1].division
     assert sorted(packed[0].share + packed[1].share) == list(range(8))
     for one in packed:
-        assert unpack(one.message).lengths == tuple(lengths[at] for at in one.share)
+        assert one.plan().lengths == tuple(lengths[at] for at in one.share)
 
 
 @pytest.mark.slow  # a benchmark from end to end

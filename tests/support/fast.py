@@ -222,6 +222,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_plan_placement.py": (),
     "pure/test_plan_report.py": (),
     "pure/test_plan_serialize.py": (),
+    "pure/test_planner_packed.py": (),
     "pure/test_plan_simulate.py": (),
     "pure/test_plan_size_class.py": (),
     "pure/test_plan_text.py": (),

@@ -40,9 +40,10 @@ from megatron_epp.mcore.training.report_folder import ReportFolder
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
-from megatron_epp.runtime.context import prepare
+from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
@@ -240,7 +241,7 @@ class Session:
         """Return the source of this rank's plans, for training or for evaluation."""
         make = partial(self._plan, forward_only=forward_only) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank))
+        return PlanSource(make, self._exchange, member, self._agree, self.rank, program_of)
 
     def close(self) -> None:
         """End planning. Any thread that still waits for a plan gets an error."""

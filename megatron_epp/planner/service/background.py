@@ -8,17 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Plan
-from megatron_epp.plan.serialize import pack
 from megatron_epp.planner.exact.refine import Refiner
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
 from megatron_epp.planner.service.worker import EndedError, Worker
 
@@ -32,26 +31,6 @@ RESTARTS = 3
 """Times that a planning process which has ended is started again for one batch; memory may have been short for a while."""
 KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
-
-
-class PackedPlan(NamedTuple):
-    """A replica's plan for a global batch.
-
-    Attributes:
-        message: the plan as `plan.serialize.pack` writes it.
-        planning_us: how long it took to make, and the division before it.
-        share: positions of its sequences in the global batch, in the plan's order.
-        division: a checksum, the same for all replicas' plans of a batch.
-    """
-
-    message: bytes
-    planning_us: float
-    share: tuple[int, ...]
-    division: int = 0
-
-
-PackedPlans = tuple[PackedPlan, ...]
-"""Plans of the replicas of a group, in their order."""
 
 
 class BackgroundPlanner:
@@ -152,7 +131,7 @@ def _planning(
         plans = repeatable(problems) if plan_one is None else (plan_one(problems[0]),)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(
-            PackedPlan(pack(one), planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
+            PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
         )
 
     return packed

@@ -9,9 +9,9 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
-from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlan
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.runtime.links.links import from_each, from_first
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -59,7 +59,7 @@ def take_in_turns(rank, links, count):
 
 
 def packed(lengths, trained=()):
-    return (PackedPlan(pack(plan(problem(lengths), COSTS)), 1.0, tuple(range(len(lengths)))),)
+    return (PackedPlan.of(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
 
 
 def made_here(rank, links, count):
