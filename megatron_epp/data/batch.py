@@ -73,6 +73,7 @@ class GlobalBatch:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
         plan: the plan that runs them; None if the batch is used without a plan.
+        plan_digest: its digest.
         program: this rank's part of the plan, as the plan's source prepared it.
         global_size: sequences of the whole batch, over all replicas.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
@@ -89,6 +90,7 @@ class GlobalBatch:
     global_size: int = 0
     consumed_samples: int = 0
     planning_us: float = field(default=0.0, compare=False)
+    plan_digest: str = field(default="", compare=False)
     program: Any = field(default=None, repr=False, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:

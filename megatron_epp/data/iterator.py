@@ -120,7 +120,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
                 f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
                 "All ranks need the same data files, seed, sequence length and batch size"
             )
-        return replace(batch, plan=plan, program=program, planning_us=packed.planning_us)
+        return replace(batch, plan=plan, plan_digest=packed.plan_digest, program=program, planning_us=packed.planning_us)
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""

@@ -5,6 +5,7 @@ An action prints as ``2F5`` (stage 2, forward, chunk 5), the form `torch.distrib
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import ClassVar, NamedTuple
 
@@ -87,6 +88,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op}{self.chunk}"
 
     @staticmethod
+    @functools.lru_cache(1 << 16)  # iterations have the same names again and again
     def parse(text: str) -> Action:
         """Read ``2F5``, numbers of up to nine digits. Raises `PlanError` on anything else."""
         match = _TEXT.fullmatch(text)

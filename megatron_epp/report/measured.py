@@ -76,15 +76,16 @@ class Measured:
         return 1.0 - busy / total if total else 0.0
 
     @staticmethod
-    def of(plan: Plan, ranks: Iterable[Iterable[Sequence[Any]]]) -> Measured:
+    def of(plan: Plan, ranks: Iterable[Iterable[Sequence[Any]]], plan_digest: str = "") -> Measured:
         """Make the measurement of a run of a plan.
 
         Args:
             plan: the plan that was run.
             ranks: per rank the text of every action, its start and end in microseconds and, where known, its processor time.
+            plan_digest: of the plan; computed if it is not given, which takes tens of milliseconds for large plans.
         """
         events = (tuple(Event(Action.parse(text), *times) for text, *times in rank) for rank in ranks)
-        return Measured(digest(plan), tuple(events))
+        return Measured(plan_digest or digest(plan), tuple(events))
 
     def to_json(self) -> str:
         ranks = [

@@ -124,7 +124,9 @@ class IterationReport:
         first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
         if not (first or last):
             return
-        measured = None if self.batch.plan is None else Measured.of(self.batch.plan, (entry["events"] for entry in everyone))
+        measured = None
+        if self.batch.plan is not None:
+            measured = Measured.of(self.batch.plan, (entry["events"] for entry in everyone), self.batch.plan_digest)
         line = self._line(everyone, measured)
         if self.session.report_folder is not None:
             self.session.report_folder.write(self.iteration, line, self.batch.plan, measured)

@@ -10,7 +10,7 @@ import pickle
 import zlib
 from typing import Any, NamedTuple
 
-from megatron_epp.plan import Action, Plan, PlanError
+from megatron_epp.plan import Action, Plan, PlanError, digest
 from megatron_epp.plan.lowering import lower
 
 
@@ -19,6 +19,7 @@ class PackedPlan(NamedTuple):
 
     Attributes:
         message: the plan.
+        plan_digest: its digest.
         rows: the lowered actions of every rank.
         planning_us: how long it took to make, and the division before it.
         share: positions of its sequences in the global batch, in the plan's order.
@@ -26,6 +27,7 @@ class PackedPlan(NamedTuple):
     """
 
     message: bytes
+    plan_digest: str
     rows: tuple[bytes, ...]
     planning_us: float
     share: tuple[int, ...]
@@ -42,7 +44,7 @@ class PackedPlan(NamedTuple):
         Raises:
             PlanError: the plan's order deadlocks.
         """
-        return cls(_packed(plan), tuple(map(_packed, lower(plan))), planning_us, share, division)
+        return cls(_packed(plan), digest(plan), tuple(map(_packed, lower(plan))), planning_us, share, division)
 
     def plan(self) -> Plan:
         """Return the plan. Raises `PlanError` if the message is damaged."""

@@ -1,0 +1,77 @@
+"""Processor time that a rank takes for a plan between iterations: `python -m scripts.bench.between`.
+
+Compares the message of the planning process (`PackedPlan`) with what it replaces: a plan file that is parsed, checked against
+its digest and lowered on every rank. Then the report of an iteration on the first and last rank, with and without the digest
+that the message brings. All of it holds the interpreter's lock, which the thread that launches kernels needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.report.measured import Measured
+from megatron_epp.report.table import table
+
+LLAMA_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=128256,
+)
+ROUNDS = 9
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=60, metavar="N", help="log-normal, up to 128K tokens (default: 60)")
+    parser.add_argument("--stages", type=int, default=16, metavar="N", help="each on a rank of its own (default: 16)")
+    args = parser.parse_args()
+    made = _plan(args.sequences, args.stages)
+    packed, text = PackedPlan.of(made, 0.0, ()), to_json(made)
+    events = [[(str(step.action), 0.0, step.time_us) for step in row] for row in made.ranks]
+    name = made.num_ranks // 2
+    rows = {
+        "plan and this rank's actions, from a plan file": lambda: lower(from_json(text))[name],
+        "the same, from the planning process": lambda: (packed.plan(), packed.actions(name)),
+        "report, digest computed": lambda: Measured.of(made, events),
+        "report, digest from the planning process": lambda: Measured.of(made, events, packed.plan_digest),
+    }
+    num_bytes = len(packed.message) + sum(map(len, packed.rows))
+    print(f"{len(made.chunks)} chunks, {made.num_stages} stages; a message of {num_bytes:,} bytes")
+    found = [[what, *(f"{one:.1f}" for one in _cpu_ms(work))] for what, work in rows.items()]
+    print("\n".join(table(["", "CPU ms", "least", "most"], found)))
+
+
+def _plan(num_sequences: int, num_stages: int) -> Plan:
+    draw = np.random.RandomState(0)
+    lengths = np.clip(draw.lognormal(8, 1.2, num_sequences), 16, 131072).astype(int).tolist()
+    costs = analytic_costs(LLAMA_8B, H100, [2] * num_stages, state_bytes_per_parameter=8.0)
+    problem = Problem(tuple(lengths), tuple(range(num_stages)), (UNLIMITED_BYTES,) * num_stages)
+    return plan(problem, costs, Options(steps=0))
+
+
+def _cpu_ms(work: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the median, least and most processor time of this thread."""
+    work()
+    times = []
+    for _ in range(ROUNDS):
+        start_s = time.thread_time()
+        work()
+        times.append((time.thread_time() - start_s) * 1e3)
+    return statistics.median(times), min(times), max(times)
+
+
+if __name__ == "__main__":
+    main()
