@@ -1,5 +1,6 @@
 """Messages between two ranks arrive in the order they were sent, per direction, whatever the other direction does."""
 
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.plan.placement import Placement
 from megatron_epp.runtime.links import links
 from megatron_epp.runtime.links.links import ways
 from tests.support.runtime.link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
@@ -74,22 +76,33 @@ def test_ranks_whose_messages_would_share_a_communicator_are_refused(monkeypatch
         links._check_pairs(num_ranks)
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-def test_ranks_that_block_until_their_peer_is_there_all_get_through(num_ranks, both_ways):
-    """As NCCL's do at a first message: a rank goes on only when both are at the same meeting."""
-    todo = {rank: [way for way in ways(num_ranks, both_ways) if rank in way[:2]] for rank in range(num_ranks)}
+PLACEMENTS = [
+    Placement(kind, num_ranks, num_chunks).rank_of
+    for num_ranks in (1, 2, 3, 4, 7, 64)
+    for kind, num_chunks in (("looped", 1), ("looped", 3), ("v", 2))
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda ranks: f"{max(ranks) + 1} ranks, {len(ranks)} stages")
+def test_ranks_that_block_until_their_peer_is_there_all_get_through_side_by_side(placement):
+    """As NCCL's do at a first message: a rank goes on only when both are at the same meeting. Many ranks take no more rounds
+    than few: those of two pairs of neighbours, and of the last rank with the first.
+    """
+    used = ways(placement)
+    todo = {rank: [way for way in used if rank in way[:2]] for rank in placement}
+    rounds = 0
     while any(todo.values()):
+        rounds += 1
         heads = {rank: todo[rank][0] for rank in todo if todo[rank]}
         met = [way for way in heads.values() if all(heads.get(rank) == way for rank in way[:2])]
         assert met, f"ranks wait in a circle: {heads}"
-        for rank in met[0][:2]:
+        for rank in {rank for way in met for rank in way[:2]}:
             todo[rank].pop(0)
+    of_pair = max(Counter(tuple(sorted(way[:2])) for way in used).values(), default=0)
+    assert rounds <= 3 * of_pair
 
 
 @pytest.mark.parametrize("plan", [planned((30, 4, 9), (1,) * 4), v_shape(), looped()])
 def test_every_message_of_a_plan_goes_a_way_that_was_used(plan):
-    several = plan.num_stages > plan.num_ranks
-    used = {(way.sender, way.receiver, way.gradient) for way in ways(plan.num_ranks, several)}
-    for message in simulate(plan).messages():
-        assert (message.src_rank, message.dst_rank, message.action.op is Op.SEND_B) in used
+    messages = {(one.src_rank, one.dst_rank, one.action.op is Op.SEND_B) for one in simulate(plan).messages()}
+    assert messages == set(ways(plan.placement)), "and no other is set up"

@@ -18,14 +18,14 @@ def world(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, both_ways):
+@pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)])
+def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, placement):
     from megatron_epp.mcore.training.communicators import link_options  # imports Megatron
-    from megatron_epp.runtime.links.links import Groups, Links
+    from megatron_epp.runtime.links.links import Groups, Links, ways
 
     args = Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=None, high_priority_stream_groups=[])
-    options = link_options(args, num_ranks=4, both_ways=both_ways)
-    links = Links.create([0], [0], Groups(timedelta(minutes=7)), both_ways, options)
+    options = link_options(args, ways(placement))
+    links = Links.create([0], [0], Groups(timedelta(minutes=7)), ways(placement), options)
     for group in {links.activations, links.gradients, links.activations_down, links.gradients_up}:
         made = group._get_backend(torch.device("cuda")).options
         assert made._timeout == timedelta(minutes=7)

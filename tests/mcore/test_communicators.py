@@ -12,11 +12,15 @@ from torch import distributed as dist
 from megatron_epp.mcore.training import communicators
 from megatron_epp.mcore.training.communicators import link_ctas, link_options, link_settings
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.links.links import most_links
+from megatron_epp.plan.placement import Placement
+from megatron_epp.runtime.links.links import most_links, ways
 from tests.support.mcore.forked import launch
 
 SMS = (132, 114, 108, 80, 46)
 """Multiprocessors of H100 SXM and PCIe, A100, V100, and a smaller one."""
+
+V = ways(Placement("v", 4, 2).rank_of)
+"""Directions of messages where four ranks have two stages each, in a V."""
 
 
 @pytest.mark.parametrize("num_sms", SMS)
@@ -34,13 +38,15 @@ def test_a_link_has_four_ctas_on_an_h100_and_one_wherever_there_is_no_room():
     assert [link_ctas(8, num_sms) for num_sms in (108, 46, 16)] == [2, 1, 1]
 
 
-@pytest.mark.parametrize(("num_ranks", "both_ways", "links"), [(1, False, 0), (2, False, 2), (4, False, 4), (2, True, 4)])
-def test_every_pair_of_ranks_has_a_link_for_each_kind_of_message(num_ranks, both_ways, links):
-    assert most_links(num_ranks, both_ways) == links
+@pytest.mark.parametrize(("num_ranks", "links"), [(1, 0), (2, 2), (4, 4), (64, 4)])
+def test_every_pair_of_ranks_has_a_link_for_each_kind_of_message(num_ranks, links):
+    assert most_links(ways(range(num_ranks))) == links
 
 
-def test_where_ranks_have_several_stages_they_have_eight_links():
-    assert [most_links(num_ranks, True) for num_ranks in (3, 4, 16)] == [8, 8, 8]
+@pytest.mark.parametrize(("num_ranks", "looped", "v"), [(2, 4, 4), (3, 4, 8), (4, 4, 8), (64, 4, 8)])
+def test_where_ranks_have_several_stages_they_have_the_links_of_their_placement(num_ranks, looped, v):
+    assert most_links(ways(Placement("looped", num_ranks, 2).rank_of)) == looped
+    assert most_links(ways(Placement("v", num_ranks, 2).rank_of)) == v
 
 
 def test_settings_of_the_user_go_before_ours():
@@ -78,7 +84,7 @@ def on_nccl(monkeypatch):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
 def test_every_group_has_options_of_its_own_for_the_smallest_device_and_with_the_runs_limit(on_nccl):
-    make = link_options(arguments(), num_ranks=4, both_ways=True)
+    make = link_options(arguments(), V)
     first, second = make(), make()
     assert first is not second
     assert first.is_high_priority_stream
@@ -90,17 +96,17 @@ def test_every_group_has_options_of_its_own_for_the_smallest_device_and_with_the
 def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
     file = tmp_path / "communicators.yaml"
     file.write_text(json.dumps({"tp": {"max_ctas": 32}, "pp": {"max_ctas": 6, "is_high_priority_stream": False}}))
-    options = link_options(arguments(file), num_ranks=4, both_ways=True)()
+    options = link_options(arguments(file), V)()
     assert options.config.max_ctas == 6
     assert not options.is_high_priority_stream
-    assert link_options(arguments(file, ["pp"]), num_ranks=4, both_ways=True)().is_high_priority_stream
+    assert link_options(arguments(file, ["pp"]), V)().is_high_priority_stream
     file.write_text("")
-    assert link_options(arguments(file), num_ranks=4, both_ways=True)().config.max_ctas == 2
+    assert link_options(arguments(file), V)().config.max_ctas == 2
 
 
 def test_there_are_no_options_for_another_backend(monkeypatch):
     monkeypatch.setattr(communicators.dist, "get_backend", lambda: "gloo")
-    assert link_options(arguments(), num_ranks=4, both_ways=True) is None
+    assert link_options(arguments(), V) is None
 
 
 def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):

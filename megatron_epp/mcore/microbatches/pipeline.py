@@ -60,7 +60,7 @@ from megatron_epp.planner import Problem
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard
-from megatron_epp.runtime.links.links import Groups, Links, from_each
+from megatron_epp.runtime.links.links import Groups, Links, from_each, ways
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -98,11 +98,12 @@ class MicrobatchPipeline:
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        link = link_options(args, len(pipeline), is_virtual)
+        used = ways(self.placement.rank_of)
+        link = link_options(args, used)
         groups, ranks = lockstep_groups()
         control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
         make = Groups(time_limit(args), mpu.create_group)
-        self.links = Links.create(pipeline, control, make, is_virtual, link)
+        self.links = Links.create(pipeline, control, make, used, link)
         self._next_control = make.of(tuple(control), backend="gloo")
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._plan_ahead)

@@ -8,7 +8,7 @@ collectives, which other ranks may have to finish before they send, would not st
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.core import mpu
 from megatron.core.parallel_state import get_nccl_options
 
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.links.links import Options, from_each, most_links
+from megatron_epp.runtime.links.links import Options, Way, from_each, most_links
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
@@ -56,16 +56,16 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
     return settings
 
 
-def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> Options | None:
+def link_options(args: argparse.Namespace, used: Sequence[Way]) -> Options | None:
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
     Every rank of the job must call this at the same point. The device with the fewest SMs counts for all: ranks that share a
-    communicator must agree. `both_ways` is as for `Links.create`, errors are as for `link_settings`.
+    communicator must agree. `used` is as for `Links.create`, errors are as for `link_settings`.
     """
     if dist.get_backend() != "nccl":
         return None
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    settings = link_settings(_of_user(args), most_links(num_ranks, both_ways), min(from_each(own_sms)))
+    settings = link_settings(_of_user(args), most_links(used), min(from_each(own_sms)))
 
     def make() -> Any:
         options = get_nccl_options(_GROUP, {_GROUP: settings})

@@ -44,7 +44,7 @@ from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.runtime.context import program_of
-from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first
+from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first, ways
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -140,10 +140,10 @@ class Session:
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        both_ways = self.placement.num_chunks > 1
+        used = ways(self.placement.rank_of)
         groups = Groups(time_limit(self.args), mpu.create_group)
-        options = link_options(self.args, len(pipeline), both_ways)
-        self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, both_ways, options)
+        options = link_options(self.args, used)
+        self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, used, options)
         last_rank = self.placement.last_rank
         self.vocabulary = rank_vocabulary(self.args, models, self.stages, config, last_rank, groups, options)
         self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._lockstep_ranks), backend="gloo")

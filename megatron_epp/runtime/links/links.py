@@ -11,9 +11,10 @@ NCCL's, a send and a receive would wait for each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -90,27 +91,33 @@ class Way(NamedTuple):
     gradient: bool
 
 
-def ways(num_ranks: int, both_ways: bool) -> list[Way]:
-    """Return all directions in which messages of a pipeline are sent, pair by pair.
+def ways(*placements: Sequence[int]) -> list[Way]:
+    """Return all directions in which messages between stages are sent, in the order in which ranks exchange their first ones.
 
-    Exchanging first messages in this order cannot deadlock: of all pairs that still wait, both ranks of the first one have
-    reached it. With `both_ways`, ranks have several stages: activations are sent to lower ranks too, and between the last and
-    first rank.
+    In this order they cannot deadlock: of all pairs that still wait, both ranks of the first one have reached it. Neighbours
+    whose lower rank is even come first, then those whose lower rank is odd. So pairs meet side by side, and many ranks take no
+    longer than few.
+
+    Args:
+        placements: each the rank of every stage.
     """
-    pairs = [(low, low + 1) for low in range(num_ranks - 1)]
-    if both_ways and num_ranks > 2:
-        pairs.append((0, num_ranks - 1))
-    found = []
-    for low, high in pairs:
-        found += [Way(low, high, False), Way(high, low, True)]
-        if both_ways:
-            found += [Way(high, low, False), Way(low, high, True)]
-    return found
+    hops = {(rank, after) for placement in placements for rank, after in pairwise(placement) if rank != after}
+    return sorted({Way(*hop, False) for hop in hops} | {Way(*hop[::-1], True) for hop in hops}, key=_turn)
 
 
-def most_links(num_ranks: int, both_ways: bool) -> int:
-    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group."""
-    ends = Counter(rank for way in ways(num_ranks, both_ways) for rank in (way.sender, way.receiver))
+def _turn(way: Way) -> tuple[bool, int, int, int, bool, bool]:
+    low, high = sorted(way[:2])
+    is_against = (way.sender > way.receiver) != way.gradient  # an activation to a lower rank, or a gradient to a higher one
+    return high - low > 1, low % 2, low, high, is_against, way.gradient
+
+
+def most_links(used: Iterable[Way]) -> int:
+    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group.
+
+    Args:
+        used: directions in which messages are sent.
+    """
+    ends = Counter(rank for way in used for rank in (way.sender, way.receiver))
     return max(ends.values(), default=0)
 
 
@@ -127,6 +134,7 @@ class Links:
         control: a CPU group of all ranks that must run the same plan.
         activations_down: group for activations to lower ranks.
         gradients_up: group for gradients to higher ranks.
+        ways: directions in which messages are sent.
     """
 
     ranks: tuple[int, ...]
@@ -137,6 +145,7 @@ class Links:
     control: dist.ProcessGroup
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
+    ways: Sequence[Way]
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
     @staticmethod
@@ -144,7 +153,7 @@ class Links:
         pipeline_ranks: Sequence[int],
         control_ranks: Sequence[int],
         groups: Groups,
-        both_ways: bool = False,
+        used: Sequence[Way] | None = None,
         options: Options | None = None,
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
@@ -153,7 +162,7 @@ class Links:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
             groups: makes them.
-            both_ways: activations travel to lower ranks too, and gradients to higher ones.
+            used: directions in which messages are sent; None for those of one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
 
         Raises:
@@ -161,6 +170,8 @@ class Links:
         """
         _check_pairs(len(pipeline_ranks))
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
+        used = ways(range(len(pipeline))) if used is None else used
+        both_ways = any(way.receiver < way.sender for way in used if not way.gradient)
         activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
         return Links(
             ranks=pipeline,
@@ -171,6 +182,7 @@ class Links:
             gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
             reports=groups.of(pipeline, backend="gloo"),
             control=groups.of(control, backend="gloo"),
+            ways=used,
         )
 
     def connect(self, device: torch.device) -> None:
@@ -180,7 +192,7 @@ class Links:
         first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all. Raises
         `EppError` if another rank's message came.
         """
-        for way in ways(len(self.ranks), self.activations_down is not self.activations):
+        for way in self.ways:
             group = self._group(way.gradient, up=way.receiver > way.sender)
             if self.position == way.sender:
                 dist.send(torch.full((1,), way.sender, device=device), self.ranks[way.receiver], group=group)

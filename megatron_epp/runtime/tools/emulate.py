@@ -25,7 +25,7 @@ from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.links import Groups, Links, ways
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
 from megatron_epp.runtime.offload.activations import Timed
 from megatron_epp.runtime.tools.emulate_shards import WaitingShards
@@ -201,7 +201,7 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, flo
     everyone, placement = range(plan.num_ranks), plan.placement
     links = None
     if plan.num_ranks > 1:
-        links = Links.create(everyone, everyone, Groups(), both_ways=len(set(placement)) < len(placement))
+        links = Links.create(everyone, everyone, Groups(), ways(placement))
         links.connect(torch.device("cpu"))
     shared = EmulatedRank(plan, rank, scale)
     stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}

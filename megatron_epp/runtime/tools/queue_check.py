@@ -28,7 +28,7 @@ from megatron_epp.planner import plan as make_plan
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.links import Groups, Links, ways
 from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 
@@ -183,7 +183,7 @@ class EchoStage:
 def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:
     """Run every plan as one rank; return the time of the fastest run in microseconds, and the number of wrong values."""
     device, everyone = torch.device("cuda", rank) if gpus else torch.device("cpu"), range(plans[0].num_ranks)
-    links = Links.create(everyone, everyone, Groups(timedelta(seconds=2 * limit_s)), both_ways=True)
+    links = Links.create(everyone, everyone, Groups(timedelta(seconds=2 * limit_s)), ways(*(one.placement for one in plans)))
     links.connect(device)
     watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")))
     found = []

@@ -6,7 +6,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.links import Groups, Links, ways
 
 
 def cross_talk(rank, links):
@@ -20,6 +20,10 @@ def cross_talk(rank, links):
     gradients = [links.post_receive((5,), torch.float64, torch.device("cpu"), 0, gradient=True) for _ in range(4)]
     activations = [links.post_receive((2, 3), torch.float32, torch.device("cpu"), 0, gradient=False) for _ in range(4)]
     return [[receive.wait().tolist() for receive in kind] for kind in (activations, gradients)]
+
+
+LOOPED = ways((0, 1, 0, 1))
+"""Directions of messages where two ranks have two stages each."""
 
 
 def both_ways(rank, links):
@@ -56,7 +60,7 @@ def groups(rank, links):
 
 def each_way(rank, links):
     """Send activations both ways; return which communicators are one, and the message that each rank gets from the other."""
-    made = Links.create(links.ranks, links.ranks, Groups(), both_ways=True)
+    made = Links.create(links.ranks, links.ranks, Groups(), LOOPED)
     groups = made.activations, made.activations_down, made.gradients, made.gradients_up
     for gradient in (False, True):
         made.send(torch.tensor([rank + 10.0 * gradient]), peer=1 - rank, gradient=gradient)
@@ -66,7 +70,7 @@ def each_way(rank, links):
     return len(set(groups)), received
 
 
-def made(rank, links, both_ways):
+def made(rank, links, several_stages):
     """Arguments that each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
     numbers, made = count(), []
 
@@ -76,14 +80,14 @@ def made(rank, links, both_ways):
         return group
 
     groups = Groups(timedelta(seconds=77), create)
-    Links.create(links.ranks, links.ranks, groups, both_ways, lambda: f"options {next(numbers)}")
+    Links.create(links.ranks, links.ranks, groups, LOOPED if several_stages else None, lambda: f"options {next(numbers)}")
     return made
 
 
 def meet(rank, links, several_stages):
     """Messages at the start-up of a pipeline, as ``(kind, from, to)``, and that links work afterwards."""
     seen = []
-    made = Links.create(links.ranks, links.ranks, Groups(), both_ways=several_stages)
+    made = Links.create(links.ranks, links.ranks, Groups(), LOOPED if several_stages else None)
     send, receive = dist.send, dist.recv
 
     def noted_send(tensor, to, group):

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.links import Groups, Links, ways
 from megatron_epp.runtime.tools.queue_check import run_rank
 
 
@@ -15,7 +15,9 @@ def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
     last = dist.get_world_size() - 1
     if rank < last:
         return run_rank(rank, plans, width, gpus, limit_s, folder)
-    links = Links.create(range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), both_ways=True)
+    links = Links.create(
+        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), ways(*(one.placement for one in plans))
+    )
     links.connect(torch.device("cpu"))
     dist.barrier(group=links.control)
     time.sleep(60)  # it is killed when the others have ended
