@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
+from megatron_epp.runtime.attention.layout import copy_offsets
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext, Mover, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
@@ -136,6 +137,8 @@ class Executor:
             RunError: an action failed otherwise. Names the action, the rank and the grid.
         """
         self.recorder.begin()
+        for device in {stage.message(1)[2] for stage in self.stages.values()}:
+            copy_offsets([layout.table for layout in self._layouts], device)
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():

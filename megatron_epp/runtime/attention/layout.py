@@ -4,10 +4,10 @@ tensors a layer caches of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -134,12 +134,9 @@ class SegmentTable:
         return tuple(pieces)
 
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers."""
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers (see `copy_offsets`)."""
         if device not in self._on_device:
-            starts = torch.tensor([self.query_starts, self.key_starts], dtype=torch.int32)
-            if device.type == "cuda":
-                starts = starts.pin_memory().to(device, non_blocking=True)
-            self._on_device[device] = starts
+            copy_offsets([self], device)
         queries, keys = self._on_device[device]
         return queries, keys
 
@@ -157,3 +154,18 @@ class SegmentTable:
         query_starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
         key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
         return SegmentTable(tuple(segments), query_starts, key_starts)
+
+
+def copy_offsets(tables: Sequence[SegmentTable], device: torch.device) -> None:
+    """Copy the offsets of many tables to a device at once, those excepted that are there.
+
+    A copy for each chunk, made when its first layer runs, would wait behind offloaded activations for the link to the host.
+    """
+    missing = [table for table in tables if device not in table._on_device]
+    rows = [(table.query_starts, table.key_starts) for table in missing]
+    flat = torch.tensor([*chain.from_iterable(chain.from_iterable(rows))], dtype=torch.int32)
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = flat.split([2 * len(table.query_starts) for table in missing])
+    for table, part in zip(missing, parts, strict=True):
+        table._on_device[device] = part.view(2, -1)
