@@ -17,6 +17,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.sizes import check_pattern
@@ -120,6 +121,10 @@ def _check_replaceable(attention: Any) -> None:
         raise EppError(f"--epp puts its own attention in the place of {name}, which is not Megatron's: start without --epp")
 
 
+TABLE_TOKENS = 1 << 14
+"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs."""
+
+
 class PositionedRotary(torch.nn.Module):
     """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions on this context-parallel rank.
 
@@ -130,6 +135,7 @@ class PositionedRotary(torch.nn.Module):
     def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED) -> None:
         super().__init__()
         self.rotary, self.context_parallel = rotary, context_parallel
+        self._table: tuple[Tensor, tuple[Any, ...]] | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
         """Return the chunk's parameters in place of a length, for `forward`; without a chunk the wrapped module's length."""
@@ -142,11 +148,20 @@ class PositionedRotary(torch.nn.Module):
             return self.rotary(length, *args, **kwargs)
         table = length.context.table
         pieces = table.part(self.context_parallel.shard(table.num_tokens))
-        parts = [self._angles(piece.start, piece.num_tokens) for piece in pieces]
-        if isinstance(parts[0], tuple):  # YaRN returns a scale too
-            return torch.cat([p[0] for p in parts]), *parts[0][1:]
-        return torch.cat(parts)
+        parts, more = zip(*(self._angles(piece.start, piece.num_tokens) for piece in pieces), strict=True)
+        angles = torch.cat(parts)
+        return (angles, *more[0]) if more[0] else angles  # YaRN returns a scale too
 
-    def _angles(self, start: int, length: int) -> Any:
+    def _angles(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return the angles of some positions, from a table where it has them: packed sequences start no kernel then."""
+        if start + length > TABLE_TOKENS:
+            return self._made(start, length)
+        if self._table is None:
+            self._table = self._made(0, TABLE_TOKENS)
+        angles, more = self._table
+        return angles.narrow(0, start, length), more
+
+    def _made(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
         make = getattr(self.rotary, "get_emb", None)  # the part of `forward` that keeps no cache of results
-        return make(length, start) if make is not None else self.rotary(length, start)
+        made = make(length, start) if make is not None else self.rotary(length, start)
+        return (made[0], made[1:]) if isinstance(made, tuple) else (made, ())

@@ -1,0 +1,1 @@
+"""Counts what one action makes the host do."""

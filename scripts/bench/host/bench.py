@@ -1,0 +1,88 @@
+"""What one action makes the host do, without a GPU: `python -m scripts.bench.host`.
+
+Trains a GPT of two layers on one rank, with plans and with Megatron's own schedule, and counts in every forward and backward
+the operations that torch dispatches, those of them that would launch a kernel, and calls of Python functions. They do not
+depend on sizes, so a small model on a CPU shows them; attention is one operation, as it is on a GPU. Where the host takes longer
+for an action than the device, the device runs out of work. The last column is the time of dispatched operations (`OP_US`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_epp.launch.runs import tiny_gpt, train
+from megatron_epp.report.table import table
+from scripts.bench.host.worker import COUNTS
+from scripts.random_documents import write_documents
+
+OP_US = 4.0, 7.0
+"""Host time of a dispatched operation in microseconds: 4 on CUDA and 7 with autograd (pytorch/pytorch, issues 82793, 41383)."""
+MEGATRON = "of Megatron"
+CONTEXT = 256
+LENGTHS = (256, 31, 30, 29, 28, 27, 26, 25)
+"""The first is cut in two; the others are packed in twos and fives."""
+_SCHEDULES = {"plans": {"epp_slices": 2, "epp_recompute": 0}, "Megatron's": {"epp_schedule": "whole"}}
+_ITERATIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Medians over all actions of a kind.
+
+    Attributes:
+        op: the operation; with `MEGATRON` where Megatron's own schedule runs it.
+        segments: sequences, or parts of one, in the chunk; a chunk with one is a slice where plans run it.
+        ops: dispatched operations.
+        launches: those that launch a kernel.
+        calls: calls of Python functions.
+    """
+
+    op: str
+    segments: int
+    ops: int
+    launches: int
+    calls: int
+
+
+def count(folder: Path) -> list[Counts]:
+    """Train with plans and with Megatron's schedule, and count. Documents, logs and counts are in `folder`."""
+    data = write_documents(folder / "documents", LENGTHS, 255)
+    common = tiny_gpt(num_layers=2, seq_length=CONTEXT, max_position_embeddings=CONTEXT, num_workers=0)
+    common |= {"micro_batch_size": 1, "global_batch_size": len(LENGTHS), "train_iters": _ITERATIONS, "lr": 1e-3}
+    common |= {"data_path": data, "split": "100,0,0", "eval_iters": 0}
+    rows = defaultdict(list)
+    for name, flags in _SCHEDULES.items():
+        path = folder / f"{name}.jsonl"
+        train(folder / name, 1, common | flags, program="scripts.bench.host.worker", environment={COUNTS: str(path)})
+        for one in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            rows[one["op"], one["segments"]].append((sum(one["names"].values()), one["launches"], one["calls"]))
+    medians = {key: [round(statistics.median(values)) for values in zip(*each, strict=True)] for key, each in rows.items()}
+    return [Counts(*key, *medians[key]) for key in sorted(medians) if key[0] != "REDUCE"]
+
+
+def lines(counts: list[Counts]) -> list[str]:
+    """Return the lines of the table."""
+    header = ["action", "segments", "ops", "launches", "Python calls", "host us"]
+    cells = [
+        [
+            one.op,
+            *map(str, (one.segments, one.ops, one.launches, one.calls)),
+            " to ".join(f"{one.ops * us:.0f}" for us in OP_US),
+        ]
+        for one in counts
+    ]
+    return table(header, cells)
+
+
+def main() -> None:
+    """Print the table."""
+    about = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(prog="python -m scripts.bench.host", description=__doc__, formatter_class=about).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print("\n".join(lines(count(Path(folder)))))
