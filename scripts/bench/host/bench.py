@@ -2,8 +2,8 @@
 
 Trains a GPT of two layers on one rank, with plans and with Megatron's own schedule, and counts in every forward and backward
 the operations that torch dispatches, those of them that would launch a kernel, and calls of Python functions. They do not
-depend on sizes, so a small model on a CPU shows them; attention is one operation, as it is on a GPU. Where the host takes longer
-for an action than the device, the device runs out of work. The last column is the time of dispatched operations (`OP_US`).
+depend on sizes, so a small model on a CPU shows them; attention is one operation, as it is on a GPU. Where the host takes
+longer for an action than the device, the device runs out of work. The last column is dispatched operations times `OP_US`.
 """
 
 from __future__ import annotations
