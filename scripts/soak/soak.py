@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_epp.cli.train import quietly
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.report.gantt import new_figure, save_picture
 from megatron_epp.report.table import table
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/soak"), help="folder (default runs/soak)")
     args = parser.parse_args(argv)
-    from scripts.random_documents import write_documents  # which imports torch
-
+    with quietly():
+        from scripts.random_documents import write_documents
     lengths = wikipedia(_DOCUMENTS, seed=1).clip(max=_CONTEXT - 1)
     data = write_documents(args.output / "documents", lengths.tolist())
     soak: dict[str, list[Sample]] = {}
