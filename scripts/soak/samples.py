@@ -21,11 +21,13 @@ class Memory(NamedTuple):
 
     Attributes:
         resident: in physical memory (RSS), pages that are shared with other processes included.
-        own: what would be free if the process ended (USS).
+        unique: what would be free if the process ended (USS): files count as long as no other process has mapped them.
+        anonymous: in physical memory, of no file: what the process has allocated. Other programs do not change it.
     """
 
     resident: int
-    own: int
+    unique: int
+    anonymous: int
 
 
 class Sample(NamedTuple):
@@ -83,7 +85,7 @@ def roles_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
 def memory_of(process: psutil.Process) -> Memory:
     """Return the memory of a process now."""
     info = process.memory_full_info()
-    return Memory(info.rss, info.uss)
+    return Memory(info.rss, info.uss, info.rss - info.shared)
 
 
 def growth_bytes(samples: Sequence[Sample], role: str, skip: int) -> Memory:

@@ -2,7 +2,8 @@
 
 Elastic plans and Megatron's own schedule train on the same documents, one after the other, as `megatron-epp train` starts them.
 Memory is sampled from outside. Growth is a least-squares slope over the samples after the first iterations, in which memory
-pools and caches fill. Prints a table, draws a picture, and returns 1 if memory of plans grows faster than the limit.
+pools, caches and torch's flight recorder fill. Most documents are as long as the context, so the largest batch is an early one.
+Prints a table, draws a picture, and returns 1 if a process of elastic plans grows faster than the limit.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def growths_kb(soak: Soak, skip: int) -> dict[str, dict[str, float]]:
-    """Return the growth of each process's own memory in KB per iteration, by schedule and role."""
+    """Return the growth of each process's anonymous memory in KB per iteration, by schedule and role."""
     return {
-        schedule: {role: growth_bytes(samples, role, skip).own / _KB for role in samples[-1].memory}
+        schedule: {role: growth_bytes(samples, role, skip).anonymous / _KB for role in samples[-1].memory}
         for schedule, samples in soak.items()
     }
 
@@ -81,21 +82,22 @@ def rows_of(soak: Soak, skip: int) -> list[str]:
         first = next(sample for sample in samples if sample.iteration >= skip)
         for role, last in samples[-1].memory.items():
             growth = growth_bytes(samples, role, skip)
-            ends = [f"{memory.own / _MB:.1f}" for memory in (first.memory[role], last)]
-            rows.append([schedule, role, *ends, f"{growth.own / _KB:.2f}", f"{growth.resident / _KB:.2f}"])
-    header = ("schedule", "process", f"at {skip} (MB)", "at the end (MB)", "growth (KB/iteration)", "resident (KB/iteration)")
+            ends = [f"{memory.anonymous / _MB:.1f}" for memory in (first.memory[role], last)]
+            slopes = [f"{num_bytes / _KB:.2f}" for num_bytes in (growth.anonymous, growth.unique, growth.resident)]
+            rows.append([schedule, role, *ends, *slopes])
+    header = ("schedule", "process", f"anonymous at {skip}", "at the end (MB)", "growth (KB/iteration)", "USS", "RSS")
     return table(header, rows, left=(0, 1))
 
 
 def draw(soak: Soak, path: Path) -> None:
-    """Draw each process's own memory over iterations, in MB above its first sample, one training below the other."""
+    """Draw each process's anonymous memory over iterations, in MB above its first sample, one training below the other."""
     width, height = _INCHES
     figure, axes = new_figure((width, height * len(soak)), _DPI, len(soak), sharey=True)
     for (schedule, samples), axis in zip(soak.items(), axes, strict=True):
         for role in samples[-1].memory:
-            own = [sample.memory[role].own / _MB for sample in samples]
-            axis.plot([sample.iteration for sample in samples], [mb - own[0] for mb in own], label=role)
-        axis.set_title(f"{schedule}: growth of memory (MB)", loc="left")
+            mb = [sample.memory[role].anonymous / _MB for sample in samples]
+            axis.plot([sample.iteration for sample in samples], [now - mb[0] for now in mb], label=role)
+        axis.set_title(f"{schedule}: growth of anonymous memory (MB)", loc="left")
         axis.legend(loc="upper left", frameon=False)
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("iteration")
