@@ -89,7 +89,7 @@ def memory_of(process: psutil.Process) -> Memory:
 
 
 def growth_bytes(samples: Sequence[Sample], role: str, skip: int) -> Memory:
-    """Return the growth of a process's memory in bytes per iteration, rounded: least-squares slopes.
+    """Return the growth of a process's memory in bytes per iteration, rounded: least-squares fit of a line.
 
     Args:
         samples: of one training.
@@ -101,7 +101,7 @@ def growth_bytes(samples: Sequence[Sample], role: str, skip: int) -> Memory:
     """
     counted = [sample for sample in samples if sample.iteration >= skip]
     if len(counted) < 2:
-        raise EppError(f"{len(counted)} samples after iteration {skip} have no slope: train longer")
+        raise EppError(f"{len(counted)} samples after iteration {skip} are too few: train longer")
     iterations = [sample.iteration for sample in counted]
     columns = zip(*(sample.memory[role] for sample in counted), strict=True)
     return Memory(*(round(float(np.polyfit(iterations, column, 1)[0])) for column in columns))

@@ -1,9 +1,9 @@
 """Trains a tiny GPT for thousands of iterations on two CPU processes and measures how its processes' memory grows.
 
 Elastic plans and Megatron's own schedule train on the same documents, one after the other, as `megatron-epp train` starts them.
-Memory is sampled from outside. Growth is a least-squares slope over the samples after the first iterations, in which memory
-pools, caches and torch's flight recorder fill. Most documents are as long as the context, so the largest batch is an early one.
-Prints a table, draws a picture, and returns 1 if a process of elastic plans grows faster than the limit.
+Memory is sampled from outside. A line is fitted by least squares to each process's samples after the first iterations, in which
+memory pools, caches and torch's flight recorder fill. Most documents are as long as the context, so the largest batch comes
+early, too. Prints a table, draws a picture, and returns 1 if a process of elastic plans grows faster than the limit.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def rows_of(soak: Soak, skip: int) -> list[str]:
         for role, last in samples[-1].memory.items():
             growth = growth_bytes(samples, role, skip)
             ends = [f"{memory.anonymous / _MB:.1f}" for memory in (first.memory[role], last)]
-            slopes = [f"{num_bytes / _KB:.2f}" for num_bytes in (growth.anonymous, growth.unique, growth.resident)]
-            rows.append([schedule, role, *ends, *slopes])
-    header = ("schedule", "process", f"anonymous at {skip}", "at the end (MB)", "growth (KB/iteration)", "USS", "RSS")
+            growths = [f"{num_bytes / _KB:.2f}" for num_bytes in (growth.anonymous, growth.unique, growth.resident)]
+            rows.append([schedule, role, *ends, *growths])
+    header = ("schedule", "process", f"MB at {skip}", "MB at the end", "KB per iteration", "of USS", "of RSS")
     return table(header, rows, left=(0, 1))
 
 

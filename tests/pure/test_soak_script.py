@@ -55,25 +55,25 @@ def test_a_training_that_fails_is_an_error_that_names_its_log(tmp_path: Path) ->
         samples_of(tmp_path, exit_code=3)
 
 
-def line(skip: int, slope: int) -> list[Sample]:
-    """Samples of a rank whose memory jumps at the start and then grows by `slope` bytes per iteration."""
-    anonymous = {i: slope * i if i >= skip else 10**8 + 999 * i for i in range(0, 900, 100)}
-    return [Sample(i, {"rank 0": Memory(10**9 + slope * i, slope * i, num_bytes)}) for i, num_bytes in anonymous.items()]
+def line(skip: int, growth: int) -> list[Sample]:
+    """Samples of a rank whose memory jumps at the start and then grows by `growth` bytes per iteration."""
+    anonymous = {i: growth * i if i >= skip else 10**8 + 999 * i for i in range(0, 900, 100)}
+    return [Sample(i, {"rank 0": Memory(10**9 + growth * i, growth * i, num_bytes)}) for i, num_bytes in anonymous.items()]
 
 
-def test_growth_is_the_slope_after_the_first_iterations() -> None:
-    assert growth_bytes(line(skip=300, slope=2048), "rank 0", skip=300) == Memory(2048, 2048, 2048)
+def test_the_first_iterations_do_not_count() -> None:
+    assert growth_bytes(line(skip=300, growth=2048), "rank 0", skip=300) == Memory(2048, 2048, 2048)
 
 
 def test_growth_needs_two_samples() -> None:
     with pytest.raises(EppError, match="1 samples after iteration 800"):
-        growth_bytes(line(skip=300, slope=1), "rank 0", skip=800)
+        growth_bytes(line(skip=300, growth=1), "rank 0", skip=800)
 
 
 def test_the_table_has_a_row_per_process_and_the_picture_a_line(tmp_path: Path) -> None:
     soak = {"elastic": line(300, 2048), "stock": line(300, 512)}
     header, elastic, stock = rows_of(soak, skip=300)
-    assert header.endswith("anonymous at 300  at the end (MB)  growth (KB/iteration)   USS   RSS")
+    assert header.endswith("MB at 300  MB at the end  KB per iteration  of USS  of RSS")
     assert elastic.split() == ["elastic", "rank", "0", "0.6", "1.6", "2.00", "2.00", "2.00"]
     assert stock.split() == ["stock", "rank", "0", "0.1", "0.4", "0.50", "0.50", "0.50"]
     draw(soak, tmp_path / "memory.png")
