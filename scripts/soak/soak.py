@@ -3,7 +3,9 @@
 Elastic plans and Megatron's own schedule train on the same documents, one after the other, as `megatron-epp train` starts them.
 Memory is sampled from outside. A line is fitted by least squares to each process's samples after the first iterations, in which
 memory pools, caches and torch's flight recorder fill. Most documents are as long as the context, so the largest batch comes
-early, too. Prints a table, draws a picture, and returns 1 if a process of elastic plans grows faster than the limit.
+early, too. On a GPU tensors are not on the heap of malloc; here they are mapped one by one instead, unless `--heap` is given:
+holes between tensors of ever other sizes would count, and hide smaller growth. Prints a table, draws a picture, and returns 1 if
+a process of elastic plans grows faster than the limit.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _DOCUMENTS, _CONTEXT = 4001, 256
 """Number of documents, which no batch size divides, and tokens of the longest sequence."""
 _AFTERWARDS = 20
 """Iterations after the last that counts, so that all processes are there when it is sampled."""
+_MAPPED = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Variables of glibc's malloc with which tensors are mapped one by one, and unmapped when they are freed."""
 _INCHES, _DPI = (9.0, 3.0), 100
 _KB, _MB = 1024, 1024**2
 
@@ -42,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--schedules", nargs="+", choices=("elastic", "stock"), default=["elastic", "stock"], help="trainings (default: both)"
     )
+    parser.add_argument("--heap", action="store_true", help="keep tensors on malloc's heap, whose holes count then, too")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/soak"), help="folder (default runs/soak)")
     args = parser.parse_args(argv)
     with quietly():
@@ -49,11 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     lengths = wikipedia(_DOCUMENTS, seed=1).clip(max=_CONTEXT - 1)
     data = write_documents(args.output / "documents", lengths.tolist())
     soak: dict[str, list[Sample]] = {}
+    environment = {**os.environ, **({} if args.heap else _MAPPED), "CUDA_VISIBLE_DEVICES": ""}
     at = range(args.every, args.iterations + 1, args.every)
     for schedule in args.schedules:
         command = training_command(args.output / schedule, data, args.iterations + _AFTERWARDS, schedule, _CONTEXT)
         soak[schedule] = []
-        for sample in sampled(command, args.output / f"{schedule}.log", at, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}):
+        for sample in sampled(command, args.output / f"{schedule}.log", at, environment):
             soak[schedule].append(sample)
             print(f"  {schedule}: iteration {sample.iteration} of {args.iterations}", flush=True)
             (args.output / "samples.json").write_text(json.dumps(soak), encoding="utf-8")
