@@ -4,8 +4,8 @@ Elastic plans and Megatron's own schedule train on the same documents, one after
 Memory is sampled from outside. A line is fitted by least squares to each process's samples after the first iterations, in which
 memory pools, caches and torch's flight recorder fill. Most documents are as long as the context, so the largest batch comes
 early, too. On a GPU tensors are not on the heap of malloc; here they are mapped one by one instead, unless `--heap` is given:
-holes between tensors of ever other sizes would count, and hide smaller growth. Prints a table, draws a picture, and returns 1 if
-a process of elastic plans grows faster than the limit.
+holes between tensors of ever other sizes would count, and hide smaller growth. Prints a table, draws a picture, and returns 1
+if a process of elastic plans grows faster than the limit.
 """
 
 from __future__ import annotations
