@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,9 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 from megatron_epp.launch.runs import ITERATION, reason_in
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner.service import worker
+
+_READINGS, _PAUSE_S = 10, 0.02
+"""Readings of a process's memory for a sample, and seconds from one to the next: tensors come and go within an iteration."""
 
 
 class Memory(NamedTuple):
@@ -62,9 +66,10 @@ def sampled(command: Sequence[str], log: Path, at: range, environment: Mapping[s
                 output.write(line)
                 if (found := ITERATION.search(line)) and (iteration := int(found[1])) in at:
                     output.flush()
-                    yield Sample(iteration, {role: memory_of(one) for role, one in roles_of(launcher).items()})
-        finally:
-            process.terminate()  # the launcher ends its ranks; without effect if it has ended
+                    yield Sample(iteration, least_memory(roles_of(launcher)))
+        except BaseException:
+            process.terminate()  # the launcher ends its ranks
+            raise
     if process.returncode:
         reason = reason_in(log.read_text(encoding="utf-8"))
         raise EppError(f"training ended with exit code {process.returncode}, see {log}" + (f": {reason}" if reason else ""))
@@ -82,10 +87,16 @@ def roles_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
     return found
 
 
-def memory_of(process: psutil.Process) -> Memory:
-    """Return the memory of a process now."""
-    info = process.memory_full_info()
-    return Memory(info.rss, info.uss, info.rss - info.shared)
+def least_memory(processes: Mapping[str, psutil.Process]) -> dict[str, Memory]:
+    """Return the least memory of each process in some readings, of which one is likely to be between two iterations."""
+    least: dict[str, Memory] = {}
+    for _ in range(_READINGS):
+        for role, process in processes.items():
+            now = process.memory_full_info()
+            read = Memory(now.rss, now.uss, now.rss - now.shared)
+            least[role] = Memory(*map(min, read, least.get(role, read)))
+        time.sleep(_PAUSE_S)
+    return least
 
 
 def growth_bytes(samples: Sequence[Sample], role: str, skip: int) -> Memory:

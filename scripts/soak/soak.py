@@ -26,7 +26,7 @@ LIMIT_KB = 1.0
 """Most growth of a process per iteration, in KB."""
 _DOCUMENTS, _CONTEXT = 4001, 256
 """Number of documents, which no batch size divides, and tokens of the longest sequence."""
-_AFTERWARDS = 20
+_AFTERWARDS = 100
 """Iterations after the last that counts, so that all processes are there when it is sampled."""
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Variables of glibc's malloc with which tensors are mapped one by one, and unmapped when they are freed."""
