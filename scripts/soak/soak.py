@@ -104,7 +104,7 @@ def draw(soak: Soak, path: Path) -> None:
             mb = [sample.memory[role].anonymous / _MB for sample in samples]
             axis.plot([sample.iteration for sample in samples], [now - mb[0] for now in mb], label=role)
         axis.set_title(f"{schedule}: growth of anonymous memory (MB)", loc="left")
-        axis.legend(loc="upper left", frameon=False)
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("iteration")
     save_picture(figure, path)
