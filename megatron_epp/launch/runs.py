@@ -20,7 +20,8 @@ from megatron_epp.launch.machine import count_gpus, usable_port
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, parse_json, read_text
 
-_LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+"""Pattern of Megatron's line in a log for an iteration: its number, and its time in milliseconds."""
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """Pattern of the reason of a failure in a log. torch puts the rank in front of every line of a traceback."""
 WARM_UP = 2
@@ -118,7 +119,7 @@ def train(
     if code != 0:
         reason = reason_in(text)
         raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
-    times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
+    times = {int(m[1]): float(m[2]) for m in ITERATION.finditer(text)}
     with naming(figures, RunError):
         written = enumerate(read_text(figures).splitlines(), start=1)
         lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)

@@ -1,19 +1,53 @@
-"""Some hundred iterations of Megatron's loop leave no tensor behind."""
+"""Some hundred iterations of Megatron's loop leave no tensor behind, and no other object of Python's."""
 
+import json
 from pathlib import Path
 
+import pytest
+
+from scripts.soak.soak import main
 from tests.support.mcore.forked import launch
-from tests.support.mcore.soak_cases import EARLY, LATE, LONGEST, VOCABULARY
+from tests.support.mcore.soak_cases import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 WORKER = "tests.support.mcore.soak_worker"
 
 
-def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
+def soaked(name: str, folder: Path) -> list[dict[int, int]]:
+    """Train a case; return what was counted by iteration, of every rank."""
     lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
-    data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=VOCABULARY))
-    finished = launch(1, "-m", WORKER, env={"SOAK_DATA": data})
+    data = write_pair(folder / "documents", documents_of(lengths, vocab_size=VOCABULARY))
+    case = CASES[name]
+    finished = launch(
+        case.pipeline_size, "-m", WORKER, env={"SOAK_DATA": data, "SOAK_CASE": name}, timeout_s=0.6 * case.iterations
+    )
     assert finished.returncode == 0, finished.output[-5000:]
-    tensors = {int(iteration): count for figures in finished.figures for iteration, count in figures["tensors"].items()}
+    assert len(finished.figures) == case.pipeline_size
+    return [{int(iteration): count for iteration, count in figures["counts"].items()} for figures in finished.figures]
+
+
+def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
+    case, (tensors,) = CASES["tensors"], soaked("tensors", tmp_path)
     # The thread that reads ahead may or may not hold the next batch when tensors are counted.
-    assert min(tensors[i] for i in LATE) <= max(tensors[i] for i in EARLY)
+    assert min(tensors[i] for i in case.late) <= max(tensors[i] for i in case.early)
+
+
+@pytest.mark.slow  # a thousand iterations, so that one object for every second of them shows
+def test_a_thousand_iterations_of_a_pipeline_leave_no_object_behind(tmp_path: Path) -> None:
+    case = CASES["objects"]
+    for objects in soaked("objects", tmp_path):
+        grown = min(objects[i] for i in case.late) - min(objects[i] for i in case.early)
+        assert grown < (case.late.start - case.early.start) / 2, objects
+
+
+@pytest.mark.slow  # two trainings under torch's launcher, of which only the start takes long
+def test_the_script_measures_every_process_of_both_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--iterations", "30", "--every", "10", "--skip", "10", "-o", str(tmp_path)])
+    samples = json.loads((tmp_path / "samples.json").read_text())
+    ranks = {"launcher", "rank 0", "rank 1"}
+    assert {name: [set(memory) for _, memory in found] for name, found in samples.items()} == {
+        "elastic": [ranks | {"planner of rank 0"}] * 3,
+        "stock": [ranks] * 3,
+    }
+    assert len(capsys.readouterr().out.splitlines()) == 6 + 1 + 4 + 3  # progress, header, processes
+    assert (tmp_path / "memory.png").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options
+from megatron_epp.planner.service import background
 from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
@@ -57,3 +59,17 @@ def test_a_closed_planner_starts_no_process(planner: BackgroundPlanner, caplog: 
     with pytest.raises(WorkerError, match="has ended"):
         planner.plan(ASKED)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("options", [Options(), Options(budget_ms=1.0)], ids=("repeatable", "with a budget"))
+def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Options, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "KEPT", 2)
+    plan = background._planning(pipeline(2), options, 0, ((0,), (1,)))
+    batches, counts = [problem((300 + 7 * i, 44, 20 + i, 60), 2) for i in range(3)], []
+    for _ in range(7):
+        for batch in batches:
+            plan(batch)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    planned_since = len(batches) * len(counts[3:])
+    assert counts[-1] - counts[2] < planned_since / 2, counts

@@ -1,15 +1,47 @@
-"""The training run of the soak."""
+"""The training runs of the soak."""
 
 import shlex
+from dataclasses import dataclass
 
-LONGEST, VOCABULARY = 64, 95
-ITERATIONS, WINDOW = 300, 10
-EARLY, LATE = range(11, 11 + WINDOW), range(ITERATIONS - WINDOW + 1, ITERATIONS + 1)
+LONGEST, VOCABULARY, WINDOW = 64, 95, 10
 
-FLAGS = shlex.split(
-    f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {LONGEST} --max-position-embeddings {LONGEST} "
-    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 2 --train-iters {ITERATIONS} --lr 1e-3 "
-    f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
-    "--attention-dropout 0 --hidden-dropout 0 --split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 "
-    "--epp --epp-slices 2"
-)
+
+@dataclass(frozen=True)
+class SoakCase:
+    """Training run after some iterations of which things are counted.
+
+    counts_objects: counts all of Python's objects instead of tensors alone. Before each count it waits for the watchdog, which
+        lets go of an iteration up to a second after its end.
+    """
+
+    iterations: int
+    pipeline_size: int
+    first: int
+    counts_objects: bool = False
+
+    @property
+    def early(self) -> range:
+        """Iterations of the first counts, when caches are full."""
+        return range(self.first, self.first + WINDOW)
+
+    @property
+    def late(self) -> range:
+        """Iterations of the last counts."""
+        return range(self.iterations - WINDOW + 1, self.iterations + 1)
+
+    @property
+    def flags(self) -> list[str]:
+        return shlex.split(
+            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --transformer-impl local "
+            f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --micro-batch-size 1 --global-batch-size 2 "
+            f"--train-iters {self.iterations} --pipeline-model-parallel-size {self.pipeline_size} --lr 1e-3 "
+            f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
+            "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --split 100,0,0 --eval-iters 0 "
+            "--eval-interval 10000 --log-interval 10 --epp --epp-slices 2"
+        )
+
+
+CASES = {
+    "tensors": SoakCase(iterations=300, pipeline_size=1, first=11),
+    "objects": SoakCase(iterations=1000, pipeline_size=2, first=101, counts_objects=True),
+}

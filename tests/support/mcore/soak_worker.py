@@ -1,15 +1,16 @@
-"""Trains some hundred tiny iterations through Megatron's loop and prints how many tensors there are after some of them."""
+"""Trains some hundred tiny iterations through Megatron's loop and records what Python has after some of them."""
 
 import gc
 import os
 import sys
+import time
 from typing import Any
 
 import torch
 
 from megatron_epp.mcore import entry
 from tests.support.mcore.figures import record_figures
-from tests.support.mcore.soak_cases import EARLY, FLAGS, LATE
+from tests.support.mcore.soak_cases import CASES
 
 
 def main() -> None:
@@ -17,23 +18,30 @@ def main() -> None:
     from megatron.training import training
 
     from megatron_epp.mcore.model import gpt
+    from megatron_epp.mcore.training import session as sessions
 
-    step, seen, count = training.train_step, {}, 0
+    case = CASES[os.environ["SOAK_CASE"]]
+    step, seen, done = training.train_step, {}, 0
+
+    def count() -> int:
+        while case.counts_objects and sessions.current().watchdog._activities:
+            time.sleep(0.01)
+        gc.collect()
+        things = gc.get_objects()
+        return len(things) if case.counts_objects else sum(issubclass(type(thing), torch.Tensor) for thing in things)
 
     def train_step(*args: Any, **named: Any) -> Any:
-        nonlocal count
+        nonlocal done
         answer = step(*args, **named)
-        count += 1
-        if count in EARLY or count in LATE:
-            gc.collect()
-            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-            seen[count] = tensors
+        done += 1
+        if done in case.early or done in case.late:
+            seen[done] = count()
         return answer
 
     training.train_step = train_step
-    sys.argv = [sys.argv[0], *FLAGS, "--data-path", os.environ["SOAK_DATA"]]
+    sys.argv = [sys.argv[0], *case.flags, "--data-path", os.environ["SOAK_DATA"]]
     gpt.pretrain()
-    record_figures({"tensors": seen})
+    record_figures({"counts": seen})
 
 
 if __name__ == "__main__":

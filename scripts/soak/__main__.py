@@ -1,0 +1,6 @@
+"""Runs the soak."""
+
+from scripts.soak.soak import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
