@@ -1,4 +1,4 @@
-"""Some hundred iterations of Megatron's loop leave no tensor behind."""
+"""A hundred and fifty iterations of Megatron's loop leave no tensor behind."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.support.mcore.synthetic_documents import documents_of, write_pair
 WORKER = "tests.support.mcore.soak_worker"
 
 
-def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
+def test_many_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
     lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
     data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=VOCABULARY))
     finished = launch(1, "-m", WORKER, env={"SOAK_DATA": data})

@@ -1,4 +1,4 @@
-"""Trains some hundred tiny iterations through Megatron's loop and prints how many tensors there are after some of them."""
+"""Trains many tiny iterations through Megatron's loop and prints how many tensors there are after some of them."""
 
 import gc
 import os
