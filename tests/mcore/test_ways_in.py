@@ -41,6 +41,7 @@ def epp_flags(folder: Path, stages: int) -> list[object]:
     prefix = write_pair(folder / "text", documents_of(lengths, vocab_size=127))
     flags = [flag for flag in TRAIN if flag != "--mock-data"]
     flags += ["--pipeline-model-parallel-size", stages]
+    flags += ["--lr", 1e-2]  # so that one step counts for more than the batch
     return [*flags, "--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
 
 
