@@ -10,7 +10,7 @@ ITERATIONS = 5
 MORE_ITERATIONS = 20
 """Iterations of all cases in the set `slow`."""
 LEARNED = {ITERATIONS: 0.05, MORE_ITERATIONS: 0.1}
-"""Least difference of the first and the last loss, by number of iterations: a training that learns."""
+"""Least difference between the first and the last loss of a training that learns, by number of iterations."""
 
 
 @dataclass(frozen=True)
