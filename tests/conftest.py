@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.fast import FAST, LONG
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 TESTS = Path(__file__).parent
@@ -40,7 +40,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         left_out = FAST.get(_name(item.path))
-        if left_out is not None and item.name.partition("[")[0] not in left_out:
+        is_left_out = left_out is None or item.name.partition("[")[0] in left_out
+        if not is_left_out and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)
     items.sort(key=lambda item: (_turn(_name(item.path)), FOLDERS.index(item.path.parent.name)))
 

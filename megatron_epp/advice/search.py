@@ -166,8 +166,7 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     if not tight:
         lines = "; ".join(f"{one.name}: {one.why}" for one in refused[:3])
         return NothingFitsError(f"no layout of {question.devices} devices can run. {lines}")
-    needs = [(_least_cap(question, one.layout), one) for one in tight[:_NEAR] if one.layout is not None]
-    cap, nearest = min(needs, key=lambda each: (each[0], each[1].name))
+    cap, nearest = _nearest(question, tight[:_NEAR])
     assert nearest.layout is not None
     gb, device_gb = -(-cap // 2**30), question.cluster.device_memory_gb
     changes = [f"--memory-cap-gb {gb}"] if device_gb is None or gb <= device_gb else []
@@ -182,11 +181,24 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     )
 
 
-def _least_cap(question: Question, layout: Layout) -> int:
-    """Smallest sufficient memory cap of a layout, in bytes."""
-    while (refusal := misfit(question, layout)) is not None:
-        question = replace(question, cap_bytes=max(refusal.needed_bytes, question.cap_bytes + 1))
-    return question.cap_bytes
+def _nearest(question: Question, refused: list[Refusal]) -> tuple[int, Refusal]:
+    """Smallest memory cap under which one of several refused layouts fits, in bytes, and its refusal.
+
+    Args:
+        question: under whose cap none fits.
+        refused: of layouts, that with the least `needed_bytes`, a lower bound of its cap, first.
+    """
+    found: list[tuple[int, str, Refusal]] = []
+    for one in refused:
+        cap = max(one.needed_bytes, question.cap_bytes + 1)
+        while one.layout is not None and all(cap <= other for other, _, _ in found):
+            refusal = misfit(replace(question, cap_bytes=cap), one.layout)
+            if refusal is None:
+                found.append((cap, one.name, one))
+                break
+            cap = max(refusal.needed_bytes, cap + 1)
+    cap, _, nearest = min(found, key=lambda each: each[:2])
+    return cap, nearest
 
 
 def _context_that_fits(question: Question, layout: Layout) -> int | None:

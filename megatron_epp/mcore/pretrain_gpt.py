@@ -6,6 +6,7 @@ Checkpoint writers start helper processes that import this module again, so it i
 import functools
 import gc
 import importlib
+import sys
 from typing import Any
 
 from megatron_epp.mcore import entry
@@ -38,6 +39,7 @@ def preload() -> None:
     for module in _LATE:
         importlib.import_module(module)
     _read_settings_once()
+    _parse_flags_once()
     patching.unknown(fingerprints.RELIED_ON)  # reads their sources, whose fingerprints are then known
     _fork_managers()
     forks.fork_workers()
@@ -57,6 +59,19 @@ def _read_settings_once() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     entry.megatron_parser()
+
+
+def _parse_flags_once() -> None:
+    """Let Megatron's fault tolerance, which parses all flags only to see whether it is asked for, look for its own first."""
+    from megatron.training import ft_integration
+
+    setup, own = ft_integration.setup, {"--enable-ft-package", "--yaml-cfg"}
+
+    def setup_if_asked(*given: Any) -> None:
+        if own & set(sys.argv):
+            setup(*given)
+
+    ft_integration.setup = setup_if_asked
 
 
 def _fork_managers() -> None:

@@ -41,7 +41,12 @@ def test_an_error_on_the_last_of_four_ranks_ends_all(tmp_path):
 @pytest.mark.parametrize(
     ("faulty_rank", "action", "message"),
     [
-        (0, "F1", "action 1F1 has not finished after 4 s (--epp-wait-limit-seconds), waiting for 0F1 of rank 0"),
+        pytest.param(  # waits for 4 seconds, the same the other way
+            0,
+            "F1",
+            "action 1F1 has not finished after 4 s (--epp-wait-limit-seconds), waiting for 0F1 of rank 0",
+            marks=pytest.mark.slow,
+        ),
         (1, "B1", "action 0B1 has not finished after 4 s (--epp-wait-limit-seconds), waiting for 1B1 of rank 1"),
     ],
 )

@@ -226,7 +226,7 @@ def test_the_kernel_gets_what_it_takes_and_no_more(monkeypatch):
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which torch for Linux on the package index brings"
 )
-@pytest.mark.parametrize("version", ["0.6.3", "0.8.5"])
+@pytest.mark.parametrize("version", [pytest.param("0.6.3", marks=pytest.mark.slow), "0.8.5"])  # the older one's arguments
 def test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter(version):
     """Numbers of the real kernel without a GPU, in a process of its own: Triton asks for its interpreter at its import."""
     path = [

@@ -20,6 +20,7 @@ from tests.support.runtime.runtime_plans import (
     v_shape,
     v_shape_split,
 )
+from tests.support.seeds import some_by_default
 
 LAYERS = 2  # of each stage
 BATCHES = {
@@ -68,7 +69,7 @@ def assert_equals_whole_sequences(results, plan, tolerance, dtype=torch.float32)
             assert relative_difference(torch.from_numpy(grad), wanted[name]) < tolerance, name
 
 
-@pytest.mark.parametrize("recompute", [0, 1, LAYERS])
+@some_by_default("recompute", [1, 0, LAYERS], 1)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_planned_batches(ranks, size, batch, recompute):

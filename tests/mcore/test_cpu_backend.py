@@ -89,12 +89,12 @@ def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
 @pytest.mark.parametrize(
     ("model", "num_processes", "flags"),
     [
-        ("llama", 2, "--pipeline-model-parallel-size 2"),
+        pytest.param("llama", 2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         ("gpt2", 2, "--pipeline-model-parallel-size 2"),  # the embedding is shared by both stages
         ("llama", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
         pytest.param("llama", 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("llama", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
-        ("gpt2", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param("gpt2", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         (
             "gpt2",
             2,

@@ -56,9 +56,9 @@ def test_every_value_that_may_be_left_out_has_its_default_stated(command):
     assert not unsaid
 
 
-def _is_launch(block):
-    """Whether a block only prints a start of a training."""
-    return all("--dry-run" in line for line in block.splitlines())
+def _is_long(block):
+    """Whether a block searches for a layout, or needs Megatron's parser, as those of the README do that run by default."""
+    return "megatron-epp advise" in block or all("--dry-run" in line for line in block.splitlines())
 
 
 RUNNABLE = [(page, body) for page in DOCS for mark, body in blocks(page, "bash") if mark == LAPTOP]
@@ -80,12 +80,11 @@ def anywhere(tmp_path_factory):
 @pytest.mark.parametrize(
     ("page", "block"),
     [
-        # A search for a layout and Megatron's parser take long, and the README's, which `test_readme.py` runs, are the same.
         pytest.param(
             page,
             body,
             id=f"{page.stem}: {body.splitlines()[0]}",
-            marks=pytest.mark.slow if "megatron-epp advise" in body or _is_launch(body) else (),
+            marks=() if page.stem == "getting-started" and not _is_long(body) else pytest.mark.slow,
         )
         for page, body in RUNNABLE
     ],

@@ -86,14 +86,8 @@ def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
         launcher.wait()
 
 
-# That the helpers of a killed rank end is tested below, too.
-@pytest.mark.parametrize(
-    "killed",
-    [
-        pytest.param("a rank, then the launcher", marks=pytest.mark.slow),
-        "the launcher alone, with a rank that is stopped",
-    ],
-)
+@pytest.mark.slow  # starts Megatron under a launcher; by default small processes do it in `test_launch_lifetime.py`
+@pytest.mark.parametrize("killed", ["a rank, then the launcher", "the launcher alone, with a rank that is stopped"])
 def test_no_process_of_a_killed_run_lives_on(
     killed: str, run: tuple[subprocess.Popen[bytes], list[psutil.Process]], temporary: Path, tmp_path: Path
 ) -> None:

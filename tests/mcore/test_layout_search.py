@@ -84,6 +84,7 @@ def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tm
     assert load(tmp_path / "plan.json").num_layers == (5, 3)
 
 
+@pytest.mark.slow  # trains what is planned above, on four processes; `test_layouts.py` trains such stages
 def test_balanced_layers_of_two_replicas_train_as_the_stock_schedule_does(tmp_path: Path) -> None:
     case = {
         "cell": {"pp": 2, "dp": 2},

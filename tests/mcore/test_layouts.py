@@ -29,7 +29,6 @@ PLAN = "--epp-slices 3 --epp-recompute 1"
 CASES: dict[str, dict[str, Any]] = {
     "context parallel, weights apart": {"cell": {"pp": 2, "cp": 2, "split": True}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
     "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5"},
-    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
     "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": f"{PLAN} --epp-layout 1.5,2.5"},
     "experts of replicas": {
         "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
@@ -38,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 MORE_CASES: dict[str, dict[str, Any]] = CASES | {
+    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
     "two stages": {"cell": {"pp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "model": "grouped"},
     "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
     "replicas": {"cell": {"pp": 2, "dp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "optimizer": DISTRIBUTED},

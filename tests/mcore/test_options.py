@@ -5,21 +5,30 @@ import math
 import pytest
 
 from tests.support.mcore.forked import launch
-from tests.support.mcore.options_worker import ITERATIONS, LOADED, SAVED
+from tests.support.mcore.options_worker import ITERATIONS, LOADED, MORE_RUNS, SAVED
 
 WORKER = "tests.support.mcore.options_worker"
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Return the result of every run of the worker."""
-    finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("options"), timeout_s=900)
+def results(folder, *names):
+    """Result of every run of the worker, or of those that are named."""
+    finished = launch(1, "-m", WORKER, folder, *names, timeout_s=900)
     assert finished.returncode == 0, finished.output[-5000:]
     (found,) = finished.figures
     errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
     assert not errors, errors
     return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("options"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("options"), "engine", *MORE_RUNS)
 
 
 def apart(expected, found):
@@ -80,7 +89,7 @@ def test_a_hybrid_model_of_attention_and_mlp_layers_trains_as_with_megatrons_own
     assert_same_training(stock, elastic)
 
 
-@pytest.mark.parametrize("name", ["split", "split and fused", "split, fused and overlapped"])
+@pytest.mark.parametrize("name", ["split", "split, fused and overlapped"])
 def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs, name):
     joint, split = runs["engine"], runs[f"engine, {name}"]
     assert not any(plan["weights"] for plan in joint["plans"])
@@ -88,9 +97,14 @@ def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs, na
     assert_same_training(joint, split)
 
 
-@pytest.mark.parametrize("name", ["fused and overlapped", "fused, overlapped and counted"])
-def test_layers_that_note_at_a_saved_weight_where_its_gradient_went_train_alike(runs, name):
+def test_layers_that_note_at_a_saved_weight_where_its_gradient_went_train_alike(runs):
     """With --overlap-grad-reduce Megatron's data parallelism ends the run where a weight has no gradient and no such note.
     Bytes are counted with hooks on saved tensors, at the start of every run and with --epp-measure-memory in training.
     """
-    assert_same_training(runs["engine"], runs[f"engine, {name}"])
+    assert_same_training(runs["engine"], runs["engine, fused, overlapped and counted"])
+
+
+@pytest.mark.slow  # the default set has them with more options together
+@pytest.mark.parametrize("name", MORE_RUNS)
+def test_with_fewer_options_together_layers_train_alike_too(more_runs, name):
+    assert_same_training(more_runs["engine"], more_runs[name])

@@ -11,7 +11,7 @@ from tests.support.seeds import some_by_default
 WORKER = "tests.support.mcore.recompute_modes_worker"
 
 
-BY_DEFAULT = ("grouped, weights apart", "experts shared by replicas", "hybrid", "tensor and sequence parallel")
+BY_DEFAULT = ("grouped, weights apart", "experts shared by replicas", "hybrid")
 OTHERS = tuple(name for name in RUNS if name not in BY_DEFAULT)
 
 

@@ -35,6 +35,7 @@ def check_named(output: str) -> None:
     assert re.search(rf"WARNING:.*slower than costs for {ITERATIONS} iterations: ", output)
 
 
+@pytest.mark.slow  # the other loop with the same watch
 def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
     finished = launch(2, PROGRAMS / "slow_worker.py", 2, "24,8,32,16")
     assert finished.returncode == 0, finished.output[-5000:]

@@ -1,4 +1,4 @@
-"""Some hundred iterations of Megatron's loop leave no tensor behind, and no other object of Python's."""
+"""Many iterations of Megatron's loop leave no tensor behind, and no other object of Python's."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def soaked(name: str, folder: Path) -> list[dict[int, int]]:
     return [{int(iteration): count for iteration, count in figures["counts"].items()} for figures in finished.figures]
 
 
-def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
+def test_many_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
     case, (tensors,) = CASES["tensors"], soaked("tensors", tmp_path)
     # The thread that reads ahead may or may not hold the next batch when tensors are counted.
     assert min(tensors[i] for i in case.late) <= max(tensors[i] for i in case.early)

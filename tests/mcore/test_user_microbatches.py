@@ -21,13 +21,25 @@ ITERATIONS = 6
 TOLERANCE = 1e-5
 """Largest relative difference of losses and of norms of gradients: replicas and stages may add in another order."""
 
-ONE_LAYER = "--recompute-num-layers 1"
 PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 CELLS = {
     "one process": (1, ""),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
-    "pipeline, several stages per rank": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "experts shared by replicas": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
+        "--no-bias-gelu-fusion --disable-bias-linear",
+    ),
+    "full recompute, loss per token": (
+        2,
+        "--pipeline-model-parallel-size 2 --calculate-per-token-loss "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+MORE_CELLS = {
+    "pipeline, several stages per rank": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "distributed optimizer": (
         4,
         "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -37,24 +49,14 @@ CELLS = {
         "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
         "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear",
     ),
-    "experts shared by replicas": (
-        4,
-        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
-        "--no-bias-gelu-fusion --disable-bias-linear",
-    ),
     "multi-token prediction": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"),
-    "full recompute": (
-        2,
-        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform " + ONE_LAYER,
-    ),
-    "loss per token": (2, "--pipeline-model-parallel-size 2 --calculate-per-token-loss"),
 }
+"""In the set `slow`: the default set has them in `test_user_parity.py`, tensor by tensor."""
 
 
-@pytest.fixture(params=CELLS)
+@pytest.fixture(params=[*CELLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CELLS)])
 def cell(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
-    processes, flags = CELLS[request.param]
+    processes, flags = (CELLS | MORE_CELLS)[request.param]
     return processes, flags.split()
 
 

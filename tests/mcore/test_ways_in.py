@@ -17,7 +17,7 @@ from tests.support.mcore.synthetic_documents import documents_of, long_tailed_le
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 TRAIN = [*TINY, "--train-iters", 2, "--epp-lookahead", 3]
-RANKS = {"stock": 1, "epp": 2}
+RANKS = {"stock": 1, "epp": 1, "epp, two stages": 2}
 """Pipeline stages, each on a rank of its own. A single rank needs no launcher."""
 
 
@@ -35,12 +35,13 @@ class Reference:
         return printed_losses(self.output)
 
 
-def epp_flags(folder: Path) -> list[object]:
+def epp_flags(folder: Path, stages: int) -> list[object]:
     """`TRAIN` with plans, on documents that are written into a folder."""
     lengths = long_tailed_lengths(64, longest=33)
     prefix = write_pair(folder / "text", documents_of(lengths, vocab_size=127))
     flags = [flag for flag in TRAIN if flag != "--mock-data"]
-    flags += ["--pipeline-model-parallel-size", RANKS["epp"]]
+    flags += ["--pipeline-model-parallel-size", stages]
+    flags += ["--lr", 1e-2]  # so that one step counts for more than the batch
     return [*flags, "--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
 
 
@@ -52,10 +53,10 @@ def printed_losses(output: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", output)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("stock", marks=pytest.mark.slow), "epp"])
+@pytest.fixture(scope="module", params=[pytest.param(way, marks=() if way == "epp" else pytest.mark.slow) for way in RANKS])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    flags = epp_flags(tmp_path_factory.mktemp("documents")) if request.param == "epp" else TRAIN
     ranks = RANKS[request.param]
+    flags = TRAIN if request.param == "stock" else epp_flags(tmp_path_factory.mktemp("documents"), ranks)
     finished = started(ranks, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
     return Reference(ranks, flags, finished.output, known_as_megatrons(USER_SCRIPT, tmp_path_factory.mktemp("known")))
@@ -77,7 +78,7 @@ def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_
 
 
 def test_ranks_that_a_script_chooses_for_embeddings_give_way_to_a_placement(tmp_path: Path) -> None:
-    flags = [*epp_flags(tmp_path), "--num-virtual-stages-per-pipeline-rank", 2, "--epp-placement", "v"]
+    flags = [*epp_flags(tmp_path, 2), "--num-virtual-stages-per-pipeline-rank", 2, "--epp-placement", "v"]
     ours = forked.launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     theirs = forked.launch(2, RUN_KNOWN, USER_SCRIPT, *flags)
     assert theirs.returncode == 0, theirs.output[-5000:]

@@ -105,7 +105,7 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
 
 
 def test_equal_questions_get_equal_advice():
-    asked = question(SKEWED[:6], cap_bytes=9 << 30, devices=2)
+    asked = question(SKEWED[:6], cap_bytes=9 << 30, devices=2, fixed={"pipeline": 2})
     assert as_json(advise(asked)) == as_json(advise(asked))
 
 
@@ -172,7 +172,7 @@ def test_what_holds_weights_alone_reduces_nothing_and_more_parameters_take_longe
 
 
 def test_where_nothing_fits_each_change_that_is_named_would_do():
-    asked = question(cap_bytes=3 << 30)
+    asked = question(cap_bytes=3 << 30, fixed={"context": 1})
     with pytest.raises(NothingFitsError, match=r"nothing fits 3.0 GiB per device on 4 devices") as failure:
         advise(asked)
     changes = dict(change.removeprefix("--").split() for change in str(failure.value).split("would do: ")[1].split(", or "))
@@ -216,7 +216,8 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
 
 def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,4000", "--context", "1000", "--global-batch-size", "5"]
+    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,4000", "--context", "1000"]
+    command += ["--global-batch-size", "5", "--pipeline-parallel", "2"]
     for flags, tokens, documents in (([], 900 + 4000, None), (["--documents", "truncate"], 2 * 900 + 3 * 1000, "truncate")):
         assert main([*command, *flags, "-o", str(recipe)]) == 0
         assert f"{tokens:,} tokens, of up to 1,000 tokens" in capsys.readouterr().out
@@ -225,7 +226,8 @@ def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, 
 
 def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    argv = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8", "--tensor-parallel", "4"]
+    argv = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8"]
+    argv += ["--tensor-parallel", "4", "--pipeline-parallel", "2"]
     assert main(["advise", *argv, "-o", str(recipe)]) == 0
     assert "models/llama3-8b" in recipe.read_text()
     assert load_settings([recipe])["megatron"]["num_layers"] == 32

@@ -7,6 +7,8 @@ from scripts.bench.memory.bench import BASE, VARIANTS, markdown, row, summary
 from scripts.bench.planner.suite import Case
 from tests.support.plan.planner_cases import pipeline, problem
 
+pytestmark = pytest.mark.slow  # a benchmark from end to end; `test_planner_quality.py` has what each feature gains
+
 
 @pytest.fixture(scope="module")
 def found():

@@ -19,6 +19,9 @@ from scripts.bench.planner.report import markdown
 from scripts.bench.planner.runs import BATCHES, RunCase
 from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases
 
+END_TO_END = pytest.mark.slow
+"""The benchmark in its reduced form takes 10 s; its parts are tested by default."""
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
@@ -31,6 +34,7 @@ def report(tmp_path_factory):
     return found
 
 
+@END_TO_END
 def test_every_plan_is_at_or_above_its_bound(report):
     rows = [row for row in report["large"]["rows"] if "gap" in row]
     assert rows
@@ -42,6 +46,7 @@ def test_every_plan_is_at_or_above_its_bound(report):
             assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
 
 
+@END_TO_END
 @pytest.mark.parametrize(("part", "rivals"), [("large", RIVALS), ("runs", FIXED)])
 @pytest.mark.parametrize(("key", "all_features"), [("against", False), ("against_all_features", True)])
 def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part, rivals, key, all_features):
@@ -55,6 +60,7 @@ def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part,
                 assert figures["geometric_mean_over_bound"] >= figures["geometric_mean"] - 1e-9
 
 
+@END_TO_END
 def test_a_setting_is_reported_for_every_rival_that_fits_a_run(report):
     for row in report["runs"]["rows"]:
         fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
@@ -91,6 +97,7 @@ def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
     assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
 
 
+@END_TO_END
 def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
     found = report["small"]
     if "skipped" in found:
@@ -133,6 +140,7 @@ def test_a_case_is_the_same_every_time_and_binds():
         assert max(planner.plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
 
 
+@END_TO_END
 def test_speed_is_measured_for_every_size(report):
     assert [row["sequences"] for row in report["speed"]] == [64, 128]
     assert all(row["planning_ms"] > 0 for row in report["speed"])

@@ -16,14 +16,14 @@ from tests.support.plan.campaign_cases import case_of, planned
 from tests.support.seeds import some_by_default
 
 
-@some_by_default("first", range(0, 200, 10), 2)
+@some_by_default("first", range(0, 200, 10), 1)
 def test_no_problem_has_a_fault(first: int):
     found = [campaign.judged(seed) for seed in range(first, first + 10)]
     assert [faults for *_, faults in found if faults] == []
     assert {kind for kind, *_ in found} == {"planned", "refused"}
 
 
-@some_by_default("seed", [18, 68, 137, 260, 661, 163], 5)
+@some_by_default("seed", [68, 137, 260, 661, 18, 163], 4)
 def test_problems_that_once_had_a_fault_have_none(seed: int):
     """Caps that were too low once named for messages, or equal to those given; weight gradients of stages without layers; and
     many grains with one table, at which the search stopped, so that more memory made the plan slower.

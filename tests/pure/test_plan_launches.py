@@ -158,13 +158,13 @@ def test_lockstep_plans_that_receive_at_different_exchanges_may_wait_for_each_ot
     assert blocked([late, early], lockstep=True)
 
 
-@some_by_default("seed", range(20), 10)
+@some_by_default("seed", [*range(20), 960], 6)
 def test_planned_batches_end_on_every_machine(seed):
     """More of them: ``python -m tests.support.plan.launch_campaign 2500``."""
     assert judge(seed).faults == []
 
 
-@some_by_default("seed", range(20), 10)
+@some_by_default("seed", range(20), 4)
 def test_planned_batches_with_vocabulary_shards_are_those_of_a_second_simulator_and_end_on_every_machine(seed):
     assert judge(seed, only_shards=True).faults == []
 
@@ -181,4 +181,3 @@ def test_replicas_that_share_experts_receive_at_the_same_exchanges_whatever_each
     plans = random_plans(960)
     assert len({plan.predicted.makespan_us for plan in plans}) > 1
     assert len({tuple(tuple(a for a in row if a.op not in COPIES) for row in lower(plan)) for plan in plans}) == 1
-    assert judge(960).faults == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -51,6 +52,7 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
     return on_device(bare, draw.choice([0.0, 0.07]), buffers=[draw.randint(0, 99)] * stages)
 
 
+@functools.cache
 def random_account(seed: int) -> Account:
     """Return the account of a plan that its costs allow, capped so that something has to give in most of them."""
     draw = random.Random(seed)

@@ -145,7 +145,7 @@ LINK = {"host_latency_us": 1.0, "host_us_per_byte": 1e-5}
 FREE = {"host_latency_us": 0.0, "host_us_per_byte": 0.0}
 
 
-@pytest.mark.parametrize("lengths", [(2000, 6000, 20000), (20000, 4000, 6000, 4000), (2000, 6000, 2000, 20000, 2000)])
+@some_by_default("lengths", [(2000, 6000, 20000), (20000, 4000, 6000, 4000), (2000, 6000, 2000, 20000, 2000)], 1)
 @pytest.mark.parametrize(("share", "copies"), [(0.0, False), (1e-9, False), (1e-4, False), (1.0, True)])
 def test_where_less_than_a_layers_input_may_leave_nothing_is_copied(lengths: tuple[int, ...], share: float, copies: bool):
     made = copied(lengths, 0.5, replace(pipeline(2, 2), offloadable_share=share, **LINK))

@@ -146,7 +146,7 @@ def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Op
     return least
 
 
-BATCHES = pytest.mark.parametrize("lengths", [[400_000], [200_000, 150_000, 3_000, 900], [200_000, 3_000]])
+BATCHES = some_by_default("lengths", [[400_000], [200_000, 150_000, 3_000, 900], [200_000, 3_000]], 2)
 
 
 @BATCHES

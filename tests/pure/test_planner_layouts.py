@@ -76,7 +76,6 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCa
     last_rank = found.layout.placement.stages(found.layout.placement.last_rank)
     assert sum(found.layout.halves[stage] for stage in last_rank) < 8
     assert "ms with even layers" in caplog.text
-    assert choose(sample()) == found
 
 
 def test_even_layers_stay_where_no_other_layout_saves_enough():
@@ -101,7 +100,7 @@ def test_under_a_cap_the_layout_fits_it():
 
 def test_where_nothing_fits_the_error_is_that_of_even_layers():
     with pytest.raises(InfeasibleError, match="fit"):
-        choose(sample(cap_bytes=1 << 20))
+        choose(sample(cap_bytes=1 << 20, placements=placements_of(4)[:1]))
 
 
 def test_one_rank_has_one_layout():
@@ -110,7 +109,9 @@ def test_one_rank_has_one_layout():
 
 def test_plans_of_the_choice_are_made_with_the_options():
     found = choose(sample(placements=placements_of(4)[:1], options=Options(planner="seq1f1b", recompute=0)))
-    assert found.makespan_us > choose(sample(placements=placements_of(4)[:1])).makespan_us
+    by_default, again = (choose(sample(placements=placements_of(4)[:1])) for _ in range(2))
+    assert found.makespan_us > by_default.makespan_us
+    assert again == by_default
 
 
 @pytest.fixture

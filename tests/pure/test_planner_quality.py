@@ -93,7 +93,7 @@ def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
     assert sum(map(sum, made.recompute_us)) < sum(map(sum, without.recompute_us))
 
 
-@some_by_default(("lengths", "stages", "cap"), [(WHALE, 8, 30), (EQUAL, 4, 20), (EQUAL, 8, 20)], 2)
+@some_by_default(("lengths", "stages", "cap"), [(EQUAL, 4, 20), (WHALE, 8, 30), (EQUAL, 8, 20)], 1)
 def test_weight_gradients_of_their_own_and_copies_go_together(lengths: tuple[int, ...], stages: int, cap: int):
     given, costs = problem(lengths, stages, cap * GIB), pipeline(stages)
     choices = Options(offload=True), SPLIT, Options(offload=True, split_weight=True)

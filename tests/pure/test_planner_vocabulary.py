@@ -38,6 +38,7 @@ from megatron_epp.report.trace import trace
 from tests.support.plan import second_simulator
 from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import makespan_us, stuck
+from tests.support.seeds import some_by_default
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 9000, 5000, 3000, 2000, 700, 300)
@@ -161,9 +162,8 @@ def test_the_work_and_the_weights_of_the_output_layer_are_divided():
     assert moved == pytest.approx(gained, abs=len(parts.stages) * 4)
 
 
-@pytest.mark.parametrize("cap_gib", [16, 20])
-@pytest.mark.parametrize("offload", [False, True])
-def test_plans_stay_under_their_caps(cap_gib, offload):
+@some_by_default(("offload", "cap_gib"), [(False, 16), (True, 20), (False, 20), (True, 16)], 2)
+def test_plans_stay_under_their_caps(offload, cap_gib):
     shared = Options(split_weight=True, offload=offload)
     link = replace(PROFILE, host_us_per_byte=1 / 25_000, host_latency_us=10.0)
     problem = Problem(LENGTHS, (0, 1, 2, 3), (cap_gib * GIB,) * 4)

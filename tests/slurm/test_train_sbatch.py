@@ -1,4 +1,4 @@
-"""scripts/train.sbatch on a real SLURM with two virtual nodes: it trains, survives a killed task, and other ways in agree."""
+"""scripts/train.sbatch on a real SLURM with virtual nodes: it trains, survives a killed task, and other ways in agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,16 @@ from tests.support.mcore.synthetic_documents import documents_of, long_tailed_le
 from tests.support.slurm_cluster import Cluster, missing, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 20
+ITERATIONS, MORE_ITERATIONS = 2, 20
 LIMIT_S = 300
+TASK_KILLED_ONCE = """\
+echo "in start $((${SLURM_RESTART_COUNT:-0} + 1)): $*"
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then kill -KILL $$; fi
+"""
+"""In place of scripts/train.sh: it is killed in the first start of its job."""
 TINY = [
     "-c", "recipes/tiny-cpu", "num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64",
-    "max_position_embeddings=64", "global_batch_size=8", f"train_iters={ITERATIONS}", "lr_decay_iters=100", "num_workers=0",
+    "max_position_embeddings=64", "global_batch_size=8", "lr_decay_iters=100", "num_workers=0",
     "ckpt_format=torch_dist",
 ]  # fmt: skip
 
@@ -33,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with Cluster(tmp_path_factory.mktemp("slurm"), 2) as running:
+    with Cluster(tmp_path_factory.mktemp("slurm"), 3) as running:
         yield running
 
 
@@ -76,68 +81,94 @@ def children_with(word: str, job: str) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
 class Job:
-    """Return the output of a job's first start, in which a task was killed, and of its second."""
+    """A job that submits itself from a folder with scripts/, and what it has printed there.
 
-    first: str
-    again: str
+    Args:
+        cluster: that runs it.
+        home: the folder.
+        num_nodes: that it takes.
+        arguments: for its training.
+    """
+
+    def __init__(self, cluster: Cluster, home: Path, num_nodes: int, arguments: Sequence[str]) -> None:
+        more = environment() | {"SBATCH_ARGS": f"--parsable --nodes {num_nodes}"}
+        self.cluster = cluster
+        self.name = cluster.run("bash", "-c", f"cd {home} && bash scripts/train.sbatch {shlex.join(arguments)}", **more).strip()
+        self._output = home / "logs" / f"epp-{self.name}.out"
+
+    @property
+    def text(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
+        wait_for(happened, LIMIT_S, what, lambda: f"{self.text[-4000:]}\n{self.cluster.logs()}")
+
+    def wait_for_its_end(self) -> None:
+        self.wait_for(lambda: self.cluster.state(self.name) not in ("PENDING", "RUNNING", "COMPLETING"), "the job has ended")
+        assert self.cluster.state(self.name) == "COMPLETED", self.text[-4000:]
 
 
 @pytest.fixture(scope="module")
-def job(cluster, documents, home) -> Job:
-    """A job of two nodes that has submitted itself, lost a task and run to its end."""
-    save = home / "checkpoints"
-    flags = [*TINY, f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]
-    submitted = subprocess.run(
-        ["bash", "scripts/train.sbatch", *flags],
-        cwd=home, env=cluster.env | environment() | {"SBATCH_ARGS": "--parsable --nodes 2"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert submitted.returncode == 0, submitted.stderr
-    job = submitted.stdout.strip()
-    output = home / "logs" / f"epp-{job}.out"
-
-    def text() -> str:
-        return output.read_text() if output.exists() else ""
-
-    def tell() -> str:
-        return f"{text()[-4000:]}\n{cluster.logs()}"
-
-    wait_for(lambda: 10 in losses(text()), LIMIT_S, "ten iterations have run", tell)
-    workers = children_with("megatron_epp.mcore.pretrain_gpt", job)
-    assert len(workers) >= 4  # a launcher and a worker on either node
-    variables = [Path(f"/proc/{worker}/environ").read_bytes() for worker in workers]
-    assert not any(b"EPP_RENDEZVOUS_TOKEN=" in one for one in variables), "who has met needs no token"
-    os.kill(max(workers), signal.SIGKILL)
-    wait_for(lambda: "start 2" in text(), LIMIT_S, "the job has started again", tell)
-    wait_for(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), LIMIT_S, "the job has ended", tell)
-    assert cluster.state(job) == "COMPLETED", tell()
-    return Job(*text().split("start 2", 1))
+def jobs(cluster, documents, home, tmp_path_factory) -> tuple[Job, Job]:
+    """Two jobs that have run side by side: a training on two nodes, and one whose only task was killed in its first start."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "scripts").mkdir()
+    (other / "scripts" / "train.sbatch").symlink_to(REPOSITORY / "scripts" / "train.sbatch")
+    (other / "scripts" / "train.sh").write_text(TASK_KILLED_ONCE)
+    both = (
+        Job(cluster, home, 2, [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}"]),
+        Job(cluster, other, 1, ["--epp", "two words"]),
+    )
+    for job in both:
+        job.wait_for_its_end()
+    return both
 
 
-def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_checkpoint(job):
-    assert "goes back into the queue" in job.first
-    assert ITERATIONS not in losses(job.first)
-    resumed = losses(job.again)
-    assert min(resumed) > 1, "it went on from a checkpoint"
-    assert max(resumed) == ITERATIONS
-    # After a start Megatron prints, with the second iteration, the mean of the first two.
-    repeated = (losses(job.first).keys() & resumed.keys()) - {min(resumed) + 1}
-    assert repeated, "what ran after the checkpoint ran again"
-    assert all(losses(job.first)[i] == resumed[i] for i in repeated)
+def test_a_killed_task_puts_the_job_back_into_the_queue(jobs):
+    _, killed = jobs
+    first, again = killed.text.split("start 2", 1)
+    assert "training ended with exit code 137" in first
+    assert "goes back into the queue (MOST_RESTARTS=3)" in first
+    assert "in start 2: --epp two words --epp-checkpoint-fallback" in again
+    assert "goes back into the queue" not in again
 
 
-def test_flags_settings_and_slurm_give_the_same_losses(job, documents, home):
-    """The ones of the job's first start: it has trained with the same settings, but for where it saves."""
-    settings = [*TINY, "exit_interval=2", f"data_path={documents}"]
-    env = os.environ | environment()
+def test_flags_settings_and_slurm_give_the_same_losses(jobs, documents, home):
+    training, _ = jobs
+    settings = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}"]
     printed = subprocess.run(
         ["bash", "scripts/train.sh", "--dry-run", *settings],
-        cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        cwd=home, env=os.environ | environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert printed.returncode == 0, printed.stdout[-2000:] + printed.stderr[-2000:]
     flags = shlex.split(printed.stdout.split("megatron_epp.mcore.pretrain_gpt ", 1)[1])
     by_flags = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert by_flags.returncode == 0, by_flags.output[-5000:]
-    assert losses(by_flags.output) == {i: losses(job.first)[i] for i in (1, 2)}
+    assert len(losses(training.text)) == ITERATIONS
+    assert losses(by_flags.output) == losses(training.text)
+
+
+@pytest.mark.slow  # two starts on two nodes; by default a job without training is put back, and `test_resume.py` resumes
+def test_a_training_that_lost_a_task_goes_on_from_its_checkpoint(cluster, documents, home):
+    save = home / "checkpoints"
+    more = [f"train_iters={MORE_ITERATIONS}", f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]
+    job = Job(cluster, home, 2, [*TINY, *more])
+    job.wait_for(lambda: 10 in losses(job.text), "ten iterations have run")
+    workers = children_with("megatron_epp.mcore.pretrain_gpt", job.name)
+    assert len(workers) >= 4  # a launcher and a worker on either node
+    variables = [Path(f"/proc/{worker}/environ").read_bytes() for worker in workers]
+    assert not any(b"EPP_RENDEZVOUS_TOKEN=" in one for one in variables), "who has met needs no token"
+    os.kill(max(workers), signal.SIGKILL)
+    job.wait_for(lambda: "start 2" in job.text, "the job has started again")
+    job.wait_for_its_end()
+    first, again = job.text.split("start 2", 1)
+    assert "goes back into the queue" in first
+    assert MORE_ITERATIONS not in losses(first)
+    resumed = losses(again)
+    assert min(resumed) > 1, "it went on from a checkpoint"
+    assert max(resumed) == MORE_ITERATIONS
+    # After a start Megatron prints, with the second iteration, the mean of the first two.
+    repeated = (losses(first).keys() & resumed.keys()) - {min(resumed) + 1}
+    assert repeated, "what ran after the checkpoint ran again"
+    assert all(losses(first)[i] == resumed[i] for i in repeated)

@@ -38,7 +38,6 @@ TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys
 
 PIPELINES = {
     2: {
-        "as the planner likes": GROUPED,
         FREE: f"{LLAMA} --epp-slices 3",
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
         "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
@@ -49,27 +48,34 @@ PIPELINES = {
         "--pipeline-model-parallel-size 1",
     },
     4: {
-        FREE: f"{LLAMA} --epp-slices 3",
-        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
         SHARDS: f"{LLAMA} --epp-slices 3 --epp-vocab-parallel on --make-vocab-size-divisible-by 4096 --epp-memory-cap-gb 0.02",
         OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
 }
+"""By number of ranks."""
 MORE = {
-    "whole": f"{GPT2} --epp-planner 1f1b",
-    "seven slices": f"{GROUPED} --epp-slices 7",
-    "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
-    "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
-    "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
-    "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
-    "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
-    "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
-    "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
-    "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
-    "a layer cut": f"{GROUPED} --epp-layout 3.5,4.5",
-    "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
-    "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
-    "a layer cut, offloaded": f"{LLAMA} --epp-memory-cap-gb 0.0085 --epp-offload --epp-costs {FAST_HOST} --epp-layout 4.5,3.5",
-    "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
+    2: {
+        "as the planner likes": GROUPED,
+        "whole": f"{GPT2} --epp-planner 1f1b",
+        "seven slices": f"{GROUPED} --epp-slices 7",
+        "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
+        "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
+        "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
+        "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
+        "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
+        "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
+        "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
+        "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
+        "a layer cut": f"{GROUPED} --epp-layout 3.5,4.5",
+        "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
+        "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
+        "a layer cut, offloaded": f"{LLAMA} --epp-layout 4.5,3.5 --epp-memory-cap-gb 0.0085 --epp-offload "
+        f"--epp-costs {FAST_HOST}",
+        "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
+    },
+    4: {
+        FREE: f"{LLAMA} --epp-slices 3",
+        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
+    },
 }
-"""On two ranks, in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""
+"""The same in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""

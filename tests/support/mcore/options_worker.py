@@ -1,6 +1,6 @@
 """Trains with options that people use, in forked worlds as `scripts/parity` does; prints what `test_options.py` looks at.
 
-python -m tests.support.mcore.options_worker FOLDER
+python -m tests.support.mcore.options_worker FOLDER [NAME ...]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.mcore.figures import record_figures
 
-ITERATIONS, SAVED = 4, 2
+ITERATIONS, SAVED = 3, 1
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
 HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
@@ -24,7 +24,6 @@ SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
 FUSED = f"{ENGINE} --spec tests.support.mcore.engine_stand_in fused_layer_spec"
 LOADED = {
-    "elastic on 1": (1, ELASTIC),
     "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
     "stock on 1": (1, "--epp-schedule stock"),
 }
@@ -40,10 +39,8 @@ RUNS = {
     "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
     "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "engine": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {ELASTIC}"),
-    "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
     "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
     "engine, split": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {SPLIT}"),
-    "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
     "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
@@ -51,10 +48,15 @@ RUNS = {
     "fp16 stock": (2, "--epp-schedule stock --fp16 --loss-scale 128"),
     "fp16 elastic": (2, f"{ELASTIC} --fp16 --loss-scale 128 --epp-loss-block-tokens 7"),
 }
+MORE_RUNS = {
+    "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
+    "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
+}
+"""In the set `slow`: with fewer options together than those above."""
 
 
 def main(folder: Path, names: Collection[str] = ()) -> None:
-    """Run everything, or only what is named."""
+    """Run all `RUNS` and `LOADED`, or only what is named, of `MORE_RUNS` too."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from scripts.parity.runs import Run, contents
@@ -77,12 +79,13 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
         return Training(stages, (*common, "--pipeline-model-parallel-size", str(stages), *shlex.split(flags)))
 
     saving = f"--train-iters {SAVED} --save {folder / 'saved'} --save-interval {SAVED} --ckpt-format torch_dist"
-    runs = {name: training(*run) for name, run in RUNS.items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
+    runs = {name: training(*run) for name, run in (RUNS | MORE_RUNS).items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
     loading = f"--load {folder / 'saved'} --ckpt-format torch_dist --override-opt_param-scheduler"
     loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
     done: dict[Training, list[Run] | str] = {}
     if names:
-        runs, loads = {name: runs[name] for name in names}, {}
+        loads = {}
+    runs = {name: run for name, run in runs.items() if name in (names or (*RUNS, "saving"))}
     for part in filter(None, (runs, loads)):
         (place := folder / f"worlds{len(part)}").mkdir()
         done |= train_all(part.values(), place, limit_s=240)
@@ -112,4 +115,4 @@ def figures(ranks, contents):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

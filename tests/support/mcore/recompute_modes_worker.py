@@ -41,7 +41,7 @@ KV_OFFLOAD = {
 }
 """Decisions with KV offload of slices besides; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
-HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+HYBRID = "--hybrid-layer-pattern *-*-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -52,7 +52,7 @@ RUNS = {
     "dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1"),
     "experts": (1, 1, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion"),
     "experts shared by replicas": (1, 2, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion --expert-model-parallel-size 2"),
-    "hybrid": (2, 2, "llama", f"{HYBRID} {LOCAL}"),
+    "hybrid": (1, 1, "llama", f"{HYBRID} {LOCAL}"),
     "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
     "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
 }
