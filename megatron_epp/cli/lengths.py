@@ -89,7 +89,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
             return _numbers(source)
     if source == "-":
         with naming("--lengths -"):
-            return _numbers(_stdin())
+            return _numbers(_stdin(), has_lines=True)
     path = Path(source)
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
@@ -110,7 +110,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         missing = "" if index.is_file() else "; it is not there"
         raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
     with naming(f"--lengths {source}"):
-        return _numbers(read_text(path))
+        return _numbers(read_text(path), has_lines=True)
 
 
 def _stdin() -> str:
@@ -120,13 +120,19 @@ def _stdin() -> str:
     return text
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    words = text.replace(",", " ").split()
+def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
+    words = _words(text)
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
+        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
+        where = f"line {number}: " if has_lines else ""
+        raise EppError(f"{where}{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 def _index(path: Path) -> tuple[int, ...]:

@@ -10,11 +10,12 @@ the second command repeats what the first one did with number 4711. The exit cod
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.support.fuzz.formats import FORMATS
@@ -42,10 +43,18 @@ def main() -> int:
     names = list(every()) if given.formats == "all" else given.formats.split(",")
     if unknown := next((name for name in names if name not in FORMATS and name not in every()), None):
         parser.error(f"there is no format {unknown}, but {', '.join(every())}")
-    if len(names) == 1:
-        return one(names[0], range(given.first, given.first + given.count), given.seed, lists=given.messages)
-    rest = [str(given.count), "--first", str(given.first), "--seed", str(given.seed), *["--messages"] * given.messages]
-    return max(subprocess.run([sys.executable, "-m", __package__, name, *rest], check=False).returncode for name in names)
+    numbers = range(given.first, given.first + given.count)
+    return max(_forked(name, numbers, given.seed, given.messages) for name in names)
+
+
+def _forked(name: str, numbers: range, seed: int, lists: bool) -> int:
+    """Run `one` in a process of its own, which limits and crashes do not leave, and return its exit code."""
+    process = get_context("fork").Process(target=lambda: sys.exit(one(name, numbers, seed, lists=lists)))
+    process.start()
+    process.join()
+    if process.exitcode not in (0, 1):
+        print(f"{name}: the process ended with code {process.exitcode}", flush=True)
+    return 0 if process.exitcode == 0 else 1
 
 
 def one(name: str, numbers: range, seed: int, *, lists: bool) -> int:
@@ -59,6 +68,7 @@ def one(name: str, numbers: range, seed: int, *, lists: bool) -> int:
     form = FORMATS[name] if name in FORMATS else every()[name]
     form.sound()
     os.environ.pop("EPP_TEST_UNSET", None)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     limit_memory()
     start_s = time.process_time()
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:

@@ -116,6 +116,9 @@ def binary_damage(fields: Callable[[bytes], Sequence[tuple[int, int]]]) -> Damag
         if draw.random() < 0.1:
             return content[: draw.randrange(len(content) + 1)]
         data = bytearray(content)
+        if draw.random() < 0.5:
+            _put(data, draw, *draw.choice(fields(content)))
+            return bytes(data)
         for _ in range(draw.randint(1, 3)):
             start = draw.randrange(len(data) + 1)
             match draw.randrange(7):
@@ -139,7 +142,7 @@ def index_fields(content: bytes) -> list[tuple[int, int]]:
     sequences, boundaries = (int.from_bytes(content[at : at + 8], "little") for at in (18, 26))
     lengths, offsets, ends = 34, 34 + 4 * sequences, 34 + 12 * sequences
     return [
-        *[(9, 8), (17, 1), (18, 8), (26, 8)] * 4,  # the header has few fields and matters most
+        *[(9, 8), (17, 1), (18, 8), (26, 8)] * 2,  # the header has few fields
         *((lengths + 4 * number, 4) for number in range(sequences)),
         *((offsets + 8 * number, 8) for number in range(sequences)),
         *((ends + 8 * number, 8) for number in range(boundaries)),
@@ -172,9 +175,26 @@ def _with_other_values(document: Any, draw: random.Random, optional: Sequence[st
                 inner.insert(key, copy.deepcopy(inner[key]))
             case 2 if isinstance(inner, dict) and optional:
                 inner[draw.choice(optional)] = copy.deepcopy(draw.choice(NASTY_VALUES))
+            case 2 | 3:
+                inner[key] = _near(inner[key], draw)
             case _:
                 inner[key] = copy.deepcopy(draw.choice(NASTY_VALUES))
     return document
+
+
+def _near(value: Any, draw: random.Random) -> Any:
+    """Return a value of the same type that is close to a value, and may well be read."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return draw.choice((value + 1, value - 1, 2 * value, -value, value / 2, 1e6 * value))
+    if isinstance(value, str):
+        digits = [at for at, letter in enumerate(value) if letter.isdigit()]
+        at = draw.choice(digits) if digits else 0
+        return value[:at] + draw.choice("0123456789") + value[at + 1 :]
+    if isinstance(value, dict):
+        return dict(draw.sample(sorted(value.items()), draw.randint(0, len(value))))
+    return draw.sample(value, draw.randint(0, len(value)))
 
 
 def _addresses(value: Any) -> Iterator[tuple[Any, Any]]:

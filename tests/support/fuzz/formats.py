@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import struct
@@ -148,13 +147,16 @@ def _lock(path: Path) -> str:
     """Hold the lock of a folder, and have the package say what it knows of the holder."""
     with path.open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, 0, 0, 0))
-        with contextlib.suppress(EppError):
+        try:
             hold(path.parent, "0123abcd")
-            raise Fault("a folder that is held is held again")
-    return ""
+        except EppError as error:
+            if not str(error).isprintable():
+                raise Fault(f"control characters are printed: {error}") from error
+            return ""
+    raise Fault("a folder that is held is held again")
 
 
-_COSTS = keys(SOUND["profile"], SOUND["costs"]) | {"costs of"}
+_COSTS = keys(SOUND["profile"], SOUND["costs"]) | {"costs of", r"stage \d+"}
 FORMATS: dict[str, Format] = {
     "plan": Format(
         "given.json",
@@ -176,7 +178,7 @@ FORMATS: dict[str, Format] = {
             "show": command("show", "FOLDER/plan.json", "--measured", "FILE"),
             "trace": command("show", "FOLDER/plan.json", "--measured", "FILE", "--trace", "FOLDER/trace.json"),
         },
-        named(*keys(SOUND["measured"]), r"rank \d+", r"\d+[A-Z]\d+", "digest", "of plan"),
+        r"line \d|position \d|is empty|nested|schema .* version .*;|plan_digest|ranks|has \d+[A-Z]\d+|of plan|JSON object",
         lambda: {"plan.json": plans()[0]},
     ),
     "profile": Format(
@@ -211,7 +213,8 @@ FORMATS: dict[str, Format] = {
         lambda: (CLUSTER,),
         text_damage,
         {"plan": command("plan", *BATCH, "--cluster", "FILE")},
-        named("rates", r"\w+_(flops|sharing|gb|per_node)", "unknown", r"name: value"),
+        named("rates", r"\w+_(flops|sharing|gb|per_node)", "unknown", r"name: value", r"stage \d+"),
+        named="given",
     ),
     "settings": Format(
         "given.yaml",

@@ -102,7 +102,9 @@ def run(name: str, form: Format, numbers: range, seed: int, folder: Path) -> Tal
         folder: empty folder for the files.
     """
     tally = Tally()
+    (folder / form.file).parent.mkdir(exist_ok=True)
     for other, content in form.others().items():
+        (folder / other).parent.mkdir(exist_ok=True)
         write(folder / other, content)
     for number in numbers:
         content = mutant(name, form, seed, number)
