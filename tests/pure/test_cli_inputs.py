@@ -100,7 +100,8 @@ def test_lengths_come_from_a_megatron_index(tmp_path, capsys):
     (tmp_path / "beyond.idx").write_bytes(raw[:-8] + struct.pack("<q", 99))
     assert "short.idx is truncated: " in error_of(capsys, "plan", "--lengths", str(tmp_path / "short.idx"))
     assert "future.idx has index version 2" in error_of(capsys, "plan", "--lengths", str(tmp_path / "future.idx"))
-    assert "beyond.idx contradicts itself" in error_of(capsys, "plan", "--lengths", str(tmp_path / "beyond.idx"))
+    beyond = "beyond.idx contradicts itself: document 3 ends before sequence 99, and there are 5 sequences"
+    assert beyond in error_of(capsys, "plan", "--lengths", str(tmp_path / "beyond.idx"))
     assert "not a Megatron index" in error_of(capsys, "plan", "--lengths", str(tmp_path / "other.idx"))
 
 

@@ -185,7 +185,8 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
     then = _ONCE | dict(then)
     others = [
-        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} was {told(then.get(name, 'not told'))} and is {value}"
+        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} "
+        f"was {told(then.get(name, 'not told'))} and is {value}"
         for name, value in now.items()
         if name not in then or then[name] != value
     ]
