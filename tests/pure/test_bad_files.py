@@ -62,7 +62,7 @@ FILES = {
     "half a profile": ("costs", json.dumps(SOUND["profile"])[:200], "is not JSON"),
     "no object": ("costs", "[]", "is not a JSON object"),
     "no text": ("costs", b"\xff\xfe", "codec"),
-    "numbers JSON has no word for": ("check", b'{\n"x": "NaN", "y": [NaN]}', "no word for: line 2 column 17"),
+    "numbers JSON has no word for": ("check", b'{\n"x": "NaN", "y": [NaN]}', "no word for: line 2 column 19"),
     "place of digits": ("check", f'{{"x": {"9" * 5000}}}', "line 1 column 7"),
     "digits": ("check", f'{{"x": {"9" * 5000}}}', "is not JSON"),
     # fields of plans
