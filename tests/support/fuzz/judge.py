@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import random
 import re
 import resource
@@ -69,6 +70,7 @@ class Tally:
     """Counts of what became of damaged files.
 
     Attributes:
+        files: number of damaged files.
         tried, taken, refused: numbers of readings.
         faults: each with the number of the mutant and the reader.
         messages: refusals without their values, with the number of each.
@@ -76,6 +78,7 @@ class Tally:
         slowest: its mutant and reader.
     """
 
+    files: int = 0
     tried: int = 0
     taken: int = 0
     refused: int = 0
@@ -91,7 +94,7 @@ def mutant(name: str, form: Format, seed: int, number: int) -> bytes:
     return form.damage(draw.choice(form.sound()), draw)
 
 
-def run(name: str, form: Format, numbers: range, seed: int, folder: Path) -> Tally:
+def run(name: str, form: Format, numbers: range, seed: int, folder: Path, most_s: float = math.inf) -> Tally:
     """Read damaged files and judge what becomes of each.
 
     Args:
@@ -100,13 +103,18 @@ def run(name: str, form: Format, numbers: range, seed: int, folder: Path) -> Tal
         numbers: of the mutants.
         seed: of the mutants.
         folder: empty folder for the files.
+        most_s: seconds of a processor after which no further file is read.
     """
+    begin_s = time.process_time()
     tally = Tally()
     (folder / form.file).parent.mkdir(exist_ok=True)
     for other, content in form.others().items():
         (folder / other).parent.mkdir(exist_ok=True)
         write(folder / other, content)
     for number in numbers:
+        if time.process_time() - begin_s > most_s:
+            break
+        tally.files += 1
         content = mutant(name, form, seed, number)
         for reader in form.readers:
             write(folder / form.file, content)
