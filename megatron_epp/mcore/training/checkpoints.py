@@ -88,6 +88,8 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
     fault = f"{folder / TRACKER} has {named[:40]!r} and no iteration" if newest is None else fault_of(newest)
     if fault is None:
         return
+    if newest is not None and not newest.exists():
+        fault = f"{fault}, which {folder / TRACKER} names"
     sound = _sound_before(folder, newest)
     if sound is None:
         raise EppError(f"{fault}, and no other checkpoint in {folder} is whole: give --load another folder, or leave it out")

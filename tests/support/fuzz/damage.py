@@ -81,7 +81,7 @@ def plan_damage(*optional: str) -> Damage:
 def lines_damage(content: bytes, draw: random.Random) -> bytes:
     """Damage one line of JSONL."""
     lines = content.splitlines(keepends=True)
-    number = draw.randrange(len(lines))
+    number = draw.choice([at for at, line in enumerate(lines) if line.strip()])
     lines[number] = json_damage()(lines[number], draw) + b"\n" * (draw.random() < 0.95)
     return b"".join(lines)
 
@@ -187,7 +187,9 @@ def _near(value: Any, draw: random.Random) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):
-        return draw.choice((value + 1, value - 1, 2 * value, -value, value / 2, 1e6 * value))
+        return draw.choice(
+            (value + 1, value - 1, 2 * value, -value, value // 3, 1000 * value, *([value / 2] * (abs(value) < 1e300)))
+        )
     if isinstance(value, str):
         digits = [at for at, letter in enumerate(value) if letter.isdigit()]
         at = draw.choice(digits) if digits else 0

@@ -45,7 +45,7 @@ class Format:
         readers: ways to read it, by name; all of them read every damaged file.
         located: pattern of what says where in the file the fault is.
         others: makes the contents of sound files that are next to it, by name.
-        named: what a refusal names; the file if it is empty.
+        named: pattern of what a refusal names; the file if it is empty.
     """
 
     file: str
@@ -156,7 +156,7 @@ def fault_of(message: str, path: Path, form: Format) -> str:
         return "it is more than a line"
     if not message.isprintable():
         return "it has control characters"
-    if (form.named or path.name) not in message:
+    if not re.search(form.named or re.escape(path.name), message):
         return "it does not name the file"
     if not re.search(form.located, message.replace(str(path.parent), "")):
         return "it does not say where"

@@ -226,9 +226,9 @@ FORMATS: dict[str, Format] = {
         lambda: (TEMPLATE, MARKED),
         text_damage,
         {"prepare": _template},
-        rf"{ALL}|template",
+        rf"{ALL}|template|no documents",
         lambda: {"chats.jsonl": CHATS},
-        named="template",
+        named=r"given\.jinja|chat template|no documents",
     ),
     "kept-costs": Format(stored.FILE_NAME, lambda: (kept_costs(),), json_damage(), {"resume": _kept_costs}, named(*_COSTS)),
     "learnt-costs": Format(
@@ -255,7 +255,9 @@ FORMATS: dict[str, Format] = {
         _checkpoints(**{TRACKER: b"4"}),
         named="metadata.json",
     ),
-    "communicators": Format("given.yaml", lambda: (GROUPS,), text_damage, {"read": _communicators}, named("pp", "ctas")),
+    "communicators": Format(
+        "given.yaml", lambda: (GROUPS,), text_damage, {"read": _communicators}, named("pp", "ctas", "names of groups")
+    ),
     "yaml-cfg": Format("given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, named(r"\w+:")),
 }
 """Formats by the names that the command line of the campaign takes."""
