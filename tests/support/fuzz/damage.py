@@ -187,9 +187,7 @@ def _near(value: Any, draw: random.Random) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):
-        return draw.choice(
-            (value + 1, value - 1, 2 * value, -value, value // 3, 1000 * value, *([value / 2] * (abs(value) < 1e300)))
-        )
+        return draw.choice((value + 1, value - 1, 2 * value, -value, value // 3, 1000 * value, 0.5))
     if isinstance(value, str):
         digits = [at for at, letter in enumerate(value) if letter.isdigit()]
         at = draw.choice(digits) if digits else 0

@@ -258,6 +258,8 @@ FORMATS: dict[str, Format] = {
     "communicators": Format(
         "given.yaml", lambda: (GROUPS,), text_damage, {"read": _communicators}, named("pp", "ctas", "names of groups")
     ),
-    "yaml-cfg": Format("given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, named(r"\w+:")),
+    "yaml-cfg": Format(
+        "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, named(r"\w+:") + r"|--\w|\w+ is|name: value"
+    ),
 }
 """Formats by the names that the command line of the campaign takes."""
