@@ -180,7 +180,7 @@ BREAKAGES = {
     "empty index": (lambda p: truncate(f"{p}.idx", 0), r"corpus\.idx is empty"),
     "text as index": (lambda p: overwrite(f"{p}.idx", 0, b'{"text": "hello"}'), "is not a Megatron index"),
     "tokens that are no integers": (lambda p: as_type(p, np.int32, b"\x07"), "token type 7, whose tokens are no integers"),
-    "negative tokens": (lambda p: as_type(p, np.uint16, b"\x03", [9, 40000]), "has token -25,536, .* after 1 tokens of"),
+    "negative tokens": (lambda p: as_type(p, np.uint16, b"\x03", [9, 40000]), "has token -25,536, .*after 1 tokens of"),
     "unknown token type": (lambda p: overwrite(f"{p}.idx", 17, b"\x63"), "token type 99"),
     "index with a tail": (lambda p: append(f"{p}.idx", b"x" * 7), "is too long"),
     "bin too short": (lambda p: truncate(f"{p}.bin", 100), r"corpus\.bin has 100 bytes but .*corpus\.idx describes \d+"),

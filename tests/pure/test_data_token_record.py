@@ -64,7 +64,7 @@ def test_a_field_of_another_type_is_named(tmp_path, name, value, told):
 
 @pytest.mark.parametrize("ids", [np.array([5, -1, 7], np.int32), np.array([5, 300, 7], np.uint16)])
 def test_an_id_outside_the_vocabulary_is_named_with_its_position(ids):
-    with pytest.raises(EppError, match=r"corpus has token (-1|300), .* after 11 tokens of corpus\.bin"):
+    with pytest.raises(EppError, match=r"corpus has token (-1|300), .*after 11 tokens of corpus\.bin"):
         check_ids("corpus", ids, 257, first=10)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -187,9 +187,23 @@ def _communicators(path: Path) -> str:
     return ""
 
 
+@cache
+def _parser() -> ArgumentParser:
+    return entry.megatron_parser()
+
+
 def _yaml_cfg(path: Path) -> str:
-    with logged():  # of keys without effect
-        take_defaults(entry.megatron_parser(), str(path))
+    """Take the defaults of a file, and put back those that the parser had: it takes long to make."""
+    parser = _parser()
+    defaults, actions = dict(parser._defaults), [(action, action.default) for action in parser._actions]
+    try:
+        with logged():  # of keys without effect
+            take_defaults(parser, str(path))
+    finally:
+        parser._defaults.clear()
+        parser._defaults.update(defaults)
+        for action, default in actions:
+            action.default = default
     return ""
 
 
@@ -259,7 +273,7 @@ FORMATS: dict[str, Format] = {
         "given.yaml", lambda: (GROUPS,), text_damage, {"read": _communicators}, named("pp", "ctas", "names of groups")
     ),
     "yaml-cfg": Format(
-        "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, named(r"\w+:") + r"|--\w|\w+ is|name: value"
+        "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, rf"{ALL}|\w+:|--\w|\w+ is|name: value|section"
     ),
 }
 """Formats by the names that the command line of the campaign takes."""
