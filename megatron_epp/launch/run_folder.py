@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json
-from megatron_epp.report.table import printable
+from megatron_epp.plan.reading import parse_json, printable
 
 logger = logging.getLogger(__name__)
 

@@ -89,7 +89,7 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
         raise _too_deep(what) from None
     except ValueError as error:
         where = "" if isinstance(error, json.JSONDecodeError) else _position(text)
-        raise EppError(f"{what} is not JSON: {' '.join(str(error).split())}{where}") from None
+        raise EppError(f"{what} is not JSON: {one_line(error)}{where}") from None
     check_nested(value, what)
     return value
 
@@ -128,6 +128,18 @@ def shown(value: Any) -> str:
 def told(value: Any) -> str:
     """Format a value as `shown` does, but short text without quotes."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring else shown(value)
+
+
+def printable(text: str) -> str:
+    """Escape characters of untrusted text that would move a terminal's cursor or cannot be encoded; the result is one line."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def one_line(error: BaseException) -> str:
+    """Format the error of a library, which may quote the file, as one printable line."""
+    return printable(" ".join(str(error).split()))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -138,6 +138,7 @@ FILES = {
     "aliases in a cluster": ("cluster", bombed(), "more than 20,000 values"),
     "deep YAML": ("model", "megatron: {x: " + "[" * 5000 + "]" * 5000 + "}", "nested too deep"),
     "YAML of a size": ("train", "#" * (1 << 21), "larger than 1,048,576 bytes"),
+    "characters that are not seen": ("model", "megatron: {\ufeffx: [}", r"{\ufeffx: [}"),
     "no date": ("train", "megatron: {lr: 2020-13-45}", "is not YAML: month must be in 1..12"),
     "YAML of many digits": ("model", f"megatron: {{num_layers: {'9' * 5000}}}", "is not YAML"),
     "hexadecimal": ("model", f"megatron: {{hidden_size: 0x{'f' * 5000}}}", "got a int too long to print"),

@@ -270,7 +270,12 @@ FORMATS: dict[str, Format] = {
         named="metadata.json",
     ),
     "communicators": Format(
-        "given.yaml", lambda: (GROUPS,), text_damage, {"read": _communicators}, named("pp", "ctas", "names of groups")
+        "given.yaml",
+        lambda: (GROUPS,),
+        text_damage,
+        {"read": _communicators},
+        named("pp", "ctas", r"\w+_ctas", "names of groups"),
+        named="given.yaml|--nccl-communicator-config-path",
     ),
     "yaml-cfg": Format(
         "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, rf"{ALL}|\w+:|--\w|\w+ is|name: value|section"
