@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.utils import log_single_rank
 
-from megatron_epp.data.documents import REMAKE, read_header, sequence_ends
+from megatron_epp.data.documents import REMAKE, document_tokens, read_header, sequence_ends
 from megatron_epp.data.token_mask import MASK_SUFFIX, open_mask
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
 from megatron_epp.plan.errors import EppError
@@ -50,6 +50,7 @@ class DocumentFile:
         try:
             self.data = IndexedDataset(prefix, multimodal=False, mmap=mmap)
         except (AssertionError, ValueError) as error:
+            document_tokens(f"{prefix}.idx")  # names the sequence or document that is wrong
             raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {REMAKE}") from error
         self.num_tokens: np.ndarray = _document_tokens(prefix, self.data, item_bytes, num_bytes)
         self._item_bytes = item_bytes
