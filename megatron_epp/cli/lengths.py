@@ -19,6 +19,8 @@ from megatron_epp.plan.reading import MOST_BYTES, in_units, naming, nearest, rea
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
+MOST_TOKENS = (1 << 31) - 1
+"""Largest number of tokens of a sequence."""
 SOURCES = (
     "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file or its "
     f"prefix, - for stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
@@ -53,7 +55,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
     """The one batch. Raises `EppError`."""
-    return limited(read_lengths(args.lengths, args.batch_size), args)[: args.batch_size]
+    return limited(read_lengths(args.lengths, args.batch_size), args, args.lengths)[: args.batch_size]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,7 +63,7 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     batches = []
     for source in args.lengths:
         size = args.batch_size
-        lengths = limited(read_lengths(source, size and size * args.batches), args)
+        lengths = limited(read_lengths(source, size and size * args.batches), args, source)
         if size is None:
             batches.append((source, lengths))
             continue
@@ -89,7 +91,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
             return _numbers(source)
     if source == "-":
         with naming("--lengths -"):
-            return _numbers(_stdin())
+            return _numbers(_stdin(), has_lines=True)
     path = Path(source)
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
@@ -110,7 +112,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         missing = "" if index.is_file() else "; it is not there"
         raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
     with naming(f"--lengths {source}"):
-        return _numbers(read_text(path))
+        return _numbers(read_text(path), has_lines=True)
 
 
 def _stdin() -> str:
@@ -120,13 +122,19 @@ def _stdin() -> str:
     return text
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    words = text.replace(",", " ").split()
+def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
+    words = _words(text)
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
+        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
+        where = f"line {number}: " if has_lines else ""
+        raise EppError(f"{where}{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 def _index(path: Path) -> tuple[int, ...]:
@@ -141,9 +149,23 @@ def _index(path: Path) -> tuple[int, ...]:
     return lengths
 
 
-def limited(lengths: tuple[int, ...], args: argparse.Namespace) -> tuple[int, ...]:
-    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``."""
+def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = "") -> tuple[int, ...]:
+    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``.
+
+    Args:
+        lengths: positions of each document.
+        args: parsed flags.
+        source: of the lengths, for errors.
+
+    Raises:
+        EppError: a document that is not cut has more tokens than any sequence may have.
+    """
     if args.context is None:
+        if (longest := max(lengths)) > MOST_TOKENS:
+            raise EppError(
+                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_TOKENS:,} are "
+                "the most: give the --context at which training cuts it"
+            )
         return lengths
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
@@ -153,4 +175,4 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace) -> tuple[int, ..
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 11 and 0 < int(text) < 2**31
+    return text.isdecimal() and len(text) < 11 and 0 < int(text) <= MOST_TOKENS

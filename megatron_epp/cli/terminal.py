@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megatron_epp.launch.flags import SuggestingParser
-from megatron_epp.report.table import clip, printable
+from megatron_epp.plan.reading import printable
+from megatron_epp.report.table import clip
 
 PROGRAM = "megatron-epp"
 _WIDEST = 2000

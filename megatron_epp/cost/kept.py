@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import shown, told
 
 SCHEMA, VERSION = "megatron-epp/learnt-costs", 1
 
@@ -31,7 +31,9 @@ class KeptCosts:
         names = sorted(self.learnt_with.keys() | now.keys())
         before = {name: self.learnt_with.get(name, "not told") for name in names}
         after = {name: now.get(name, "not told") for name in names}
-        return ", ".join(f"{name} was {before[name]} and is {after[name]}" for name in names if before[name] != after[name])
+        return ", ".join(
+            f"{told(name)} was {told(before[name])} and is {told(after[name])}" for name in names if before[name] != after[name]
+        )
 
 
 def to_state(kept: Iterable[KeptCosts]) -> dict[str, Any]:

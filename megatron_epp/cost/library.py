@@ -29,6 +29,7 @@ from megatron_epp.plan.reading import (
     naming,
     nearest,
     number,
+    one_line,
     read_text,
     shown,
 )
@@ -88,7 +89,7 @@ def parse_yaml(text: str, what: str) -> Any:
     except RecursionError:
         raise EppError(f"{what} is nested too deep") from None
     except Exception as error:  # its constructors raise many kinds for values that are not of their tag, as in `2020-13-45`
-        raise EppError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+        raise EppError(f"{what} is not YAML: {one_line(error)}") from None
     check_nested(value, what, MOST_VALUES)
     return value
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import one_line
 
 ASSISTANT = "assistant"
 """Role of the messages that models learn to write, and whose tokens templates can mark."""
@@ -129,9 +130,10 @@ class _Chat:
             return self.encoder.apply(list(messages), self.encoder.template, **wanted)
         except Exception as error:  # templates raise errors of Jinja and of their own, tokenizers any other
             part = "" if len(messages) == len(self.messages) else f" the first {len(messages)} of"
+            line = f" in line {error.lineno} of the template" if hasattr(error, "lineno") else ""
             raise EppError(
                 f"the chat template cannot be applied to{part} its {len(self.messages)} messages ({type(error).__name__}: "
-                f"{' '.join(str(error).split())})"
+                f"{one_line(error)}{line})"
             ) from error
 
 

@@ -87,10 +87,23 @@ def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.
     Raises:
         EppError: lengths and boundaries are inconsistent.
     """
-    rises = boundaries[0] == 0 and boundaries[-1] == len(lengths) and not np.any(np.diff(boundaries) < 0)
-    if not rises or np.any(lengths < 0):
-        raise EppError(f"{path} contradicts itself (document boundaries or lengths); {REMAKE}")
+    if fault := _contradiction(lengths, boundaries):
+        raise EppError(f"{path} contradicts itself: {fault}; {REMAKE}")
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def _contradiction(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> str:
+    """Return how lengths and boundaries contradict each other; empty if they do not."""
+    if len(negative := np.flatnonzero(lengths < 0)):
+        return f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
+    if len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
+        first = falls[0]
+        return f"document {first} begins at sequence {boundaries[first]} and ends before sequence {boundaries[first + 1]}"
+    if boundaries[0] != 0:
+        return f"document 0 begins at sequence {boundaries[0]}"
+    if boundaries[-1] != len(lengths):
+        return f"document {len(boundaries) - 2} ends before sequence {boundaries[-1]}, and there are {len(lengths)} sequences"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_epp.plan.errors import EppError, Remedy
+from megatron_epp.plan.reading import naming, parse_json, read_text, shown, whole
 from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
@@ -85,16 +87,50 @@ def load_record(prefix: str) -> TokenRecord | None:
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as stream:
-            body = json.load(stream)
-        if (body.pop("schema"), body.pop("version")) != (_SCHEMA, 1):
-            raise ValueError("another schema")
-        return TokenRecord(**body | {"tokenizer": Tokenizer(**body["tokenizer"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        with naming(path):
+            return _record(parse_json(read_text(path), "the record"))
+    except EppError as error:
+        told = error.message.removeprefix(f"{path}: ")
         raise EppError(
-            f"{path} does not say which tokenizer made {prefix}.bin ({type(error).__name__}: {error}); make the pair again "
-            "with `megatron-epp prepare`, or remove that file"
+            f"{path} does not say which tokenizer made {prefix}.bin ({told}); make the pair again with `megatron-epp prepare`, "
+            "or remove that file"
         ) from error
+
+
+def _record(body: Any) -> TokenRecord:
+    """Return the record of a JSON value. Raises `EppError` if it is none."""
+    if not isinstance(body, dict):
+        raise EppError(f"the record is {shown(body)}, which is not an object")
+    if (found := (body.get("schema"), body.get("version"))) != (_SCHEMA, 1):
+        raise EppError(f"another schema: {shown(found[0])} version {shown(found[1])}, where this reads {_SCHEMA!r} 1")
+    made = body.get("tokenizer")
+    if not isinstance(made, dict):
+        raise EppError(f"tokenizer is {shown(made)}, which is not an object")
+    tokenizer = Tokenizer(
+        kind=_text(made, "kind"),
+        model=None if made.get("model") is None else _text(made, "model"),
+        vocab_size=_count(made, "vocab_size", least=1),
+        eod=None if made.get("eod") is None else _count(made, "eod"),
+        digest=None if made.get("digest") is None else _text(made, "digest"),
+    )
+    counts = (_count(body, name) for name in ("num_documents", "num_tokens", "max_token"))
+    return TokenRecord(tokenizer, _text(body, "flags"), *counts)
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    """Return the text of a field, which is printed later. Raises `EppError` if it is none, or has control characters."""
+    value = body.get(name)
+    if not isinstance(value, str) or not value.isprintable():
+        raise EppError(f"{name} is {shown(value)}, which is not text" + " without control characters" * isinstance(value, str))
+    return value
+
+
+def _count(body: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """Return the whole number of a field. Raises `EppError`, which names it, if it is none."""
+    try:
+        return whole(body.get(name), least)
+    except EppError as error:
+        raise EppError(f"{name}: {error}") from None
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
@@ -142,12 +178,20 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
     )
 
 
-def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Raise `EppError` if an id is not in the vocabulary."""
-    if len(ids) and ids.max() >= vocab_size:
+def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> None:
+    """Raise `EppError` if an id is not in the vocabulary.
+
+    Args:
+        prefix: of the pair.
+        ids: integers [tokens].
+        vocab_size: of the run's tokenizer.
+        first: number of tokens of the pair before these.
+    """
+    if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
+        at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise EppError(
-            f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: "
-            "these are the tokens of another tokenizer",
+            f"{prefix} has token {int(ids[at]):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: "
+            f"these are the tokens of another tokenizer (after {first + at:,} tokens of {prefix}.bin)",
             *(Remedy("change", setting) for setting in ("tokenizer_type", "tokenizer_model", "vocab_size")),
         )
 

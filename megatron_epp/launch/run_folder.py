@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import parse_json, printable
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +77,10 @@ def _say(handle: int, run: str) -> None:
 def _holder(handle: int) -> str:
     """Format what the holder of a lock says of itself."""
     try:
-        about: Any = json.loads(os.pread(handle, _MOST_BYTES, 0))
-    except (OSError, ValueError):
+        about: Any = parse_json(os.pread(handle, _MOST_BYTES, 0), "the lock")
+    except (OSError, EppError):
         about = None
     if not isinstance(about, Mapping):
         return "it has not said which"
-    words = {name: str(about.get(name, "?"))[:64] for name in ("run", "host", "pid", "since")}
+    words = {name: printable(str(about.get(name, "?"))[:64]) for name in ("run", "host", "pid", "since")}
     return "run {run} on {host}, process {pid}, since {since}".format(**words)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import missing_file, nearest, shown
+from megatron_epp.plan.reading import missing_file, nearest, one_line, shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
@@ -159,7 +159,7 @@ def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
     try:
         return _omegaconf().merge(under, over)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise SettingsError(f"{source}: settings cannot be merged: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{source}: settings cannot be merged: {one_line(error)}") from error
 
 
 def _resolved(merged: Any, source: str) -> Settings:
@@ -169,7 +169,7 @@ def _resolved(merged: Any, source: str) -> Settings:
     try:
         container = _omegaconf().to_container(merged, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise SettingsError(f"{source}: settings cannot be resolved: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{source}: settings cannot be resolved: {one_line(error)}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 

@@ -160,7 +160,8 @@ class Layout:
             raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
         if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
             raise EppError(f"vocabulary of a layout is {shown(vocabulary)}; it is {_SHARDED!r} or left out")
-        return Layout(tuple(map(halves_of, layers)), _placement(rank_of, len(layers)), vocabulary is not None)
+        halves = tuple(_halves_at(stage, one) for stage, one in enumerate(layers))
+        return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
 
 
 def layout_flag(layers: Sequence[int]) -> str:
@@ -185,6 +186,14 @@ def halves_of(layers: Any) -> int:
     if not is_number or not 0 <= layers <= MOST_LAYERS or 2 * layers != int(2 * layers):
         raise EppError(f"layers of a stage are a multiple of 0.5 up to {MOST_LAYERS}, and not {shown(layers)}")
     return int(2 * layers)
+
+
+def _halves_at(stage: int, layers: Any) -> int:
+    """Return how many half layers a stage of a layout file has. Raises `EppError`, which names its entry."""
+    try:
+        return halves_of(layers)
+    except EppError as error:
+        raise EppError(f"layers_per_stage[{stage}] of a layout: {error}") from None
 
 
 def layers_text(halves: Sequence[int]) -> str:

@@ -29,6 +29,8 @@ MOST_WHOLE = (1 << 63) - 1
 MOST_LAYERS = 10_000
 """Largest number of layers of a model."""
 
+_REFUSED_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|\d{4301,})')
+"""Pattern of strings of JSON, and as a group of numbers that it has no word for or Python does not read."""
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
 
@@ -86,7 +88,8 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError as error:
-        raise EppError(f"{what} is not JSON: {' '.join(str(error).split())}") from None
+        where = "" if isinstance(error, json.JSONDecodeError) else _position(text)
+        raise EppError(f"{what} is not JSON: {one_line(error)}{where}") from None
     check_nested(value, what)
     return value
 
@@ -120,6 +123,23 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits
         return f"a {type(value).__name__} too long to print"
+
+
+def told(value: Any) -> str:
+    """Format a value as `shown` does, but short text without quotes."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring else shown(value)
+
+
+def printable(text: str) -> str:
+    """Escape characters of untrusted text that would move a terminal's cursor or cannot be encoded; the result is one line."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def one_line(error: BaseException) -> str:
+    """Format the error of a library, which may quote the file, as one printable line."""
+    return printable(" ".join(str(error).split()))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -172,6 +192,15 @@ def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is infinite or not a number, which JSON has no word for")
+
+
+def _position(text: str | bytes) -> str:
+    """Return the position of the first number that is refused, for a parser's error that has none; empty if it is another."""
+    text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    start = next((found.start() for found in _REFUSED_NUMBER.finditer(text) if found[1]), None)
+    if start is None:
+        return ""
+    return f": line {1 + text.count(chr(10), 0, start)} column {start - text.rfind(chr(10), 0, start)}"
 
 
 def _too_deep(what: str) -> EppError:

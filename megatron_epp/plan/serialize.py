@@ -209,7 +209,7 @@ def _plan(document: dict[str, Any]) -> Plan:
             raise PlanError(f"the plan lacks the field {name!r}")
         try:
             return read(document[name])
-        except (KeyError, TypeError, ValueError, EppError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, EppError) as error:
             raise PlanError(f"field {name!r} of the plan is malformed: {error}") from None
 
     plan = Plan(

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan, is_unlimited
+from megatron_epp.plan.reading import printable
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.writing import replacing
 from megatron_epp.report import facts
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, tint
 from megatron_epp.report.measured import Box, Measured, far_from, measured_boxes, planned_boxes
-from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable
+from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

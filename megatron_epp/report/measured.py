@@ -11,7 +11,7 @@ The optional fourth number is processor time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown
+from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, told
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.plan.writing import write_text
@@ -99,14 +99,17 @@ class Measured:
         """Read `to_json`. Raises `PlanError` if the text is not a measurement of a version this package reads."""
         try:
             data = parse_json(text, "the text")
-            if (data["schema"], data["version"]) != (SCHEMA, VERSION):
-                raise EppError(f"schema {shown(data['schema'])} version {shown(data['version'])}")
-            ranks = tuple(tuple(_event(*entry) for entry in events) for events in data["ranks"])
-            return Measured(str(data["plan_digest"]), ranks)
-        except (EppError, KeyError, TypeError, ValueError) as error:
-            reason = str(error) if isinstance(error, EppError) else repr(error)
+            if not isinstance(data, dict):
+                raise EppError(f"{shown(data)} is not a JSON object")
+            if (found := (data.get("schema"), data.get("version"))) != (SCHEMA, VERSION):
+                raise EppError(f"schema {shown(found[0])} version {shown(found[1])}")
+            if not isinstance(claimed := data.get("plan_digest"), str):
+                raise EppError(f"plan_digest is {shown(claimed)}, which is not text")
+            rows = _list(data.get("ranks"), "ranks")
+            return Measured(claimed, tuple(tuple(_events(rank, row)) for rank, row in enumerate(rows)))
+        except EppError as error:
             raise PlanError(
-                f"not a measurement: {reason}; expected the JSON the runtime writes, schema {SCHEMA!r} version {VERSION}"
+                f"not a measurement: {error}; expected the JSON the runtime writes, schema {SCHEMA!r} version {VERSION}"
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -117,6 +120,24 @@ class Measured:
         """Read a file. Raises `PlanError` if it is missing or is not a measurement."""
         with naming(path, PlanError):
             return Measured.from_json(read_text(path))
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    """Return a list. Raises `EppError`, which names it, if it is none."""
+    if not isinstance(value, list):
+        raise EppError(f"{name} is {shown(value)}, which is not a list")
+    return value
+
+
+def _events(rank: int, row: Any) -> Iterator[Event]:
+    """Yield the events of a rank. Raises `EppError`, which names the entry, for something else."""
+    for at, entry in enumerate(_list(row, f"ranks[{rank}]")):
+        try:
+            if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
+                raise EppError(f"{shown(entry)} is not an action with its start, its end and perhaps its processor time")
+            yield _event(*entry)
+        except EppError as error:
+            raise EppError(f"ranks[{rank}][{at}]: {error}") from None
 
 
 def _event(text: str, start_us: Any, end_us: Any, cpu_us: Any = None) -> Event:
@@ -163,7 +184,7 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
 def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
     """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
     if (mine := digest(plan)) != measured.plan_digest:
-        raise PlanError(f"the measurement is of plan {measured.plan_digest[:12]}, this is plan {mine[:12]}")
+        raise PlanError(f"the measurement is of plan {told(measured.plan_digest[:12])}, this is plan {mine[:12]}")
     if len(measured.ranks) != plan.num_ranks:
         raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
     for event in (event for events in measured.ranks for event in events):

@@ -32,13 +32,6 @@ def format_us(time_us: float) -> str:
     return f"{time_us / 1e3:.2f} ms" if time_us < 1e6 else f"{time_us / 1e6:.3f} s"
 
 
-def printable(text: str) -> str:
-    """Escape characters of untrusted text that would move a terminal's cursor or cannot be encoded; the result is one line."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
-
-
 def clip(line: str, width: int | None) -> str:
     """Cut a line to `width` characters, the last of them ``…`` if text was cut."""
     return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"

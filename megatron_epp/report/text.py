@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from megatron_epp.plan.chunk import Segment
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
 from megatron_epp.report import facts
 from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
-from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, printable, table
+from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, table
 
 _KINDS = ("split", "hybrid", "batched")
 UNEVEN = 1.1

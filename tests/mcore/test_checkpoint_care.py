@@ -93,6 +93,19 @@ def test_an_unreadable_tracker_file_is_replaced_by_the_newest_whole_checkpoint(c
     assert (copy / NEWEST).exists()
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "\0\0four", "\u00b2", ""])
+def test_a_tracker_file_without_an_iteration_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    with pytest.raises(EppError, match=f"{TRACKER} has .* and no iteration"):
+        settle_folder(tmp_path, falls_back=False)
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b"\xff", b"{}", b"7", b""])
+def test_a_description_that_is_none_is_damage(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metadata.json").write_bytes(content)
+    assert "metadata.json cannot be read" in str(fault_of(tmp_path))
+
+
 def test_without_another_checkpoint_nothing_is_set_aside(copy: Path) -> None:
     for name in (NEWEST, BEFORE):
         shorten(tensors(copy / name))

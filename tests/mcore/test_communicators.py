@@ -104,6 +104,22 @@ def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
     assert link_options(arguments(file), V)().config.max_ctas == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[1, 2]", r"the file holds \[1, 2\]; it must hold names of groups"),
+        ("pp: 5", "pp is 5; it must hold names with values"),
+        ("pp: {max_ctas: many}", "max_ctas of pp: 'many' is not a whole number"),
+        ("pp: {min_ctas: 0}", "min_ctas of pp: 0 is not a whole number from 1"),
+        ("pp: [", "is not YAML"),
+    ],
+)
+def test_a_file_of_something_else_is_named(tmp_path, text, told):
+    (tmp_path / "communicators.yaml").write_text(text)
+    with pytest.raises(EppError, match=rf"--nccl-communicator-config-path .*communicators\.yaml: .*{told}"):
+        communicators.user_settings(arguments(tmp_path / "communicators.yaml"))
+
+
 def test_there_are_no_options_for_another_backend(monkeypatch):
     monkeypatch.setattr(communicators.dist, "get_backend", lambda: "gloo")
     assert link_options(arguments(), V) is None

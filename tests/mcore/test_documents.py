@@ -179,13 +179,16 @@ BREAKAGES = {
     "index cut in its header": (lambda p: truncate(f"{p}.idx", 20), r"corpus\.idx is truncated: 20 bytes, less than a header"),
     "empty index": (lambda p: truncate(f"{p}.idx", 0), r"corpus\.idx is empty"),
     "text as index": (lambda p: overwrite(f"{p}.idx", 0, b'{"text": "hello"}'), "is not a Megatron index"),
+    "tokens that are no integers": (lambda p: as_type(p, np.int32, b"\x07"), "token type 7, whose tokens are no integers"),
+    "negative tokens": (lambda p: as_type(p, np.uint16, b"\x03", [9, 40000]), "has token -25,536, .*after 1 tokens of"),
     "unknown token type": (lambda p: overwrite(f"{p}.idx", 17, b"\x63"), "token type 99"),
     "index with a tail": (lambda p: append(f"{p}.idx", b"x" * 7), "is too long"),
     "bin too short": (lambda p: truncate(f"{p}.bin", 100), r"corpus\.bin has 100 bytes but .*corpus\.idx describes \d+"),
     "bin too long": (lambda p: append(f"{p}.bin", b"xx"), "they are not a pair or the .bin is incomplete"),
     "empty bin": (lambda p: truncate(f"{p}.bin", 0), r"corpus\.bin is empty"),
     "negative length": (lambda p: overwrite(f"{p}.idx", 34, b"\xff\xff\xff\xff"), "contradicts itself"),
-    "wrong boundary": (lambda p: append_boundary(p, 10**6), "contradicts itself"),
+    "wrong boundary": (lambda p: append_boundary(p, 10**6), "contradicts itself: document 59 ends before sequence 1000000"),
+    "boundaries that wrap around": (lambda p: wrap_boundaries(p), "contradicts itself: document 1 begins at sequence 92233"),
     "another corpus's index": (lambda p: swap_index(p), r"but .*corpus\.idx describes"),
     "no documents": (lambda p: write_pair(p, []), "holds no documents"),
     "only empty documents": (lambda p: write_pair(p, documents_of([0, 0])), r"corpus\.bin is empty"),
@@ -196,8 +199,21 @@ BREAKAGES = {
 }
 
 
+def as_type(prefix, dtype, code, document=(1, 2, 3)):
+    """Write a document whose index has another type of as many bytes."""
+    write_pair(prefix, [np.array(document)], dtype=dtype)
+    overwrite(f"{prefix}.idx", 17, code)
+
+
 def append_boundary(prefix, boundary):
     overwrite(f"{prefix}.idx", os.path.getsize(f"{prefix}.idx") - 8, np.int64(boundary).tobytes())
+
+
+def wrap_boundaries(prefix):
+    """Write boundaries whose differences, in 64 bits, are all positive."""
+    write_pair(prefix, documents_of([5, 5, 5]))
+    start = os.path.getsize(f"{prefix}.idx") - 3 * 8
+    overwrite(f"{prefix}.idx", start, np.array([2**63 - 1, -5], np.int64).tobytes())
 
 
 def swap_index(prefix):
@@ -210,7 +226,7 @@ def test_a_broken_pair_is_refused_in_two_lines_at_most(pair, breakage):
     break_it, says = BREAKAGES[breakage]
     break_it(pair)
     with pytest.raises(EppError, match=says) as caught:
-        DocumentDataset(pair, context_limit=100)
+        DocumentDataset(pair, context_limit=100, vocab_size=50_000).tokens(0)
     assert str(caught.value).count("\n") <= 1
     assert len(str(caught.value)) < 400
 

@@ -62,8 +62,11 @@ FILES = {
     "half a profile": ("costs", json.dumps(SOUND["profile"])[:200], "is not JSON"),
     "no object": ("costs", "[]", "is not a JSON object"),
     "no text": ("costs", b"\xff\xfe", "codec"),
+    "numbers JSON has no word for": ("check", b'{\n"x": "NaN", "y": [NaN]}', "no word for: line 2 column 19"),
+    "place of digits": ("check", f'{{"x": {"9" * 5000}}}', "line 1 column 7"),
     "digits": ("check", f'{{"x": {"9" * 5000}}}', "is not JSON"),
-    # numbers of plans
+    # fields of plans
+    "times of messages": ("check", spoiled("plan", "messages", "collective_us", to=[]), "field 'messages' of the plan"),
     "time of a plan": ("check", spoiled("plan", "recompute_us", 0, 0, to=HUGE), "not a number from -1e+24 to 1e+24"),
     "time of a step": ("check", spoiled("plan", "ranks", 0, 0, 1, to=HUGE), "field 'ranks'"),
     "bytes of a step": ("show", spoiled("plan", "ranks", 0, 0, 2, to=HUGE), "not a whole number from"),
@@ -82,6 +85,12 @@ FILES = {
     "text for a time": ("measured", spoiled("measured", "ranks", 0, 0, 1, to="x"), "'x' is not a number"),
     "event of no chunk": ("picture", spoiled("measured", "ranks", 0, 0, 0, to="0F99"), "has 0F99; the plan has 2 stages"),
     "event of no stage": ("trace", spoiled("measured", "ranks", 0, 0, 0, to="9F0"), "has 9F0; the plan has 2 stages"),
+    "event without an end": ("measured", spoiled("measured", "ranks", 1, 0, to=["0F0", 0]), "ranks[1][0]: ['0F0', 0] is not"),
+    "event that is no list": ("measured", spoiled("measured", "ranks", 0, 2, to=None), "ranks[0][2]: None is not an action"),
+    "action of a number": ("measured", spoiled("measured", "ranks", 0, 0, 0, to=7), "ranks[0][0]: [7, "),
+    "ranks that are none": ("measured", spoiled("measured", "ranks", to=None), "ranks is None, which is not a list"),
+    "run without a plan": ("measured", spoiled("measured", "plan_digest", to=[1]), "plan_digest is [1], which is not text"),
+    "list for a run": ("measured", "[]", "[] is not a JSON object"),
     "ranks of another plan": ("measured", spoiled("measured", "ranks", to=[]), "has 0 ranks, the plan has 2"),
     "run of another plan": ("measured", spoiled("measured", "plan_digest", to="x"), "the measurement is of plan x"),
     # costs
@@ -129,6 +138,7 @@ FILES = {
     "aliases in a cluster": ("cluster", bombed(), "more than 20,000 values"),
     "deep YAML": ("model", "megatron: {x: " + "[" * 5000 + "]" * 5000 + "}", "nested too deep"),
     "YAML of a size": ("train", "#" * (1 << 21), "larger than 1,048,576 bytes"),
+    "characters that are not seen": ("model", "megatron: {\ufeffx: [}", r"{\ufeffx: [}"),
     "no date": ("train", "megatron: {lr: 2020-13-45}", "is not YAML: month must be in 1..12"),
     "YAML of many digits": ("model", f"megatron: {{num_layers: {'9' * 5000}}}", "is not YAML"),
     "hexadecimal": ("model", f"megatron: {{hidden_size: 0x{'f' * 5000}}}", "got a int too long to print"),
@@ -162,6 +172,7 @@ FILES = {
     "a truth of devices": ("cluster", "devices_per_node: true", "devices_per_node is True; it must be a whole number"),
     # lengths
     "words": ("lengths", "12 x 13", "'x' is not a number of tokens"),
+    "words of a line": ("lengths", "12\n13,x\n14\n", "line 2: 'x' is not a number of tokens"),
     "bytes": ("lengths", b"\xff", "codec"),
     "no lengths": ("lengths", "\n", "no lengths"),
 }  # fmt: skip

@@ -100,7 +100,10 @@ def test_lengths_come_from_a_megatron_index(tmp_path, capsys):
     (tmp_path / "beyond.idx").write_bytes(raw[:-8] + struct.pack("<q", 99))
     assert "short.idx is truncated: " in error_of(capsys, "plan", "--lengths", str(tmp_path / "short.idx"))
     assert "future.idx has index version 2" in error_of(capsys, "plan", "--lengths", str(tmp_path / "future.idx"))
-    assert "beyond.idx contradicts itself" in error_of(capsys, "plan", "--lengths", str(tmp_path / "beyond.idx"))
+    beyond = "beyond.idx contradicts itself: document 3 ends before sequence 99, and there are 5 sequences"
+    assert beyond in error_of(capsys, "plan", "--lengths", str(tmp_path / "beyond.idx"))
+    huge = write_index(tmp_path / "huge.idx", [[5], [2**31 - 1, 2**31 - 1]])
+    assert "huge.idx: sequence 1 has 4,294,967,293 tokens" in error_of(capsys, "plan", "--lengths", huge)
     assert "not a Megatron index" in error_of(capsys, "plan", "--lengths", str(tmp_path / "other.idx"))
 
 

@@ -150,6 +150,16 @@ def test_what_the_template_refuses_is_said_with_its_reason():
         ChatEncoder(Template(picky), "template").encode(CHAT[:2])
 
 
+def test_the_line_of_a_mistake_in_the_template_is_named():
+    def broken(messages, prompted):
+        error = ValueError("unexpected '}'")
+        error.lineno = 3
+        raise error
+
+    with pytest.raises(EppError, match=r"\(ValueError: unexpected '}' in line 3 of the template\)"):
+        ChatEncoder(Template(broken), "template").encode(CHAT)
+
+
 def test_a_mask_of_another_length_than_the_tokens_is_refused():
     def broken(conversation, chat_template, **options):
         return {"input_ids": [1, 2, 3], "assistant_masks": [0, 1]}

@@ -43,6 +43,31 @@ def test_a_record_that_is_none_is_refused_with_its_path(tmp_path, text):
         load_record(str(tmp_path / "corpus"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("max_token", "256", "max_token: '256' is not a whole number"),
+        ("num_tokens", -1, "num_tokens: -1 is not a whole number from 0"),
+        ("flags", None, "flags is None, which is not text"),
+        ("flags", "\x1b[2J", "flags is .* without control characters"),
+        ("tokenizer", [], r"tokenizer is \[\], which is not an object"),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path, name, value, told):
+    prefix = str(tmp_path / "corpus")
+    record().save(prefix + SUFFIX)
+    body = json.loads((tmp_path / f"corpus{SUFFIX}").read_text())
+    (tmp_path / f"corpus{SUFFIX}").write_text(json.dumps(body | {name: value}))
+    with pytest.raises(EppError, match=rf"corpus\.tokenizer\.json does not say .*{told}"):
+        load_record(prefix)
+
+
+@pytest.mark.parametrize("ids", [np.array([5, -1, 7], np.int32), np.array([5, 300, 7], np.uint16)])
+def test_an_id_outside_the_vocabulary_is_named_with_its_position(ids):
+    with pytest.raises(EppError, match=r"corpus has token (-1|300), .*after 11 tokens of corpus\.bin"):
+        check_ids("corpus", ids, 257, first=10)
+
+
 def test_a_later_schema_is_refused(tmp_path):
     prefix = str(tmp_path / "corpus")
     record().save(prefix + SUFFIX)

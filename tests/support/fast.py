@@ -127,7 +127,8 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_bad_mutants.py": (
         "test_a_damaged_file_is_taken_or_refused_by_name_in_one_line",
-        "test_damaged_settings_are_taken_or_refused_by_name_in_one_line",
+        "test_a_mutant_depends_on_its_number_and_the_seed_only",
+        "test_the_command_prints_what_became_of_the_files",
         "test_the_files_are_sound_before_they_are_damaged",
     ),
     "pure/test_baseline_1f1b.py": (),

@@ -81,6 +81,7 @@ def keep(args: argparse.Namespace, kept: KeptCosts) -> None:
 def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
     folder = getattr(args, "load", None)
     path = Path(folder, FILE_NAME) if folder else None
+    source = path if not loaded else "the checkpoint"
     try:
         if not loaded and path is not None and path.exists():
             loaded = from_state(parse_json(read_text(path), "the text"))
@@ -94,7 +95,7 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
             return one.costs
     if obstacles:
         nearest = min((obstacle for _, obstacle in obstacles), key=len)
-        logger.warning("costs are learnt again: those kept with the checkpoint are of another run, since %s", nearest)
+        logger.warning("costs are learnt again: those of %s are of another run, since %s", source, nearest)
     return None
 
 

@@ -23,7 +23,7 @@ from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import layers_text
-from megatron_epp.plan.reading import parse_json, read_text
+from megatron_epp.plan.reading import parse_json, read_text, told
 from megatron_epp.plan.writing import write_text
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,8 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
     then = _ONCE | dict(then)
     others = [
-        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} was {then.get(name, 'not told')} and is {value}"
+        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} "
+        f"was {told(then.get(name, 'not told'))} and is {value}"
         for name, value in now.items()
         if name not in then or then[name] != value
     ]

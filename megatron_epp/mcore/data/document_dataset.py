@@ -81,7 +81,7 @@ class DocumentDataset:
         sentence = int(self.file.data.document_indices[self._first + document])
         found: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)
         if self._vocab_size is not None:
-            check_ids(self.file.prefix, found, self._vocab_size)
+            check_ids(self.file.prefix, found, self._vocab_size, self.file.first_token(self._first + document) + before + start)
         return found
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.utils import log_single_rank
 
-from megatron_epp.data.documents import REMAKE, read_header, sequence_ends
+from megatron_epp.data.documents import REMAKE, document_tokens, read_header, sequence_ends
 from megatron_epp.data.token_mask import MASK_SUFFIX, open_mask
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
 from megatron_epp.plan.errors import EppError
@@ -50,6 +50,7 @@ class DocumentFile:
         try:
             self.data = IndexedDataset(prefix, multimodal=False, mmap=mmap)
         except (AssertionError, ValueError) as error:
+            document_tokens(f"{prefix}.idx")  # names the sequence or document that is wrong
             raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {REMAKE}") from error
         self.num_tokens: np.ndarray = _document_tokens(prefix, self.data, item_bytes, num_bytes)
         self._item_bytes = item_bytes
@@ -106,6 +107,8 @@ def _item_bytes(path: str) -> int:
     code = read_header(path).type_code
     if code not in {kind.value for kind in DType}:
         raise EppError(f"{path} has token type {code}, which this Megatron cannot read; {REMAKE}")
+    if not np.issubdtype(DType.dtype_from_code(code), np.integer):
+        raise EppError(f"{path} has token type {code}, whose tokens are no integers; {REMAKE}")
     return DType.size(code)
 
 
@@ -113,8 +116,12 @@ def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_byt
     """Return the tokens of each document, after a check that every document is contiguous in the ``.bin`` file."""
     boundaries = data.document_indices
     ends = sequence_ends(f"{prefix}.idx", data.sequence_lengths, boundaries)
-    if not np.array_equal(data.index.sequence_pointers, ends[:-1] * item_bytes):
-        raise EppError(f"{prefix}.idx has sequences that do not follow one another in the .bin file; {REMAKE}")
+    if len(wrong := np.flatnonzero(data.index.sequence_pointers != ends[:-1] * item_bytes)):
+        begins, first = data.index.sequence_pointers[wrong[0]], wrong[0]
+        raise EppError(
+            f"{prefix}.idx has sequences that do not follow one another in the .bin file: sequence {first} begins at byte "
+            f"{begins}, and those before it end at {ends[first] * item_bytes}; {REMAKE}"
+        )
     if num_bytes != ends[-1] * item_bytes:
         raise EppError(
             f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {ends[-1] * item_bytes}: they are not a pair or the"
@@ -149,7 +156,8 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
     for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
         first = int(file.data.document_indices[document])
-        check_ids(file.prefix, file.data.get(first, offset=0, length=length), run.vocab_size)
+        ids = file.data.get(first, offset=0, length=length)
+        check_ids(file.prefix, ids, run.vocab_size, file.first_token(document))
 
 
 def check_mask(file: DocumentFile) -> None:

@@ -7,7 +7,6 @@ end. A flipped bit is found by Megatron, when it reads the tensor.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import zipfile
@@ -22,6 +21,7 @@ import torch.distributed
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.plan.writing import write_text
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
+_MOST_DIGITS = 19
+"""Number of digits from which on a tracker file has no iteration."""
 INDEX = ".metadata"
 """File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -82,10 +84,12 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
         return
     if named == "release":
         return
-    newest = folder / f"iter_{int(named):07d}" if named.isdecimal() else None
+    newest = folder / f"iter_{int(named):07d}" if named.isdecimal() and len(named) < _MOST_DIGITS else None
     fault = f"{folder / TRACKER} has {named[:40]!r} and no iteration" if newest is None else fault_of(newest)
     if fault is None:
         return
+    if newest is not None and not newest.exists():
+        fault = f"{fault}, which {folder / TRACKER} names"
     sound = _sound_before(folder, newest)
     if sound is None:
         raise EppError(f"{fault}, and no other checkpoint in {folder} is whole: give --load another folder, or leave it out")
@@ -110,8 +114,8 @@ def fault_of(checkpoint: Path) -> str | None:
 def _faults(checkpoint: Path) -> Iterator[str]:
     if (about := checkpoint / "metadata.json").exists():  # formats of torch itself have none
         try:
-            json.loads(about.read_text())["sharded_backend"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            parse_json(read_text(about), "the text")["sharded_backend"]
+        except (EppError, OSError, UnicodeDecodeError, KeyError, TypeError) as error:
             yield f"{about} cannot be read ({type(error).__name__}: {error})"
     if (checkpoint / INDEX).exists() or any(checkpoint.glob("*.distcp")):
         yield from _short_files(checkpoint)

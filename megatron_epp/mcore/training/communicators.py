@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.parallel_state import get_nccl_options
 
+from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import naming, read_text, shown, whole
 from megatron_epp.runtime.links.links import Options, Way, from_each, most_links
 
 _GROUP = "pp"
@@ -25,6 +27,9 @@ _GROUP = "pp"
 
 _CTAS = 4
 """Number of CTAs of a link, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
+
+_MOST_CTAS = 1024
+"""Largest number of CTAs that is read, more than a device has SMs."""
 
 _LARGEST_SHARE = 4
 """Inverse of the largest share of a device's SMs that all links of a rank may hold together."""
@@ -65,7 +70,7 @@ def link_options(args: argparse.Namespace, used: Sequence[Way]) -> Options | Non
     if dist.get_backend() != "nccl":
         return None
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    settings = link_settings(_of_user(args), most_links(used), min(from_each(own_sms)))
+    settings = link_settings(user_settings(args), most_links(used), min(from_each(own_sms)))
 
     def make() -> Any:
         options = get_nccl_options(_GROUP, {_GROUP: settings})
@@ -80,17 +85,34 @@ def time_limit(args: argparse.Namespace) -> timedelta:
     return timedelta(minutes=args.distributed_timeout_minutes)
 
 
-def _of_user(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the user's communicator settings for pipelines, from a file that Megatron has already read and from flags."""
-    found: dict[str, Any] = {}
-    if args.nccl_communicator_config_path is not None:
-        import yaml  # type: ignore[import-untyped,unused-ignore]  # only for this flag, as in Megatron
+def user_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Read the user's communicator settings for pipelines, from a file and from flags.
 
-        with open(args.nccl_communicator_config_path, encoding="utf-8") as file:
-            found |= (yaml.safe_load(file) or {}).get(_GROUP) or {}
+    Raises `EppError` if the file holds something else.
+    """
+    found: dict[str, Any] = {}
+    if (path := args.nccl_communicator_config_path) is not None:
+        with naming(f"--nccl-communicator-config-path {path}"):
+            found |= _of_pipelines(parse_yaml(read_text(path, MOST_YAML_BYTES), "the file"))
     if _GROUP in (args.high_priority_stream_groups or ()):
         found["is_high_priority_stream"] = True
     return found
+
+
+def _of_pipelines(body: Any) -> dict[str, Any]:
+    """Return the settings for pipelines of a file's content. Raises `EppError` if it is none."""
+    if not isinstance(body, dict | None):
+        raise EppError(f"the file holds {shown(body)}; it must hold names of groups with their settings")
+    settings = (body or {}).get(_GROUP) or {}
+    if not isinstance(settings, dict):
+        raise EppError(f"{_GROUP} is {shown(settings)}; it must hold names with values")
+    for name in ("min_ctas", "max_ctas"):
+        if name in settings:
+            try:
+                whole(settings[name], 1, _MOST_CTAS)
+            except EppError as error:
+                raise EppError(f"{name} of {_GROUP}: {error}") from None
+    return settings
 
 
 def groups_in_use(args: argparse.Namespace) -> list[dist.ProcessGroup]:

@@ -1,0 +1,49 @@
+"""Files that training and `prepare` read, with random damage: each is taken, or refused in one line that names it and where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.fuzz.judge import run, write
+from tests.support.fuzz.mcore_formats import FORMATS
+
+MUTANTS = 60
+"""Number of damaged files of every kind; with ``-m slow`` there are 10,000."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job() -> Iterator[None]:
+    """End the job of one rank that reading has made."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_file_is_taken_or_refused_by_name_in_one_line(name: str, tmp_path: Path):
+    tally = run(name, FORMATS[name], range(MUTANTS), 0, tmp_path)
+    assert tally.faults == []
+    assert tally.refused > tally.tried // 10
+
+
+@pytest.mark.slow  # minutes of a processor for each format
+@pytest.mark.parametrize("name", FORMATS)
+def test_ten_thousand_damaged_files_are_taken_or_refused_within_limits(name: str):
+    done = subprocess.run([sys.executable, "-m", "tests.support.fuzz", name, "10000"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_files_are_sound_before_they_are_damaged(name: str, tmp_path: Path):
+    form = FORMATS[name]
+    for other, content in {**form.others(), form.file: form.sound()[0]}.items():
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        write(tmp_path / other, content)
+    for reader, read in form.readers.items():
+        assert read(tmp_path / form.file) == "", reader

@@ -1,0 +1,254 @@
+"""Verdict on a damaged file: taken, refused in one line that names the file and where in it, or a fault of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import random
+import re
+import resource
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megatron_epp.plan import EppError
+from tests.support.fuzz.damage import Damage
+from tests.support.plan.bad_files import exit_code
+
+MOST_CPU_S, MOST_WALL_S = 5.0, 600.0
+"""Longest time of reading one file: of a processor, and in all, which ends what waits for ever even on a busy machine."""
+MOST_BYTES = 2 << 30
+"""Most memory that reading takes in addition to what the process has."""
+
+_NO_ROOM = "no plan fits a memory cap"
+"""Beginning of what says that a file was read, and that its devices are too small."""
+
+Reader = Callable[[Path], str]
+"""Function that reads a file and returns why it is refused; an empty text if it is taken. It may raise `EppError` instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of file.
+
+    Attributes:
+        file: name of the file.
+        sound: makes the contents of sound ones.
+        damage: makes damaged content of sound content.
+        readers: ways to read it, by name; all of them read every damaged file.
+        located: pattern of what says where in the file the fault is.
+        others: makes the contents of sound files that are next to it, by name.
+        named: pattern of what a refusal names; the file if it is empty.
+    """
+
+    file: str
+    sound: Callable[[], Sequence[bytes]]
+    damage: Damage
+    readers: Mapping[str, Reader]
+    located: str
+    others: Callable[[], Mapping[str, bytes]] = dict
+    named: str = ""
+
+
+class Fault(Exception):
+    """A fault of the package."""
+
+
+class TooSlow(BaseException):
+    """Reading takes too long. No `except Exception` catches it."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of what became of damaged files.
+
+    Attributes:
+        files: number of damaged files.
+        tried, taken, refused: numbers of readings.
+        faults: each with the number of the mutant and the reader.
+        messages: refusals without their values, with the number of each.
+        slowest_s: longest reading, in seconds of a processor.
+        slowest: its mutant and reader.
+    """
+
+    files: int = 0
+    tried: int = 0
+    taken: int = 0
+    refused: int = 0
+    faults: list[str] = field(default_factory=list)
+    messages: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    slowest: str = ""
+
+
+def mutant(name: str, form: Format, seed: int, number: int) -> bytes:
+    """Return the content of a damaged file, which depends on nothing but the arguments."""
+    draw = random.Random(f"{name} {seed} {number}")
+    return form.damage(draw.choice(form.sound()), draw)
+
+
+def run(name: str, form: Format, numbers: range, seed: int, folder: Path, most_s: float = math.inf) -> Tally:
+    """Read damaged files and judge what becomes of each.
+
+    Args:
+        name: of the format.
+        form: the format.
+        numbers: of the mutants.
+        seed: of the mutants.
+        folder: empty folder for the files.
+        most_s: seconds of a processor after which no further file is read.
+    """
+    begin_s = time.process_time()
+    tally = Tally()
+    (folder / form.file).parent.mkdir(exist_ok=True)
+    for other, content in form.others().items():
+        (folder / other).parent.mkdir(exist_ok=True)
+        write(folder / other, content)
+    for number in numbers:
+        if time.process_time() - begin_s > most_s:
+            break
+        tally.files += 1
+        content = mutant(name, form, seed, number)
+        for reader in form.readers:
+            write(folder / form.file, content)
+            start_s = time.process_time()
+            with limits():
+                judge(form, reader, folder, f"{name} {number} ({reader}, seed {seed})", tally)
+            took_s = time.process_time() - start_s
+            if took_s > tally.slowest_s:
+                tally.slowest_s, tally.slowest = took_s, f"{number} ({reader})"
+    return tally
+
+
+def judge(form: Format, reader: str, folder: Path, origin: str, tally: Tally) -> None:
+    """Read the file of a folder and count what becomes of it."""
+    path = folder / form.file
+    tally.tried += 1
+    try:
+        message = form.readers[reader](path)
+    except EppError as error:
+        message = str(error)
+    except (TooSlow, Fault) as error:
+        tally.faults.append(f"{origin}: {error}")
+        return
+    except Exception as error:
+        tally.faults.append(f"{origin}: {''.join(traceback.format_exception(error)[-3:])}")
+        return
+    if not message:
+        tally.taken += 1
+        return
+    tally.refused += 1
+    tally.messages[form_of(message, folder)] += 1
+    if fault := fault_of(message, path, form):
+        tally.faults.append(f"{origin}: {fault}: {message}")
+
+
+def fault_of(message: str, path: Path, form: Format) -> str:
+    """Return what a refusal lacks; empty if it lacks nothing."""
+    if "\n" in message:
+        return "it is more than a line"
+    if not message.isprintable():
+        return "it has control characters"
+    if not re.search(form.named or re.escape(path.name), message):
+        return "it does not name the file"
+    if not re.search(form.located, message.replace(str(path.parent), "")):
+        return "it does not say where"
+    return ""
+
+
+def form_of(message: str, folder: Path) -> str:
+    """Return a message with its numbers and quoted texts replaced, to count messages of a kind."""
+    without = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", message.replace(str(folder), "."))
+    return re.sub(r"\d+", "0", without)[:200]
+
+
+def command(*words: str, accepted: Sequence[int] = (0,)) -> Reader:
+    """Return a reader by a command of ``megatron-epp``.
+
+    Args:
+        words: of the command; FILE stands for the path of the file, FOLDER for its folder.
+        accepted: exit codes of a file that is taken.
+    """
+
+    def read(path: Path) -> str:
+        argv = [word.replace("FILE", str(path)).replace("FOLDER", str(path.parent)) for word in words]
+        printed, error = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(error):
+            code = exit_code(argv)
+        out, err = printed.getvalue(), error.getvalue()
+        if not all(line.isprintable() for line in (out + err).split("\n")):
+            raise Fault(f"control characters are printed: {out + err!r}")
+        if code in accepted:
+            return ""
+        _, prefix, message = err.rpartition("megatron-epp: error: ")
+        if code != 2 or not prefix or not message.endswith("\n"):
+            raise Fault(f"exit code {code}: {err}")
+        return "" if message.startswith(_NO_ROOM) else message[:-1]
+
+    return read
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield a list of the warnings that the package logs meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_epp")
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file in place of an earlier one, which may still be mapped."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Raise `TooSlow` in the body when it takes too long."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        limit = f"{MOST_CPU_S:g} s of a processor" if number == signal.SIGPROF else f"{MOST_WALL_S:g} s"
+        raise TooSlow(f"reading takes more than {limit}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, MOST_WALL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def limit_memory() -> None:
+    """Let this process take `MOST_BYTES` more address space than it has; beyond, allocations raise `MemoryError`."""
+    own = _status("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (own + MOST_BYTES, resource.RLIM_INFINITY))
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])

@@ -1,0 +1,284 @@
+"""Table of the kinds of files that training and `prepare` read: documents, what is kept with checkpoints, YAML."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch.distributed as dist
+import transformers
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost.kept import KeptCosts, to_state
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
+from megatron_epp.mcore.costs import learnt, stored
+from megatron_epp.mcore.data.document_dataset import DocumentDataset
+from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_tokens
+from megatron_epp.mcore.data.encoders import Encoder, chat_encoder
+from megatron_epp.mcore.data.prepare import prepare
+from megatron_epp.mcore.training import layout
+from megatron_epp.mcore.training.checkpoints import TRACKER, settle_folder
+from megatron_epp.mcore.training.communicators import link_settings, user_settings
+from tests.support.fuzz import formats
+from tests.support.fuzz.damage import (
+    Damage,
+    binary_damage,
+    byte_fields,
+    index_fields,
+    json_damage,
+    lines_damage,
+    text_damage,
+)
+from tests.support.fuzz.formats import ALL, NUM_TOKENS, RECORD, keys, named
+from tests.support.fuzz.judge import Fault, Format, Reader, logged
+
+HERE = analytic_costs(
+    ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000), CPU, [2, 2]
+)
+FLAGS: dict[str, Any] = {"epp_costs": "measure", "epp_offload": "off", "tensor_model_parallel_size": 1, "epp_placement": "v"}
+LEARNT_WITH = {"--seq-length": 512, "the device": "cpu"}
+LAYOUT_FLAGS = {"seq_length": 512, "epp_costs": "analytic"}
+TEXTS = b'{"text": "a few words"}\n\n{"text": "f\\u00fcr alle", "id": 7}\n{"text": "\\ud83d\\ude00 and more"}\n'
+CHATS = b"".join(
+    json.dumps({"messages": [{"role": role, "content": content} for role, content in chat], "tools": []}).encode() + b"\n"
+    for chat in ([("system", "be brief"), ("user", "1 + 1?"), ("assistant", "two")], [("user", "again"), ("assistant", "yes")])
+)
+TEMPLATE = (
+    b"{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    b"{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    b"{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    b"{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    b"{% endfor %}"
+)
+ABOUT = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}'
+GROUPS = b"pp:\n  max_ctas: 4\n  min_ctas: 1\n  is_high_priority_stream: true\ndp:\n  max_ctas: 8\n"
+YAML_CFG = b"""language_model:
+  num_layers: 4
+  hidden_size: 64
+  activation_func: swiglu
+model_parallel:
+  pipeline_model_parallel_size: 2
+  bf16: true
+micro_batch_size: 1
+lr: 1.0e-3
+data_path: [a, b]
+epp: {slices: 2}
+"""
+
+
+def tokens() -> bytes:
+    """Return tokens of two bytes each, all in the vocabulary."""
+    return (np.arange(NUM_TOKENS) % 257).astype(np.uint16).tobytes()
+
+
+def kept_costs() -> bytes:
+    """Return the costs that a run of these flags keeps."""
+    measured_with = stored.flags_of(Namespace(**FLAGS))
+    return json.dumps(json.loads(HERE.to_json()) | {"measured_with": measured_with, "host_link": True}).encode()
+
+
+def learnt_costs() -> bytes:
+    """Return the costs that a run has learnt."""
+    return json.dumps(to_state([KeptCosts(HERE, LEARNT_WITH)])).encode()
+
+
+def kept_layout() -> bytes:
+    """Return the layout that a run keeps."""
+    body = {key: value for key, value in json.loads(formats.layout()).items() if key != "vocabulary"}
+    return json.dumps(body | {"chosen_with": LAYOUT_FLAGS}).encode()
+
+
+def alone() -> None:
+    """Make this process the only rank of a job, as collective calls need it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@cache
+def encoder() -> Encoder:
+    """Return the encoder of a byte-level tokenizer with a chat template."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {text: number for number, text in enumerate(["<|im_start|>", "<|im_end|>", *sorted(alphabet)])}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    return Encoder(
+        encode=lambda raw: np.asarray(fast.encode(raw.decode()), dtype=np.int64),
+        tokenizer=formats.Tokenizer("HuggingFaceTokenizer", "byte-level", len(vocabulary), 1, None),
+        flags="--tokenizer-type HuggingFaceTokenizer",
+        apply_template=lambda messages, template, **options: fast.apply_chat_template(
+            messages, chat_template=template, **options
+        ),
+        template=TEMPLATE.decode(),
+    )
+
+
+def _documents(path: Path) -> str:
+    str(prepare([path], path.with_name("out")))
+    return ""
+
+
+def _chats(path: Path) -> str:
+    str(prepare([path], path.with_name("out"), encoder=encoder(), chat=chat_encoder(encoder(), ["assistant"])))
+    return ""
+
+
+def _template(path: Path) -> str:
+    chat = chat_encoder(encoder(), ["assistant"], path)
+    str(prepare([path.with_name("chats.jsonl")], path.with_name("out"), encoder=encoder(), chat=chat))
+    return ""
+
+
+def _pair(path: Path) -> str:
+    """Read all tokens of a pair as training does. Raise `Fault` for a token that a model has no row for."""
+    for mmap in (True, False):
+        file = DocumentFile(str(path.with_name("given")), mmap)
+        with logged():
+            check_tokens(file, RECORD.tokenizer)
+            check_mask(file)
+            dataset = DocumentDataset(file, 64, vocab_size=RECORD.tokenizer.vocab_size)
+        for number in range(len(dataset)):
+            ids, length = dataset.tokens(number), int(dataset.lengths[number])
+            if ids.dtype.kind not in "iu" or len(ids) != length + 1 or not 0 <= ids.min() <= ids.max() < 257:
+                raise Fault(f"sequence {number} of {length} positions has {len(ids)} tokens: {ids}")
+            dataset.trained(number, 0, length)
+    return ""
+
+
+def _kept_costs(path: Path) -> str:
+    alone()
+    with logged() as warnings:
+        stored.kept_times(Namespace(**FLAGS, load=str(path.parent), save=None), HERE)
+    return "\n".join(warnings)
+
+
+def _learnt_costs(path: Path) -> str:
+    alone()
+    with logged() as warnings:
+        learnt.resumed(Namespace(load=str(path.parent)), [], LEARNT_WITH)
+    return "\n".join(warnings)
+
+
+def _kept_layout(path: Path) -> str:
+    sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": None}
+    flags = {"epp_layout": "auto", "epp_placement": "looped", "epp_schedule": "elastic", "load": str(path.parent)}
+    with logged() as warnings:
+        layout._kept(Namespace(**sizes, **flags), LAYOUT_FLAGS)
+    return "\n".join(warnings)
+
+
+def _checkpoint(path: Path) -> str:
+    settle_folder(path.parent if path.name == TRACKER else path.parent.parent, falls_back=False)
+    return ""
+
+
+def _communicators(path: Path) -> str:
+    found = user_settings(Namespace(nccl_communicator_config_path=str(path), high_priority_stream_groups=["pp"]))
+    link_settings(found, 2, 132)
+    return ""
+
+
+@cache
+def _parser() -> ArgumentParser:
+    return entry.megatron_parser()
+
+
+def _yaml_cfg(path: Path) -> str:
+    """Take the defaults of a file, and put back those that the parser had: it takes long to make."""
+    parser = _parser()
+    defaults, actions = dict(parser._defaults), [(action, action.default) for action in parser._actions]
+    try:
+        with logged():  # of keys without effect
+            take_defaults(parser, str(path))
+    finally:
+        parser._defaults.clear()
+        parser._defaults.update(defaults)
+        for action, default in actions:
+            action.default = default
+    return ""
+
+
+def _pair_format(file: str, content: Callable[[], bytes], damage: Damage) -> Format:
+    """Return the format of one file of a pair, next to the others."""
+    all_files = {"given.idx": formats.index, "given.bin": tokens, "given.mask": formats.mask}
+    others = {name: make for name, make in all_files.items() if name != file}
+    where = r"token \d|document \d|sequence|\d bytes|header|first bytes|\.idx|\.bin|token type"
+    readers: dict[str, Reader] = {"read": _pair}
+    return Format(
+        file,
+        lambda: (content(),),
+        damage,
+        readers,
+        where,
+        lambda: {name: make() for name, make in others.items()},
+        named="given",
+    )
+
+
+def _checkpoints(**contents: bytes) -> Callable[[], dict[str, bytes]]:
+    return lambda: {f"iter_000000{number}/metadata.json": ABOUT for number in (2, 4)} | contents
+
+
+_COSTS: Sequence[str] = (*keys(json.loads(kept_costs())), "costs of", r"layers", "--", "the device")
+FORMATS: dict[str, Format] = {
+    "pair-index": _pair_format("given.idx", formats.index, binary_damage(index_fields)),
+    "pair-tokens": _pair_format("given.bin", tokens, binary_damage(byte_fields)),
+    "pair-mask": _pair_format("given.mask", formats.mask, binary_damage(byte_fields)),
+    "documents": Format("given.jsonl", lambda: (TEXTS,), lines_damage, {"prepare": _documents}, r"jsonl:\d|no documents"),
+    "chats": Format("given.jsonl", lambda: (CHATS,), lines_damage, {"prepare": _chats}, r"jsonl:\d|no documents"),
+    "template": Format(
+        "given.jinja",
+        lambda: (TEMPLATE, MARKED),
+        text_damage,
+        {"prepare": _template},
+        rf"{ALL}|template|no documents",
+        lambda: {"chats.jsonl": CHATS},
+        named=r"given\.jinja|chat template|no documents",
+    ),
+    "kept-costs": Format(stored.FILE_NAME, lambda: (kept_costs(),), json_damage(), {"resume": _kept_costs}, named(*_COSTS)),
+    "learnt-costs": Format(
+        learnt.FILE_NAME,
+        lambda: (learnt_costs(),),
+        json_damage(),
+        {"resume": _learnt_costs},
+        named(*_COSTS, *keys(json.loads(learnt_costs())), "learnt with", "dictionary"),
+    ),
+    "kept-layout": Format(
+        layout.FILE_NAME,
+        lambda: (kept_layout(),),
+        json_damage(),
+        {"resume": _kept_layout},
+        named(*keys(json.loads(kept_layout())), "a layout (of|for|has)", "stages per rank") + "|--",
+    ),
+    "tracker": Format(TRACKER, lambda: (b"4",), text_damage, {"load": _checkpoint}, "iteration", _checkpoints()),
+    "checkpoint": Format(
+        "iter_0000004/metadata.json",
+        lambda: (ABOUT,),
+        json_damage(),
+        {"load": _checkpoint},
+        named("sharded_backend"),
+        _checkpoints(**{TRACKER: b"4"}),
+        named="metadata.json",
+    ),
+    "communicators": Format(
+        "given.yaml",
+        lambda: (GROUPS,),
+        text_damage,
+        {"read": _communicators},
+        named("pp", "ctas", r"\w+_ctas", "names of groups"),
+        named="given.yaml|--nccl-communicator-config-path",
+    ),
+    "yaml-cfg": Format(
+        "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, rf"{ALL}|\w+:|--\w|\w+ is|name: value|section"
+    ),
+}
+"""Formats by the names that the command line of the campaign takes."""
