@@ -138,7 +138,8 @@ class Executor:
         """
         self.recorder.begin()
         for device in {stage.message(1)[2] for stage in self.stages.values()}:
-            copy_offsets([layout.table for layout in self._layouts], device)
+            if device.type == "cuda":  # kernels of a CPU read them from the plan
+                copy_offsets([layout.table for layout in self._layouts], device)
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -57,7 +58,8 @@ def main() -> None:
 def _plan(num_sequences: int, num_stages: int) -> Plan:
     draw = np.random.RandomState(0)
     lengths = np.clip(draw.lognormal(8, 1.2, num_sequences), 16, 131072).astype(int).tolist()
-    costs = analytic_costs(LLAMA_8B, H100, [2] * num_stages, state_bytes_per_parameter=8.0)
+    shape = replace(LLAMA_8B, num_layers=2 * num_stages)
+    costs = analytic_costs(shape, H100, [2] * num_stages, state_bytes_per_parameter=8.0)
     problem = Problem(tuple(lengths), tuple(range(num_stages)), (UNLIMITED_BYTES,) * num_stages)
     return plan(problem, costs, Options(steps=0))
 
