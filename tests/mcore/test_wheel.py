@@ -17,6 +17,7 @@ import megatron_epp
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_epp", "configs", "patches")
 SHIPPED = {"configs": (".yaml", ".json"), "patches": (".patch", ".md")}
+KERNELS = "megatron_epp/planner/kernels"
 PAGE_SUFFIXES = (".html", ".css", ".js")
 
 
@@ -45,7 +46,17 @@ def installed(wheel, tmp_path_factory):
     (site,) = (folder / "lib").glob("python*/site-packages")
     others = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     (site / "packages_of_this_environment.pth").write_text("".join(f"{path}\n" for path in others))
+    share_compiled_loops(site / KERNELS)
     return folder / "bin"
+
+
+def share_compiled_loops(kernels):
+    """Copy the planner's compiled loops, which take a minute of a core to compile. They are known by a file's size and time."""
+    for path in (ROOT / KERNELS).glob("*.py"):
+        os.utime(kernels / path.name, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    (kernels / "__pycache__").mkdir(exist_ok=True)
+    for path in (ROOT / KERNELS / "__pycache__").glob("*.nb?"):
+        shutil.copy(path, kernels / "__pycache__")
 
 
 def succeeds(command, folder, timeout_s=180):

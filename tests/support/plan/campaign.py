@@ -61,8 +61,11 @@ def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
 
 
 def is_slower_with_more(case: Case, plan: Plan) -> bool:
-    """Return True if more memory makes the default planner's plan slower."""
-    if case.options.planner != "greedy":
+    """Return True if more memory makes the default planner's plan slower.
+
+    Slices that the user fixed are excepted: they are cut further where memory is short, which may be faster.
+    """
+    if case.options.planner != "greedy" or case.options.slices is not None:
         return False
     more = with_caps(case, tuple(int(cap * MORE_MEMORY) for cap in case.problem.cap_bytes))
     return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us
