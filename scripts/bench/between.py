@@ -15,21 +15,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.cost import H100, analytic_costs
+from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import table
 
-LLAMA_8B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    vocab_size=128256,
-)
 ROUNDS = 9
 
 
@@ -58,7 +51,7 @@ def main() -> None:
 def _plan(num_sequences: int, num_stages: int) -> Plan:
     draw = np.random.RandomState(0)
     lengths = np.clip(draw.lognormal(8, 1.2, num_sequences), 16, 131072).astype(int).tolist()
-    shape = replace(LLAMA_8B, num_layers=2 * num_stages)
+    shape = replace(shape_of(load_flags("llama3-8b")), num_layers=2 * num_stages)
     costs = analytic_costs(shape, H100, [2] * num_stages, state_bytes_per_parameter=8.0)
     problem = Problem(tuple(lengths), tuple(range(num_stages)), (UNLIMITED_BYTES,) * num_stages)
     return plan(problem, costs, Options(steps=0))

@@ -1,4 +1,4 @@
-"""What an action makes the host do with plans is what it does with Megatron's schedule, whatever is packed into the chunk."""
+"""With plans an action makes the host do no more than with Megatron's schedule, whatever is packed into the chunk."""
 
 from __future__ import annotations
 

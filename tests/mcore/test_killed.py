@@ -16,6 +16,7 @@ import pytest
 
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 from tests.support.mcore.launch import ENVIRONMENT, TINY
+from tests.support.mcore.leftovers import alive, files
 
 LIMIT_S = 240
 TORCHRUN = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -42,23 +43,6 @@ def environment(temporary: Path) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "TMPDIR": str(temporary)}
 
 
-def alive(temporary: Path) -> list[psutil.Process]:
-    """Processes of the run, by its folder for temporary files."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR") == str(temporary) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # it has ended, or is of another user
-            pass
-    return found
-
-
-def ours(temporary: Path) -> list[str]:
-    """Patterns of temporary files of multiprocessing and of this package."""
-    return [path.name for pattern in ("pymp-*", "epp-*") for path in temporary.glob(pattern)]
-
-
 def wait_until(happened: Callable[[], object], tell: Callable[[], object]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not happened():
@@ -78,7 +62,7 @@ def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
         ranks = psutil.Process(launcher.pid).children()
         assert len(ranks) == 2, log.read_text()[-5000:]
         assert len(alive(temporary)) > 3
-        assert ours(temporary)
+        assert files(temporary)
         yield launcher, ranks
     finally:
         for process in alive(temporary):
@@ -102,7 +86,7 @@ def test_no_process_of_a_killed_run_lives_on(
     script = tmp_path / "script.py"
     script.touch()
     subprocess.run([*TORCHRUN, str(script)], env=environment(temporary), check=True, timeout=LIMIT_S)
-    assert ours(temporary) == []
+    assert files(temporary) == []
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -116,4 +100,4 @@ def test_without_a_launcher_a_helper_ends_when_its_rank_is_killed_and_takes_its_
     assert number == 7
     assert rank.returncode == -signal.SIGKILL
     wait_until(lambda: not alive(temporary), lambda: f"process {pid} lives on")
-    assert ours(temporary) == []
+    assert files(temporary) == []

@@ -11,7 +11,7 @@ from scripts.soak.samples import Memory, Sample, growth_bytes, sampled
 from scripts.soak.soak import draw, growths_kb, rows_of
 
 LEAK_BYTES = 1 << 20
-"""What a rank of the stand-in training keeps per iteration."""
+"""Bytes that a rank of the stand-in training keeps per iteration."""
 ITERATIONS = 8
 TRAINING = """
 import os, subprocess, sys

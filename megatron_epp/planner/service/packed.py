@@ -6,6 +6,7 @@ interpreter from launching kernels. A message is for the same version of this pr
 
 from __future__ import annotations
 
+import functools
 import pickle
 import zlib
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class PackedPlan(NamedTuple):
         Raises:
             PlanError: the plan's order deadlocks.
         """
-        return cls(_packed(plan), digest(plan), tuple(map(_packed, lower(plan))), planning_us, share, division)
+        return cls(*_contents(plan), planning_us, share, division)
 
     def plan(self) -> Plan:
         """Return the plan. Raises `PlanError` if the message is damaged."""
@@ -59,6 +60,12 @@ class PackedPlan(NamedTuple):
 
 PackedPlans = tuple[PackedPlan, ...]
 """Plans of the replicas of a group, in their order."""
+
+
+@functools.lru_cache(maxsize=4)
+def _contents(plan: Plan) -> tuple[bytes, str, tuple[bytes, ...]]:
+    """Return message, digest and rows of a plan, kept because consecutive batches of equal lengths often have equal plans."""
+    return _packed(plan), digest(plan), tuple(map(_packed, lower(plan)))
 
 
 def _packed(item: object) -> bytes:

@@ -1,4 +1,4 @@
-"""What one action makes the host do, without a GPU: `python -m scripts.bench.host`.
+"""Counts of the host's work for one action, without a GPU: `python -m scripts.bench.host`.
 
 Trains a GPT of two layers on one rank, with plans and with Megatron's own schedule, and counts in every forward and backward
 the operations that torch dispatches, those of them that would launch a kernel, and calls of Python functions. They do not

@@ -252,3 +252,12 @@ def _status(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])
+
+
+def refused_though_sound(form: Format, folder: Path) -> dict[str, str]:
+    """Read a format's sound files from a folder. Returns the refusals by reader."""
+    for name, content in {**form.others(), form.file: form.sound()[0]}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write(folder / name, content)
+    found = {reader: read(folder / form.file) for reader, read in form.readers.items()}
+    return {reader: refusal for reader, refusal in found.items() if refusal}

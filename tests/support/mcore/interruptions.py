@@ -29,6 +29,7 @@ import psutil
 
 from megatron_epp.launch.forked import Forks
 from megatron_epp.plan.writing import append_line
+from tests.support.mcore import leftovers
 from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
@@ -47,7 +48,7 @@ PARALLEL = {2: ["--pipeline-model-parallel-size", 2], 4: ["--pipeline-model-para
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What happens to a run.
+    """An interruption of a run.
 
     Attributes:
         ranks: number of them.
@@ -118,13 +119,7 @@ class Starter:
 
     def alive(self) -> list[psutil.Process]:
         """Processes that have this folder, but for those that were there before the training."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it has ended, or is of another user
-                mine = process.environ().get("TMPDIR") == str(self._folder)
-                if mine and process.status() != psutil.STATUS_ZOMBIE and process.pid not in self._before:
-                    found.append(process)
-        return found
+        return [process for process in leftovers.alive(self._folder) if process.pid not in self._before]
 
     def ranks(self) -> list[psutil.Process]:
         """Ranks of the training, in the order of their start."""
@@ -136,14 +131,12 @@ class Starter:
 
     def left(self) -> list[str]:
         """Temporary files of multiprocessing and of this package; a start removes those of a launcher that was killed."""
-        if self.launcher is None:
-            return []
-        script = self._folder / "script.py"
-        script.touch()
-        command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
-        subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
-        found = {path for pattern in ("pymp-*", "epp-*") for path in self._folder.glob(pattern)}
-        return sorted(path.name for path in found - self._files)
+        if self.launcher is not None:
+            script = self._folder / "script.py"
+            script.touch()
+            command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
+            subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
+        return sorted(path.name for path in set(leftovers.files(self._folder)) - self._files)
 
 
 def _waited(launcher: subprocess.Popen[bytes]) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
@@ -65,7 +66,8 @@ def diagonal_checkpoints(
         min(tables.num_layers[p] for p in range(stages) if 0 <= d - (stages - 1 - p) < num_chunks)
         for d in range(num_chunks + stages - 1)
     ]
-    for counts in _proposed(order, tables, caps, diagonal, most, limit, effort or Effort()):
+    solve = partial(_solve, order, tables, caps, diagonal, most, limit, effort or Effort())
+    for counts in _proposed(solve, most, limit):
         recompute_steps = [
             [counts[diagonal_of[c]] if c in diagonal_of else 0 for c in range(len(row))]
             for diagonal_of, row in zip(diagonal, none, strict=True)
@@ -75,25 +77,16 @@ def diagonal_checkpoints(
     return None
 
 
-def _proposed(
-    order: Order,
-    tables: Tables,
-    caps: tuple[int, ...],
-    diagonal: list[dict[int, int]],
-    most: list[int],
-    limit: float,
-    effort: Effort,
-) -> Iterator[list[int]]:
+def _proposed(solve: Callable[[float], list[int] | None], most: list[int], limit: float) -> Iterator[list[int]]:
     """Yield layers to recompute of every diagonal: the solver's, then all layers, where a cap leaves no room for its tolerance.
 
     Args:
-        order, tables, caps, limit, effort: as for `diagonal_checkpoints`.
-        diagonal: of each chunk on every stage.
+        solve: solves the program with so many units kept free; None if there is no solution of use.
         most: layers that each diagonal can recompute.
+        limit: a sum from here on is of no use.
     """
     for margin in MARGINS:
-        counts = _solve(order, tables, caps, diagonal, most, margin, limit, effort)
-        if counts is None:
+        if (counts := solve(margin)) is None:
             break
         yield counts
     yield from (counts for counts in (most, [min(most)] * len(most)) if sum(counts) < limit)
@@ -105,9 +98,9 @@ def _solve(
     caps: tuple[int, ...],
     diagonal: list[dict[int, int]],
     most: list[int],
-    margin: float,
     limit: float,
     effort: Effort,
+    margin: float,
 ) -> list[int] | None:
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
