@@ -140,12 +140,14 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def load_sound(path: str) -> Plan:
-    """Load a plan. Refuse it if its tables, chunks and actions contradict each other; warn of any other violation."""
+    """Load a plan. Refuse one that deadlocks or contradicts itself in tables, chunks and actions; warn of other violations."""
     made = load(path)
     for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
         if fault := next(check_part(made), None):
             raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
     if violations := check(made):
+        with naming(path, PlanError):
+            simulate(made)
         tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
     return made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import reprlib
@@ -29,8 +30,8 @@ MOST_WHOLE = (1 << 63) - 1
 MOST_LAYERS = 10_000
 """Largest number of layers of a model."""
 
-_REFUSED_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|\d{4301,})')
-"""Pattern of strings of JSON, and as a group of numbers that it has no word for or Python does not read."""
+_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|-?\d[\d.eE+-]*)')
+"""Pattern of strings of JSON, and as a group of numbers, those included that it has no word for."""
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
 
@@ -88,7 +89,7 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError as error:
-        where = "" if isinstance(error, json.JSONDecodeError) else _position(text)
+        where = "" if isinstance(error, json.JSONDecodeError) else infinite_at(text)
         raise EppError(f"{what} is not JSON: {one_line(error)}{where}") from None
     check_nested(value, what)
     return value
@@ -194,13 +195,20 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is infinite or not a number, which JSON has no word for")
 
 
-def _position(text: str | bytes) -> str:
-    """Return the position of the first number that is refused, for a parser's error that has none; empty if it is another."""
+def infinite_at(text: str | bytes) -> str:
+    """Return ": line 3 column 7", where the first number of a JSON text stands that no float holds; empty if all do."""
     text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-    start = next((found.start() for found in _REFUSED_NUMBER.finditer(text) if found[1]), None)
+    start = next((found.start() for found in _NUMBER.finditer(text) if found[1] and not _is_finite(found[1])), None)
     if start is None:
         return ""
     return f": line {1 + text.count(chr(10), 0, start)} column {start - text.rfind(chr(10), 0, start)}"
+
+
+def _is_finite(number: str) -> bool:
+    try:
+        return math.isfinite(float(number))
+    except ValueError:  # no number at all, which the parser says itself
+        return True
 
 
 def _too_deep(what: str) -> EppError:

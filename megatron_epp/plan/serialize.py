@@ -13,7 +13,7 @@ from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
-from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
+from megatron_epp.plan.reading import infinite_at, naming, number, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
 from megatron_epp.plan.writing import write_text
@@ -68,7 +68,11 @@ def from_json(text: str) -> Plan:
     if version not in (VERSION, *_RENAMED):
         raise PlanError(f"plan version {shown(version)} cannot be read; this program reads versions 2 and {VERSION}")
     claimed = document.pop("digest", None)
-    if claimed != (actual := _digest(document)):
+    try:
+        actual = _digest(document)
+    except PlanError as error:
+        raise PlanError(f"{error}{infinite_at(text)}") from None
+    if claimed != actual:
         raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
     for old, new in _RENAMED.get(version, {}).items():
         if old in document:

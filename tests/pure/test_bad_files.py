@@ -64,6 +64,11 @@ FILES = {
     "no text": ("costs", b"\xff\xfe", "codec"),
     "numbers JSON has no word for": ("check", b'{\n"x": "NaN", "y": [NaN]}', "no word for: line 2 column 19"),
     "place of digits": ("check", f'{{"x": {"9" * 5000}}}', "line 1 column 7"),
+    "number that no float holds": (
+        "check",
+        '{"schema": "megatron-epp/plan", "version": 3,\n"x": ["1e999", 1e-999, 1e999]}',
+        "infinite or not a number; JSON has none: line 2 column 24",
+    ),
     "digits": ("check", f'{{"x": {"9" * 5000}}}', "is not JSON"),
     # fields of plans
     "times of messages": ("check", spoiled("plan", "messages", "collective_us", to=[]), "field 'messages' of the plan"),
@@ -72,6 +77,7 @@ FILES = {
     "bytes of a step": ("show", spoiled("plan", "ranks", 0, 0, 2, to=HUGE), "not a whole number from"),
     "makespan": ("simulate", spoiled("plan", "predicted", "makespan_us", to=HUGE), "field 'predicted'"),
     # tables and actions that fit no plan
+    "reverse order": ("simulate", spoiled("plan", "ranks", 0, to=SOUND["plan"]["ranks"][0][::-1]), "the order deadlocks"),
     "unknown chunk": ("simulate", spoiled("plan", "ranks", 0, 0, 0, to="0F999999999"), "unknown chunk 999999999; there are 4"),
     "unknown stage": ("show", spoiled("plan", "ranks", 0, 0, 0, to="9999F0"), "unknown stage 9999; there are 2"),
     "stage of many digits": ("check", spoiled("plan", "ranks", 0, 0, 0, to="9" * 5000 + "F0"), "is not an action"),
