@@ -150,6 +150,10 @@ class Trials:
             found |= self._better(tried)
         return found
 
+    def may_be_better(self, table: Aligned) -> bool:
+        """Return False if the lower bound of a table says that no order of it is faster than the best so far."""
+        return math.isinf(self.best_us) or self.replicas.bound_us(self._tables(table), table) < self.best_us
+
     def narrow(self, table: Aligned) -> tuple[OrderRule, ...]:
         """Return rules with narrower windows for a table: all if no candidate of it fits, one if it is nearly the best."""
         fastest_us = self.fastest_us.get(table, math.inf)
