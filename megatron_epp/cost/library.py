@@ -6,6 +6,7 @@ read within limits: aliases that repeat without end, or contain themselves, are 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -114,7 +115,7 @@ def shipped(kind: str) -> list[str]:
 def locate(name: str, kind: str = "", folder: Path = Path()) -> Path | None:
     """Find a file by its path, relative to a folder, or a shipped file by its name; None if there is neither."""
     shipped_as = (folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml", ".json"))
-    return next((path for path in (folder / name, *shipped_as) if path.is_file()), None)
+    return next((path for path in (folder / name, *shipped_as) if os.path.isfile(path)), None)  # False for what is no path
 
 
 def find(kind: str, name: str) -> Path:
@@ -136,6 +137,8 @@ def load_flags(name: str) -> dict[str, Any]:
     body = read_yaml(path)
     if not isinstance(flags := body.get("megatron"), dict):
         raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{found_as('megatron', body)}")
+    if unnamed := [key for key in flags if not isinstance(key, str)]:
+        raise EppError(f"{path}: `megatron:` has {shown(unnamed[0])} where the name of a flag should stand")
     return flags
 
 

@@ -17,8 +17,11 @@ from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, near
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_LEAST = dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1)
-"""Smallest value of a whole number, by the field's name; 0 of all others."""
+_LEAST = {
+    **dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
+    "weight_bytes": 0.125,
+}
+"""Smallest value, by the field's name; 0 of all others. A weight takes a bit at least."""
 _MOST = {"num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0}
 """Largest value, by the field's name."""
 
@@ -121,8 +124,8 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
             return tuple(_value(inner, entry, name, at) for entry, at in zip(value, addresses, strict=True))
         return tuple(build(inner, entry, at) for entry, at in zip(value, addresses, strict=True))
     readers: dict[Any, Callable[[], Any]] = {
-        float: lambda: number(value, 0.0, _MOST.get(name, MOST_NUMBER)),
-        int: lambda: whole(value, _LEAST.get(name, 0), int(_MOST.get(name, MOST_WHOLE))),
+        float: lambda: number(value, _LEAST.get(name, 0), _MOST.get(name, MOST_NUMBER)),
+        int: lambda: whole(value, int(_LEAST.get(name, 0)), int(_MOST.get(name, MOST_WHOLE))),
         str: lambda: _of(str, value, "text"),
         dict: lambda: _of(dict, value, "an object with names"),
     }

@@ -32,6 +32,8 @@ MOST_LAYERS = 10_000
 
 _NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|-?\d[\d.eE+-]*)')
 """Pattern of strings of JSON, and as a group of numbers, those included that it has no word for."""
+_MOST_WORD = 400
+"""Largest number of characters of a path or a word that an error quotes."""
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
 
@@ -139,8 +141,12 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Format the error of a library, which may quote the file, as one printable line."""
-    return printable(" ".join(str(error).split()))
+    """Format the error of a library, which may quote the file, as one printable line; long words that it quotes are cut."""
+    return printable(" ".join(map(_cut, str(error).split())))
+
+
+def _cut(word: str) -> str:
+    return word if len(word) <= _MOST_WORD else word[:_MOST_WORD] + "..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -160,7 +166,8 @@ def in_units(text: str) -> str:
 
 def missing_file(name: str) -> str:
     """Say that there is no file of a name, or that it is a folder."""
-    return f"{name} is a folder, not a file" if os.path.isdir(name) else f"there is no file {name}"
+    shown_as = printable(_cut(name))
+    return f"{shown_as} is a folder, not a file" if os.path.isdir(name) else f"there is no file {shown_as}"
 
 
 def found_as(name: str, given: Mapping[str, Any]) -> str:

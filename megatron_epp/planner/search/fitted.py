@@ -11,7 +11,7 @@ import numpy as np
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us, play, split_off
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play, split_off
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
@@ -19,6 +19,7 @@ from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.joined import Joined
+from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
@@ -65,18 +66,31 @@ def fitted(
     made = replace(made, order=order)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(made, whole, tables, problem.cap_bytes, options)
-    best_us = math.inf if fit.recompute_steps is None else makespan_us(order, tables, fit.recompute_steps)
     copied = None
     may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and not joined
     if may_offload and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
-    if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
+    if copied is not None and not copied.short_bytes and copied.makespan_us < _makespan_us(order, tables, fit.recompute_steps):
         (one,) = copied.made
         return Decisions(made.chunks, order, one.recompute_steps, made.modes, copies=one.copies, offload=one.shares)
     if fit.recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
     return replace(made, recompute_steps=fit.recompute_steps)
+
+
+def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
+    """Makespan of the completed order without copies, in microseconds; infinite where no recompute fits."""
+    if recompute_steps is None:
+        return math.inf
+    return makespan_us(_complete(order, tables, recompute_steps), tables, recompute_steps)
+
+
+def _complete(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
+    """Insert the operations of vocabulary shards, if there are any and the order has none: copies are timed among them."""
+    if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
+        return order
+    return with_shards(order, tables, recompute_steps)
 
 
 def _is_worth(action: Action, tables: Tables) -> bool:
@@ -155,8 +169,9 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
         if found is None or found.short_bytes:
             return found
         (made,) = found.made
-        played = play(order, tables, made.recompute_steps, timed(made, tables))
-        peaks = peaks_with_copies(order, tables, made, played)
+        complete = _complete(order, tables, made.recompute_steps)
+        played = play(complete, tables, made.recompute_steps, timed(made, tables))
+        peaks = peaks_with_copies(complete, tables, made, played)
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
         if max(above) <= 0:
             return found._replace(makespan_us=played.makespan_us)

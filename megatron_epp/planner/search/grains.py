@@ -131,10 +131,11 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
             trials.better(tables[count], rules.second)
     is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
     if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and _whole_may_fit(trials):
-        longest_first = Aligned((plainly(problem.lengths)[0],))
-        trials.better(longest_first, (ELASTIC_1F1B, *FIRST, *SECOND))
-        if len(problem.lengths) <= HANDFUL and trials.may_be_better(longest_first):  # the bound is the same for every order
-            for whole in permutations(*longest_first.chunks):
+        longest_first = plainly(problem.lengths)[0]
+        trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
+        # The bound is the same for every order.
+        if len(problem.lengths) <= HANDFUL and trials.may_be_better(Aligned((longest_first,))):
+            for whole in permutations(longest_first):
                 trials.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
     best = None if trials.best is None else trials.best.table
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
