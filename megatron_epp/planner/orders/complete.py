@@ -13,13 +13,13 @@ from megatron_epp.planner.tables import Tables
 
 
 def completed(
-    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
+    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0, parts: int = 1
 ) -> tuple[Order, float]:
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
         order: forwards and whole backwards that fit the caps.
-        tables, made, caps, enough_us: as for `with_split_weights`.
+        tables, made, caps, enough_us, parts: as for `with_split_weights`.
         split: weight gradients may be split off.
 
     Returns:
@@ -27,7 +27,7 @@ def completed(
     """
     found = order
     if split:
-        found, split_us = with_split_weights(order, tables, made, caps, enough_us)
+        found, split_us = with_split_weights(order, tables, made, caps, enough_us, parts)
         if not has_shards(tables):
             return found, split_us
     copies = timed(made, tables)

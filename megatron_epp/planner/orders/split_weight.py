@@ -20,12 +20,12 @@ ROUNDS = 8
 
 
 def with_split_weights(
-    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0
+    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0, parts: int = 1
 ) -> tuple[Order, float]:
     """Split weight gradients off where that is faster; return the faster order and its makespan in microseconds.
 
-    They wait as the caps let them, and where that takes longer than `enough_us`, within the peaks of whole backwards: then they
-    run sooner, which may be faster.
+    They wait as the caps let them, and where that takes longer than `enough_us`, within less memory, down to the peaks of whole
+    backwards: then they run sooner, which may be faster.
 
     Args:
         order: forwards and whole backwards that fit the caps.
@@ -33,6 +33,7 @@ def with_split_weights(
         made: recompute and copies that the order is overlapped with.
         caps: bytes of the ranks.
         enough_us: makespan at which no further order is tried.
+        parts: steps from the caps to these peaks.
     """
     copies, whole = timed(made, tables), encode_known(order, tables.columns.num_chunks)
 
@@ -45,7 +46,8 @@ def with_split_weights(
 
     best, best_us = whole, time_us(whole)
     own = tuple(map(min, caps, peaks(whole, tables, made)))
-    for aims in dict.fromkeys((caps, own)):
+    less = (tuple(least + (cap - least) * part // parts for cap, least in zip(caps, own, strict=True)) for part in range(parts))
+    for aims in dict.fromkeys((caps, *less)):
         found = split_with_copies(whole, tables, made, aims)
         if found is not None and (took_us := time_us(found)) < best_us:
             best, best_us = found, took_us

@@ -66,11 +66,12 @@ def fitted(
     made = replace(made, order=order)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(made, whole, tables, problem.cap_bytes, options)
+    best_us = _makespan_us(order, tables, fit.recompute_steps)
     copied = None
     may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and not joined
     if may_offload and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
-    if copied is not None and not copied.short_bytes and copied.makespan_us < _makespan_us(order, tables, fit.recompute_steps):
+    if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
         (one,) = copied.made
         return Decisions(made.chunks, order, one.recompute_steps, made.modes, copies=one.copies, offload=one.shares)
     if fit.recompute_steps is None:
