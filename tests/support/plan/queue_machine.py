@@ -81,7 +81,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
             event = ("exchange", text) if lockstep and op in "FBR" else None
             numbers[stage, op, chunk] = launch(text, "compute", waits, event)
         elif op in ("O", "L"):
-            numbers[stage, op, chunk] = launch(text, "copy", [compute])
+            numbers[stage, op, chunk] = launch(text, op, [compute])
         elif op == "FREE":  # compute waits for the copy, then the memory goes
             launch(text, "compute", [numbers[stage, "O", chunk]])
         elif op == "REDUCE":
