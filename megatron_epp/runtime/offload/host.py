@@ -123,14 +123,14 @@ class HostMemory:
         return taken
 
     def give_back(self, spans: Sequence[Span], read: Mark = None) -> None:
-        """Return spans to the free list. Later offloads into them wait for `read`, the mark of the loads that still read them."""
+        """Return spans to the free list. Later offloads into them wait for `read`, the mark of loads that still read them."""
         self._free.add(spans)
         self.held_bytes -= sum(span.num_bytes for span in spans)
         if read is not None:
             self._read.append((read, tuple(spans)))
 
     def _order_behind_loads(self, taken: Sequence[Span]) -> None:
-        """Make later offloads wait for the loads that read these spans last, and so for all older ones, since loads are in order."""
+        """Make later offloads wait for the loads that read these spans last, and so, since loads are in order, for older ones."""
         late = [number for number, (_, read) in enumerate(self._read) if any(a.overlaps(b) for a in read for b in taken)]
         if late:
             self.streams.order(True, self._read[late[-1]][0])
