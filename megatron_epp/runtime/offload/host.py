@@ -130,7 +130,7 @@ class HostMemory:
             self._read.append((read, tuple(spans)))
 
     def _order_behind_loads(self, taken: Sequence[Span]) -> None:
-        """Make later offloads wait for the loads that read these spans last, and so, since loads are in order, for older ones."""
+        """Make later offloads wait for the loads that read these spans last, and so for older ones: loads are in order."""
         late = [number for number, (_, read) in enumerate(self._read) if any(a.overlaps(b) for a in read for b in taken)]
         if late:
             self.streams.order(True, self._read[late[-1]][0])
