@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ def near(cpus: frozenset[int]) -> Iterator[None]:
     Linux takes a page from the node of the processor that first touches it, and pinning touches every page of an allocation.
     The thread is moved, not the process, and moved back.
     """
-    before = os.sched_getaffinity(0)
+    before = os.sched_getaffinity(0) if cpus else set[int]()
     if not (allowed := cpus & before) or allowed == before:
         yield
         return
@@ -29,7 +30,7 @@ def near(cpus: frozenset[int]) -> Iterator[None]:
 
 
 def cpus_near(device: torch.device, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """Return the processors of a GPU's NUMA node; none for a CPU, and if the system does not tell.
+    """Return the processors of a GPU's NUMA node; none for a CPU, and if torch or the system does not tell.
 
     Args:
         device: the GPU.
@@ -37,7 +38,9 @@ def cpus_near(device: torch.device, sysfs: Path = Path("/sys")) -> frozenset[int
     """
     if device.type != "cuda":
         return frozenset()
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_domain_id"):  # older releases of torch do not tell the address
+        return frozenset()
     return cpus_of_node(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0", sysfs)
 
 
