@@ -12,6 +12,7 @@ from tests.support.runtime.launch_timeline import PLANS, picture, timeline
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, two_ranks
 
 CASES = {**PLANS, "KV offload": lambda: offloading_kv(offloading(two_ranks(), 0.5))}
+LONG_US = 1e9
 
 
 @functools.cache
@@ -75,15 +76,19 @@ def test_a_stages_reduction_overlaps_with_the_cool_down_of_the_stages_before_it(
 
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize("case", ["one stage per rank", "looped", "v", "split weight gradients"])
-def test_compute_never_waits_for_a_reduction_however_long_it_takes(case, queues):
+def test_compute_never_waits_for_the_reduction_of_a_bucket_however_long_it_takes(case, queues):
     plan = CASES[case]()
-    assert _compute_ends_us(timeline([plan], queues, 1e9)) == _compute_ends_us(timeline([plan], queues, 0.0))
+    assert _compute_ends_us(timeline([plan], queues, LONG_US)) == _compute_ends_us(timeline([plan], queues, 0.0))
 
 
-def test_a_reduction_ahead_of_the_last_send_would_hold_the_pipeline_up():
+def test_on_one_queue_a_second_bucket_ahead_of_the_last_send_would_hold_the_pipeline_up():
     plan = CASES["one stage per rank"]()
-    late = timeline([plan], 1, 1e9, alter=_reduced_before_the_last_send)
-    assert _compute_ends_us(late) > 1e9 > _compute_ends_us(timeline([plan], 1, 1e9))
+    assert _compute_ends_us(timeline([plan], 1, LONG_US, 2)) == _compute_ends_us(timeline([plan], 1, 0.0, 2))
+    assert _compute_ends_us(timeline([plan], 1, LONG_US, 2, _reduced_before_the_last_send)) > LONG_US
+
+
+def test_on_one_queue_a_second_bucket_of_a_stage_holds_up_the_other_stages_of_its_rank():
+    assert _compute_ends_us(timeline([CASES["looped"]()], 1, LONG_US, 2)) > LONG_US
 
 
 def _compute_ends_us(spans):
@@ -91,13 +96,13 @@ def _compute_ends_us(spans):
 
 
 def _reduced_before_the_last_send(row):
-    """The launches of a rank, with those of the last send and of the reduction exchanged; streams and waits stay."""
+    """The launches of a rank, its reductions ahead of its last send; streams and waits stay."""
     sends = [number for number, one in enumerate(row) if one.kind == SEND and one.action.op is Op.SEND_B]
     reductions = [number for number, one in enumerate(row) if one.kind == REDUCTION]
     if not sends:
         return row
-    send, reduction = sends[-1] - 1, reductions[0] - 1  # each behind its wait for compute
-    order = [*range(send), reduction, reduction + 1, *range(send, reduction), *range(reduction + 2, len(row))]
+    send, first, end = sends[-1] - 1, reductions[0] - 1, reductions[-1] + 1  # the first two with their waits for compute
+    order = [*range(send), *range(first, end), *range(send, first), *range(end, len(row))]
     place = {old: new for new, old in enumerate(order)}
     for one in row:
         one.waits = [place[number] for number in one.waits]

@@ -176,11 +176,11 @@ class Reductions(nullcontext):
 
 
 class RecordedStage(PlainStage):
-    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do."""
+    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do, bucket by bucket."""
 
-    def __init__(self, part, batch, log, number):
+    def __init__(self, part, batch, log, number, num_buckets=1):
         super().__init__(part, batch)
-        self.log, self.number = log, number
+        self.log, self.number, self.num_buckets = log, number, num_buckets
         self.reductions, self.index = None, 0
 
     def before_last_gradient(self):
@@ -191,7 +191,9 @@ class RecordedStage(PlainStage):
 
     def start_reduction(self):
         text = f"{self.number}{Op.REDUCE}{self.log.action.chunk}"
-        self.log.behind_current(text, REDUCTION, "reductions", ("reduce", self.number))
+        for bucket in range(self.num_buckets):
+            name = f"{text} bucket {bucket}" if bucket else text
+            self.log.behind_current(name, REDUCTION, "reductions", ("reduce", self.number, bucket))
 
 
 @dataclass

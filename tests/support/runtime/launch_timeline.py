@@ -22,6 +22,7 @@ from tests.support.runtime.launch_recorder import (
     SEND,
     WAIT,
     RecordedLaunch,
+    RecordedStage,
     record,
 )
 from tests.support.runtime.runtime_plans import offloading, planned
@@ -48,17 +49,21 @@ class Span:
     end_us: float
 
 
-def timeline(plans, queues=1, reduce_us=0.0, alter=lambda launches: launches) -> list[Span]:
+def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launches: launches) -> list[Span]:
     """Record the replicas' plans and run all their ranks together.
 
     Args:
         plans: of the replicas of one pipeline, whose reductions join them.
         queues: hardware queues of each rank.
-        reduce_us: time of every reduction.
+        reduce_us: time of the reduction of every bucket.
+        num_buckets: of every stage's gradients.
         alter: changes the launches of a rank before they run.
     """
+    make_stage = partial(RecordedStage, num_buckets=num_buckets)
     recorded = [
-        alter(record(plan, rank, number).launches) for number, plan in enumerate(plans) for rank in range(plan.num_ranks)
+        alter(record(plan, rank, number, make_stage).launches)
+        for number, plan in enumerate(plans)
+        for rank in range(plan.num_ranks)
     ]
     times_us = [times for plan in plans for times in times_of(to_json(plan))]
     for times, launches in zip(times_us, recorded, strict=True):
