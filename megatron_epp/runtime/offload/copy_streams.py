@@ -23,7 +23,8 @@ class CopyStreams:
 
     def __init__(self, cuda: Any = None) -> None:
         self._cuda = cuda
-        self._offloads, self._loads = (None, None) if cuda is None else (cuda.Stream(), cuda.Stream())
+        self._offloads: Any = None if cuda is None else cuda.Stream()
+        self._loads: Any = None if cuda is None else cuda.Stream()
 
     @contextmanager
     def copying(self, out: bool, *after: Mark) -> Iterator[None]:
