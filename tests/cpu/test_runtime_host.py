@@ -12,6 +12,7 @@ from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.offload.host import HostMemory, HostMemoryError, Region
+from tests.support.runtime.late_host import late_host
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, planned
 
 CPU = torch.device("cpu")
@@ -86,6 +87,25 @@ def test_the_cap_on_host_memory_is_named_and_what_does_not_fit_takes_nothing():
     with pytest.raises(EppError, match=r"needs 0\.0009768 GB .* --epp-host-memory-gb allows 0\.0009766 per rank"):
         region.reserve(1)
     assert (region.num_bytes, host.held_bytes) == (MIB, MIB)
+
+
+def test_memory_that_a_load_still_reads_is_offloaded_to_only_behind_it():
+    host = late_host(eager=True)  # offloads at once, loads as late as may be
+    region = Region(host)
+    first, loaded = torch.full((HOST_UNIT_BYTES,), 7, dtype=torch.uint8), torch.zeros(HOST_UNIT_BYTES, dtype=torch.uint8)
+    for out, device in ((True, first), (False, loaded)):
+        start = region.reserve(HOST_UNIT_BYTES) if out else 0
+        with host.streams.copying(out):
+            for part, memory in region.pairs(start, device):
+                (memory if out else part).copy_(part if out else memory)
+    region.give_back(host.streams.mark(False))
+    other = Region(host)
+    other.reserve(HOST_UNIT_BYTES)
+    with host.streams.copying(True):
+        for part, memory in other.pairs(0, torch.full_like(first, 9)):
+            memory.copy_(part)
+    host.streams.wait(host.streams.mark(False))
+    assert torch.equal(loaded, first)
 
 
 def moving(copy, size, sizes):

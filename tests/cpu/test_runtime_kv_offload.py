@@ -10,7 +10,7 @@ from megatron_epp.runtime.attention.kv_offload import LookAhead
 from megatron_epp.runtime.attention.layout import RelayError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
-from tests.support.runtime.late_host import LateHost
+from tests.support.runtime.late_host import LATE_HOSTS, late_host
 from tests.support.runtime.pipeline_runs import run_plan
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
 from tests.support.runtime.runtime_plans import (
@@ -35,8 +35,7 @@ CASES = {
 }
 
 
-def hosts():
-    return {"at once": HostMemory(CPU, 1 << 30), "late": LateHost()}
+HOSTS = {"at once": lambda: HostMemory(CPU, 1 << 30), **LATE_HOSTS}
 
 
 def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False):
@@ -69,7 +68,7 @@ def same_gradients(plan, other, host=None, **options):
 
 @pytest.mark.parametrize("fp32_gradients", ["off", "on"])
 @pytest.mark.parametrize("mode", RECOMPUTE)
-@pytest.mark.parametrize("when", hosts())
+@pytest.mark.parametrize("when", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, when, mode, fp32_gradients):
     resident, kv_offload = (ChunkedLayer(*CASES[case], layers=LAYERS) for _ in range(2))
@@ -77,15 +76,16 @@ def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, whe
         layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
         layer.weights = [x.bfloat16() for x in layer.weights]
     run(resident, mode=mode, fp32_gradients=fp32_gradients)
-    run(kv_offload, hosts()[when], mode, fp32_gradients)
+    run(kv_offload, HOSTS[when](), mode, fp32_gradients)
     for expected, actual in zip(resident.chunked(), kv_offload.chunked(), strict=True):
         assert all(map(torch.equal, expected, actual))
 
 
-def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave():
+@pytest.mark.parametrize("make_host", LATE_HOSTS.values(), ids=LATE_HOSTS)
+def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave(make_host):
     chunks = [(0, 0, 9)], [(1, 0, 8)], [(1, 8, 14)], [(0, 9, 14)]
     plan = by_hand(["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"], chunks, num_layers=4)
-    same_gradients(plan, offloading_kv(plan), LateHost())
+    same_gradients(plan, offloading_kv(plan), make_host())
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
@@ -114,7 +114,7 @@ def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
 
 
 def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
-    host = LateHost()
+    host = late_host()
     layer = ChunkedLayer(*CASES["one"], layers=LAYERS)
     unforeseen = []
     take = LookAhead.take

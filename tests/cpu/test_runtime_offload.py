@@ -8,7 +8,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
 from megatron_epp.runtime.offload.activations import Offload, choose
 from megatron_epp.runtime.offload.host import HostMemory
-from tests.support.runtime.late_host import LateHost
+from tests.support.runtime.late_host import LATE_HOSTS
 from tests.support.runtime.pipeline_runs import run_plan
 from tests.support.runtime.runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
@@ -51,10 +51,11 @@ def storages(*sizes):
 @pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
 @pytest.mark.parametrize("recompute_layers", [0, 1])
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
-@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies as late as may be"])
-def test_gradients_are_those_without_offload(make, recompute_layers, share, late):
+@pytest.mark.parametrize("when", ["at once", *LATE_HOSTS])
+def test_gradients_are_those_without_offload_whenever_copies_happen(make, recompute_layers, share, when):
     plan = make(recompute_layers=recompute_layers)
-    expected, found = run_plan(0, None, plan), run_plan(0, None, offloading(plan, share), host=LateHost() if late else None)
+    host = LATE_HOSTS[when]() if when in LATE_HOSTS else None
+    expected, found = run_plan(0, None, plan), run_plan(0, None, offloading(plan, share), host=host)
     for stage, wanted in expected.items():
         assert found[stage].loss == wanted.loss
         for name, gradient in wanted.gradients.items():

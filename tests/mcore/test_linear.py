@@ -4,10 +4,12 @@ import contextlib
 import functools
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_epp.mcore.model import weight_gradients
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -102,6 +104,34 @@ def test_layers_that_put_off_their_gradients_wait_for_w_in_any_order(fused: bool
     for layer, gradient in zip(stage.layers, stage.expected(), strict=True):
         torch.testing.assert_close(layer.weight.main_grad, gradient)
         assert layer.weight.grad is None
+
+
+class OfWeights(TorchDispatchMode):
+    """Names of the operations on tensors as large as a weight, views excepted."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.names = shape, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [x.shape for x in args if isinstance(x, torch.Tensor)]
+        if self.shape in shapes and function in (
+            torch.ops.aten.add_.Tensor,
+            torch.ops.aten.add.Tensor,
+            torch.ops.aten.clone.default,
+        ):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_backwards_before_the_first_w_add_no_placeholders() -> None:
+    stage = PuttingOff(fused=True)
+    with OfWeights(stage.layers[0].weight.shape) as seen:
+        for chunk in range(3):
+            stage.backward(chunk, keep=True)
+        assert seen.names == []
+        stage.gradients.run(0)
+    assert seen.names == ["aten.add_.Tensor"] * 2  # of the products, to the main gradients of two layers
 
 
 def test_what_they_keep_is_counted() -> None:

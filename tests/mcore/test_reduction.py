@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.plan import Plan
+from tests.support.runtime.launch_recorder import COMPUTE, REDUCTION, SEND, RecordedStage, record
+from tests.support.runtime.runtime_plans import looped, two_ranks, v_shape
 
 
 class Chunk:
@@ -78,3 +81,48 @@ def test_stages_of_a_rank_start_when_the_plan_says_so() -> None:
 def test_without_overlap_nothing_is_started_here() -> None:
     assert run("ab", "ba", overlap=False, splits=True) == ["b!", "a!"]
     assert run("a", "a", overlap=False) == ["a!"]
+
+
+class TrainedStage(RecordedStage):
+    """A stage in the data parallelism of Megatron: its hooks reduce in a backward outside of `no_sync`."""
+
+    syncs = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.syncs = False
+        yield
+        self.syncs = True
+
+    def start_grad_sync(self, *_: Any) -> None:
+        self.start_reduction()
+
+    def parameters(self) -> list[Any]:
+        return []
+
+    def backward(self, *args: Any) -> None:
+        super().backward(*args)
+        if self.syncs:
+            self.start_reduction()
+
+
+def reductions_of_training(stages: list[TrainedStage]) -> Reduction:
+    """As `forward_backward` makes them, with `--overlap-grad-reduce`."""
+    config = SimpleNamespace(no_sync_func=[stage.no_sync for stage in stages], grad_sync_func=None)
+    return Reduction(config, stages, has_first=stages[0].number == 0, splits_weights=False)
+
+
+@pytest.mark.parametrize("make_plan", [two_ranks, v_shape, looped])
+def test_a_rank_launches_one_reduction_for_each_stage_behind_all_that_the_stage_computes_and_sends(
+    make_plan: Callable[[], Plan],
+) -> None:
+    plan = make_plan()
+    for rank in range(plan.num_ranks):
+        launches = record(plan, rank, 0, TrainedStage, reductions_of_training).launches
+        reduced = [one.event[1] for one in launches if one.kind == REDUCTION]
+        assert sorted(reduced, reverse=True) == reduced
+        assert set(reduced) == {stage for stage, where in enumerate(plan.placement) if where == rank}
+        for number, one in enumerate(launches):
+            if one.kind == REDUCTION:
+                later = [after.text for after in launches[number:] if after.kind in (COMPUTE, SEND)]
+                assert not [text for text in later if text.startswith(str(one.event[1]))]

@@ -139,6 +139,8 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
     def put(entry: list[Any], function: Callable[..., Any]) -> None:
         tensors, shape = tree_flatten(entry[:_OF_A_CHUNK])
         rest = entry[_OF_A_CHUNK:]
+        if module.fuse_wgrad_accumulation:
+            _drop_placeholders(weights)
 
         def compute(tensors: Sequence[Tensor]) -> None:
             queue([*tree_unflatten(list(tensors), shape), *rest], function)
@@ -154,6 +156,15 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights whose gradient hooks wait for `backward_dw`."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
+
+
+def _drop_placeholders(weights: Sequence[Tensor]) -> None:
+    """Drop the placeholders of earlier backwards, to which autograd would add that of this one: a kernel of the weight's size.
+
+    Called before a backward returns its placeholder, which autograd then takes as it is.
+    """
+    for weight in weights:
+        weight.grad = None
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:

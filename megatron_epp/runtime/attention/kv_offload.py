@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.layout import Piece, SliceView, Tensors
+from megatron_epp.runtime.offload.copy_streams import Mark
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
@@ -35,12 +36,12 @@ class LookAhead:
     1, and returns a mark to wait for.
     """
 
-    def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Any]) -> None:
+    def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Mark]) -> None:
         self._expected = list(expected)[::-1]
         self._load = load
         self._current = 0
         self._held: Piece | None = None
-        self._coming: tuple[Use, Any] | None = None
+        self._coming: tuple[Use, Mark] | None = None
 
     def begin(self) -> None:
         """Begin to load the first expected request, into the buffer that is used first."""
@@ -48,7 +49,7 @@ class LookAhead:
             self._current = 1
             self._fetch(self._expected[-1])
 
-    def take(self, use: Use) -> tuple[int, Any]:
+    def take(self, use: Use) -> tuple[int, Mark]:
         """Return the number of the buffer that holds a request, and the mark to wait for before using it."""
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == use:
@@ -90,7 +91,14 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Running:
-    """Running action and its device buffers: two for pieces, and in backward one for the gradient of a piece."""
+    """Running action and its device buffers: two for pieces, and in backward one for the gradient of a piece.
+
+    Attributes:
+        current: number of the buffer that attention uses.
+        left: marks of the last offloads out of either buffer, which a load into it waits for. What was offloaded in earlier
+            actions is in host memory: compute has waited for it at their end, and loads wait for compute.
+        arriving: mark behind which the gradient's buffer can be used.
+    """
 
     view: SliceView
     backward: bool
@@ -98,8 +106,9 @@ class _Running:
     ahead: LookAhead
     buffers: list[Tensors] = field(default_factory=list)
     gradient: Tensors = ()
-    arriving: Any = None
-    """Position on the copy stream after which the gradient's buffer can be used."""
+    current: int = 0
+    left: list[Mark] = field(default_factory=lambda: [None, None])
+    arriving: Mark = None
 
 
 class HostStore:
@@ -132,7 +141,7 @@ class HostStore:
                 now.ahead.begin()
             yield
         finally:
-            self._host.wait(self._host.mark())  # buffers go, and copies are under way in them
+            self._wait(*map(self._host.streams.mark, (True, False)))  # buffers go, and copies are under way in them
             self._now, self.num_bytes = None, 0
 
     def parts(self, heads: int) -> int:
@@ -152,21 +161,22 @@ class HostStore:
         """Return the buffers that hold a piece. The next piece is being copied into the others."""
         now = self._running
         self._open(now)
-        number, mark = now.ahead.take(Use(piece, num_rows))
-        self._host.wait(mark)
-        return now.buffers[number]
+        now.current, mark = now.ahead.take(Use(piece, num_rows))
+        self._wait(mark)
+        return now.buffers[now.current]
 
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        self._copy(rows, self._held[view.sequence].rows[piece], view.start, view.stop, out=True)
+        now, offset = self._running, self._held[view.sequence].rows[piece]
+        now.left[now.current] = self._copy(rows, offset, view.start, view.stop, True)
 
     def expect_gradient(self, view: SliceView, piece: Piece) -> None:
         now, held = self._running, self._held[view.sequence]
         if piece in held.gradients:
-            now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.stop, out=False)
+            now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.stop, False, now.arriving)
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
         now, is_first = self._running, piece not in self._held[view.sequence].gradients
-        self._host.wait(now.arriving)
+        self._wait(now.arriving)
         own = []
         for buffer, grad in zip(now.gradient, grads, strict=True):
             total = buffer if heads is None else buffer[:, heads]
@@ -181,7 +191,7 @@ class HostStore:
         now, held = self._running, self._held[view.sequence]
         if piece not in held.gradients:
             held.gradients[piece] = self._reserve(view, now.gradient)
-        now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.start, out=True)  # then it may be overwritten
+        now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.start, True)  # then it may be overwritten
 
     def free(self, view: SliceView, piece: Piece) -> None:
         """Free a piece; the host memory of a sequence is given back with its last piece."""
@@ -189,7 +199,7 @@ class HostStore:
         del held.rows[piece]
         if not held.rows:
             self.host_bytes -= held.region.num_bytes
-            held.region.give_back()
+            held.region.give_back(self._host.streams.mark(False))
             del self._held[view.sequence]
 
     def _uses(self, view: SliceView, backward: bool, num_whole: int) -> Iterator[Use]:
@@ -218,23 +228,26 @@ class HostStore:
                 held, [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
             )
 
-    def _load(self, use: Use, number: int) -> Any:
+    def _load(self, use: Use, number: int) -> Mark:
         now = self._running
         held = self._held.get(now.view.sequence)
         if held is None or use.piece not in held.rows:  # a first slice: nothing to load, but rows may still be leaving
-            return self._host.mark()
-        return self._copy(now.buffers[number], held.rows[use.piece], 0, use.num_rows, out=False)
+            return now.left[number]
+        return self._copy(now.buffers[number], held.rows[use.piece], 0, use.num_rows, False, now.left[number])
 
-    def _copy(self, buffers: Tensors, host_offset: int, start: int, stop: int, out: bool) -> Any:
-        """Begin to copy rows of buffers from or to their offset in the region; returns the stream position after the copy."""
-        region = self._held[self._running.view.sequence].region
-        with self._host.copying():
+    def _wait(self, *marks: Mark) -> None:
+        self._host.streams.wait(*marks)
+
+    def _copy(self, buffers: Tensors, host_offset: int, start: int, stop: int, out: bool, *after: Mark) -> Mark:
+        """Begin to copy rows of buffers to (`out`) or from their offset in the region, after marks; return the mark behind."""
+        region, streams = self._held[self._running.view.sequence].region, self._host.streams
+        with streams.copying(out, *after):
             for buffer in buffers:
                 first = host_offset + start * buffer[0].nbytes
                 for device, host in region.pairs(first, buffer[start:stop].reshape(-1).view(torch.uint8)):
                     (host if out else device).copy_(device if out else host, non_blocking=True)
                 host_offset += buffer.nbytes
-            return self._host.mark()
+            return streams.mark(out)
 
     def _reserve(self, view: SliceView, buffers: Tensors) -> int:
         num_bytes = sum(x.nbytes for x in buffers)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import Owner, SavedTensors, Storage, bytes_of
+from megatron_epp.runtime.offload.copy_streams import Mark
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 Timed = AbstractContextManager[None]
@@ -32,11 +33,11 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Moved:
-    """Offloaded parts of one chunk, one after the other in a region. `mark` is the last copy's position on the copy stream."""
+    """Offloaded parts of one chunk, one after the other in a region. `mark` is behind their last copy on its stream."""
 
     parts: list[Part]
     region: Region
-    mark: Any = None
+    mark: Mark = None
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``(device, host)`` pairs of equal size that cover all parts."""
@@ -81,32 +82,33 @@ class Offload:
     def free(self, owner: Owner) -> None:
         """Free the device memory of the parts that `out` copied: whole storages first, for room to split the last."""
         moved = self._moved[owner]
-        self._host.wait(moved.mark)
+        self._host.streams.wait(moved.mark)
         for part in moved.parts:
             self._saved.take_away(*part)
 
     def back(self, owner: Owner, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy all parts of a chunk back to the device."""
+        """Begin to copy all parts of a chunk back to the device. In `free`, compute has waited for their offload."""
         moved = self._moved[owner]
         for storage, _ in reversed(moved.parts):
             memory = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, memory.untyped_storage())
         self._copy(moved, timed, out=False)
-        moved.region.give_back()
+        moved.region.give_back(moved.mark)
         self.host_bytes -= _size(moved.parts)
 
     def _copy(self, moved: _Moved, timed: Timed, out: bool) -> None:
-        with self._host.copying(), timed:
+        streams = self._host.streams
+        with streams.copying(out), timed:
             for device, host in moved.pairs():
                 (host if out else device).copy_(device if out else host, non_blocking=True)
-            moved.mark = self._host.mark()
+            moved.mark = streams.mark(out)
 
     def before_backward(self, owner: Owner) -> None:
         """Make the compute stream wait for the copy back. Called before the backward of every chunk."""
         self._saved.pop(owner)
         moved = self._moved.pop(owner, None)
         if moved is not None:
-            self._host.wait(moved.mark)
+            self._host.streams.wait(moved.mark)
 
     def assert_empty(self) -> None:
         """Raise `EppError` if offloaded parts are left in host memory."""

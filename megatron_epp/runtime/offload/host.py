@@ -1,26 +1,27 @@
-"""Pinned host memory for offload, its limit, and the copy stream to and from it.
+"""Pinned host memory for offload, its limit, and the order of copies that use the same part of it.
 
 Memory is allocated in pages, which are kept pinned for the next iterations. Data is placed wherever pages have room, in several
 spans if necessary, so pages never hold more bytes than were in use at one time, except for the rest of the last page, and all
 memory up to the cap can be used.
-Copies run one after the other on a stream of their own. Memory is free again when the copy out of it is issued, because the
-next copy into it is issued later on the same stream.
+Memory is free again when the load out of it is issued; the offload that is given it next waits on its stream for that load.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
+from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
+from megatron_epp.runtime.offload.numa import cpus_near, near
 from megatron_epp.runtime.out_of_memory import PoolExhaustedError
 
 _PAGE_BYTES = 32 << 20
@@ -42,6 +43,10 @@ class Span(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.stop - self.start
+
+    def overlaps(self, other: Span) -> bool:
+        """Return whether the two have a byte in common."""
+        return self.page == other.page and self.start < other.stop and other.start < self.stop
 
 
 class FreeSpans:
@@ -84,24 +89,27 @@ class FreeSpans:
 
 
 class HostMemory:
-    """Pages of this process, at most `cap_bytes` bytes, and the copy stream of its device.
+    """Pages of this process, at most `cap_bytes` bytes, and the streams of copies to and from them.
 
-    For a GPU pages are pinned; for a CPU they are plain memory.
+    For a GPU pages are pinned, on the NUMA node of the GPU if the system tells it; for a CPU they are plain memory.
 
     Attributes:
+        streams: of offloads and loads.
         allocated_bytes: bytes of all pages.
         held_bytes, held_peak_bytes: bytes of them in use now, and the most in the iteration.
     """
 
-    def __init__(self, device: torch.device, cap_bytes: int) -> None:
+    def __init__(self, device: torch.device, cap_bytes: int, streams: CopyStreams | None = None) -> None:
         self.device = device
         self.cap_bytes = cap_bytes
         self.allocated_bytes = 0
         self.held_bytes = self.held_peak_bytes = 0
         self._on_gpu = device.type == "cuda"
+        self.streams = streams or CopyStreams(torch.cuda if self._on_gpu else None)
+        self._cpus = cpus_near(device)
         self._pages: list[Tensor] = []
         self._free = FreeSpans()
-        self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
+        self._read: deque[tuple[Mark, Sequence[Span]]] = deque()  # free spans, and the loads that still read them, in order
 
     def take(self, num_bytes: int) -> list[Span]:
         """Allocate bytes, rounded up to units. Raises `HostMemoryError` at the cap, or if the system has no more."""
@@ -110,35 +118,28 @@ class HostMemory:
             self._allocate(self.held_bytes + needed)
         self.held_bytes += needed
         self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
-        return self._free.take(needed)
+        taken = self._free.take(needed)
+        self._order_behind_loads(taken)
+        return taken
 
-    def give_back(self, spans: list[Span]) -> None:
-        """Return spans to the free list, for later copies."""
+    def give_back(self, spans: Sequence[Span], read: Mark = None) -> None:
+        """Return spans to the free list. Later offloads into them wait for `read`, the mark of loads that still read them."""
         self._free.add(spans)
         self.held_bytes -= sum(span.num_bytes for span in spans)
+        if read is not None:
+            self._read.append((read, tuple(spans)))
+
+    def _order_behind_loads(self, taken: Sequence[Span]) -> None:
+        """Make later offloads wait for the loads that read these spans last, and so for older ones: loads are in order."""
+        late = [number for number, (_, read) in enumerate(self._read) if any(a.overlaps(b) for a in read for b in taken)]
+        if late:
+            self.streams.order(True, self._read[late[-1]][0])
+            for _ in range(late[-1] + 1):
+                self._read.popleft()
 
     def memory(self, span: Span) -> Tensor:
         """Return the bytes of a span, ``[num_bytes]``."""
         return self._pages[span.page][span.start : span.stop]
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Run copies in the body on the copy stream, after all work issued to the compute stream before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> Any:
-        """Return the current position of the copy stream, for `wait`."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait(self, mark: Any) -> None:
-        """Make the compute stream, not the host, wait for a position of the copy stream."""
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
 
     def _allocate(self, wanted_bytes: int) -> None:
         """Add a page. The error names the total bytes wanted, `wanted_bytes`."""
@@ -150,7 +151,8 @@ class HostMemory:
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
-            page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+            with near(self._cpus):
+                page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
             raise HostMemoryError(
                 f"the system gives this rank no more than {self.allocated_bytes / 2**30:.3g} GB of "
@@ -191,9 +193,9 @@ class Region:
             yield device[done : done + part.numel()], part
             done, at = done + part.numel(), at + 1
 
-    def give_back(self) -> None:
-        """Return all bytes of the region to the host memory."""
-        self._host.give_back(self._spans)
+    def give_back(self, read: Mark = None) -> None:
+        """Return all bytes of the region to the host memory, with the mark of the last load that reads them."""
+        self._host.give_back(self._spans, read)
         self._spans, self._starts, self._room, self.num_bytes = [], [], 0, 0
 
 

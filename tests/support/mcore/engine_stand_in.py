@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
             found, _ = compute(*entry)
         if layer.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True
-            found = torch.full_like(weight, torch.nan)  # only stands for it
+            found = layer.placeholder(weight)
         return found, grad @ weight, None, None
 
 
@@ -70,6 +70,7 @@ class StandInLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.fuse_wgrad_accumulation, self.use_bias = fuse_wgrad_accumulation, use_bias
+        self._placeholder = None
         self.wgrad_store, self.wgrad_accumulation_and_reduce_hooks = Store(delays), []
         if delays:
             self.weight.skip_backward_post_hook = True
@@ -84,6 +85,12 @@ class StandInLinear(nn.Module):
             self.weight.main_grad.zero_()
         self.weight.main_grad.add_(grad.t() @ x)
         return None, None
+
+    def placeholder(self, weight):
+        """A gradient that only stands for the one in `main_grad`: one memory for all, as the engine has it."""
+        if self._placeholder is None:
+            self._placeholder = torch.full_like(weight, torch.nan)
+        return self._placeholder.detach()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook):
         self.wgrad_accumulation_and_reduce_hooks.append(hook)

@@ -81,7 +81,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
             event = ("exchange", text) if lockstep and op in "FBR" else None
             numbers[stage, op, chunk] = launch(text, "compute", waits, event)
         elif op in ("O", "L"):
-            numbers[stage, op, chunk] = launch(text, "copy", [compute])
+            numbers[stage, op, chunk] = launch(text, op, [compute])
         elif op == "FREE":  # compute waits for the copy, then the memory goes
             launch(text, "compute", [numbers[stage, "O", chunk]])
         elif op == "REDUCE":
@@ -121,6 +121,7 @@ class Machine:
         self.queued: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in todo]
         self.ended = [0] * len(todo)
         self.running: list[tuple[int, int]] = []
+        self.starts_us: dict[tuple[int, int], float] = {}
         self.ends_us: dict[tuple[int, int], float] = {}
         self.now_us = 0.0
         self.sides: dict[object, int] = defaultdict(int)
@@ -170,6 +171,7 @@ class Machine:
             while queue and all(done[w] for w in row[queue[0]].waits):
                 number = queue.popleft()
                 self.running.append((rank, number))
+                self.starts_us[rank, number] = self.now_us
                 self.there[row[number].event] += 1
 
 
@@ -191,6 +193,14 @@ def stuck_together(
 
 def makespan_us(plan_json: str, lowered: str, queues: int) -> float | None:
     """Time that one plan takes on the machine, with the plan's own times; None where it never ends."""
+    plan, times_us = json.loads(plan_json), times_of(plan_json)
+    todo = [launches(plan["placement"], rank, row) for rank, row in enumerate(rows_of(lowered))]
+    machine = Machine(todo, queues, times_us=times_us)
+    return None if machine.run() else machine.now_us
+
+
+def times_of(plan_json: str) -> list[dict[str, float]]:
+    """A plan's times of the launches of every rank, by their text."""
     plan = json.loads(plan_json)
     times_us: list[dict[str, float]] = [
         {step[0]: step[1] for table in (plan["ranks"], plan["copies"]) if table for step in table[rank]}
@@ -204,6 +214,4 @@ def makespan_us(plan_json: str, lowered: str, queues: int) -> float | None:
     for name, row in plan["messages"].get("collective_us", {}).items():
         for rank in range(plan["num_ranks"]):
             times_us[rank] |= {f"{rank}{name}{chunk}": time_us for chunk, time_us in enumerate(row)}
-    todo = [launches(plan["placement"], rank, row) for rank, row in enumerate(rows_of(lowered))]
-    machine = Machine(todo, queues, times_us=times_us)
-    return None if machine.run() else machine.now_us
+    return times_us

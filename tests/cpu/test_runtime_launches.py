@@ -1,0 +1,140 @@
+"""What ranks launch, recorded without a GPU: it runs on any hardware queues, and stands in the order that keeps them busy."""
+
+import functools
+from itertools import pairwise
+
+import pytest
+
+from megatron_epp.plan import Op, lower, to_grid
+from tests.support.plan.queue_machine import Machine, launches, rows_of
+from tests.support.runtime.launch_recorder import COMPUTE, LOAD, OFFLOAD, RECEIVE, REDUCTION, SEND, WAIT, record
+from tests.support.runtime.launch_timeline import PLANS, picture, timeline
+from tests.support.runtime.runtime_plans import offloading, offloading_kv, two_ranks
+
+CASES = {**PLANS, "KV offload": lambda: offloading_kv(offloading(two_ranks(), 0.5))}
+LONG_US = 1e9
+
+
+@functools.cache
+def recorded(case):
+    plan = CASES[case]()
+    return plan, [record(plan, rank).launches for rank in range(plan.num_ranks)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_launches_what_the_lowered_plan_says_in_its_order(case):
+    plan, ranks = recorded(case)
+    for rank, row in enumerate(rows_of(to_grid(lower(plan)))):
+        wanted = [one.text for one in launches(plan.placement, rank, row) if "before" not in one.text]
+        wanted = [text for text in wanted if Op.FREE not in text]
+        assert [one.text for one in ranks[rank] if one.text in wanted] == wanted
+
+
+@pytest.mark.parametrize("queues", [1, 8, 32])
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_launches_end_on_any_number_of_hardware_queues(case, queues):
+    _, ranks = recorded(case)
+    for seed in range(3):
+        assert Machine(ranks, queues, seed=seed).run() == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradients_of_a_stage_are_reduced_behind_its_last_send(case):
+    plan, ranks = recorded(case)
+    for stage, rank in enumerate(plan.placement):
+        own = [(n, one.kind) for n, one in enumerate(ranks[rank]) if one.action and one.action.stage == stage]
+        (reduction,) = (number for number, kind in own if kind == REDUCTION)
+        assert all(number < reduction for number, kind in own if kind in (SEND, COMPUTE))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_stream_is_shared_by_loads_offloads_messages_and_reductions(case):
+    _, ranks = recorded(case)
+    for row in ranks:
+        kinds = {}
+        for one in row:
+            kinds.setdefault(one.stream, set()).add(one.kind)
+        assert all(len(kinds[stream] - {WAIT}) <= 1 for stream in kinds)
+
+
+def test_an_offload_waits_for_a_load_only_if_it_is_given_the_memory_that_the_load_reads():
+    row = record(offloading(two_ranks(), 0.5), 1).launches  # in which a chunk begins when all others have come back
+    loads, offloads = ([number for number, one in enumerate(row) if one.kind == kind] for kind in (LOAD, OFFLOAD))
+    late = [number for number in offloads if _all_waits(row, number) & set(loads)]
+    assert late == [number for number in offloads if number > loads[0]]
+    assert any(row[n].kind == LOAD for one in row if one.stream == row[offloads[0]].stream for n in one.waits)
+
+
+def test_a_stages_reduction_overlaps_with_the_cool_down_of_the_stages_before_it():
+    plan = CASES["one stage per rank"]()
+    spans = timeline([plan], reduce_us=max(step.time_us for step in plan.ranks[0]))
+    reductions = {span.launch.action.stage: span for span in spans if span.launch.kind == REDUCTION}
+    last_of = {span.rank: span.end_us for span in spans if span.launch.kind == COMPUTE}
+    for before, stage in pairwise(sorted(reductions)):
+        assert reductions[stage].start_us < last_of[before]
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("case", ["one stage per rank", "looped", "v", "split weight gradients"])
+def test_compute_never_waits_for_the_reduction_of_a_bucket_however_long_it_takes(case, queues):
+    plan = CASES[case]()
+    assert _compute_ends_us(timeline([plan], queues, LONG_US)) == _compute_ends_us(timeline([plan], queues, 0.0))
+
+
+def test_on_one_queue_a_second_bucket_ahead_of_the_last_send_would_hold_the_pipeline_up():
+    plan = CASES["one stage per rank"]()
+    assert _compute_ends_us(timeline([plan], 1, LONG_US, 2)) == _compute_ends_us(timeline([plan], 1, 0.0, 2))
+    assert _compute_ends_us(timeline([plan], 1, LONG_US, 2, _reduced_before_the_last_send)) > LONG_US
+
+
+def test_on_one_queue_a_second_bucket_of_a_stage_holds_up_the_other_stages_of_its_rank():
+    assert _compute_ends_us(timeline([CASES["looped"]()], 1, LONG_US, 2)) > LONG_US
+
+
+def _compute_ends_us(spans):
+    return max(span.end_us for span in spans if span.launch.kind == COMPUTE)
+
+
+def _reduced_before_the_last_send(row):
+    """The launches of a rank, its reductions ahead of its last send; streams and waits stay."""
+    sends = [number for number, one in enumerate(row) if one.kind == SEND and one.action.op is Op.SEND_B]
+    reductions = [number for number, one in enumerate(row) if one.kind == REDUCTION]
+    if not sends:
+        return row
+    send, first, end = sends[-1] - 1, reductions[0] - 1, reductions[-1] + 1  # the first two with their waits for compute
+    order = [*range(send), *range(first, end), *range(send, first), *range(end, len(row))]
+    place = {old: new for new, old in enumerate(order)}
+    for one in row:
+        one.waits = [place[number] for number in one.waits]
+    return [row[old] for old in order]
+
+
+def test_messages_are_launched_behind_the_compute_that_makes_them_and_compute_behind_those_it_needs():
+    _, ranks = recorded("looped")
+    for row in ranks:
+        at = {one.text: number for number, one in enumerate(row)}
+        for receive in (one for one in row if one.kind == RECEIVE):
+            op, stage, chunk = receive.action
+            needs = f"{stage}{op.removeprefix('RECV_')}{chunk}"
+            assert at[receive.text] in _all_waits(row, at[needs])
+        for send in (one for one in row if one.kind == SEND):
+            op, stage, chunk = send.action
+            assert at[f"{stage}{op.removeprefix('SEND_')}{chunk}"] in _all_waits(row, at[send.text])
+
+
+def _all_waits(row, number):
+    found, todo = set(), [number]
+    while todo:
+        for other in row[todo.pop()].waits:
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def test_the_picture_has_a_lane_for_every_stream_that_is_used():
+    spans = timeline([offloading(two_ranks(), 0.5)])
+    (axis,) = picture(spans, "two ranks").axes
+    lanes = [label.get_text() for label in axis.get_yticklabels()]
+    own = ["activations 0 to 1", "compute", "gradients 1 to 0", "loads", "offloads", "reductions"]
+    assert sorted(lanes) == [f"rank {rank} {name}" for rank in (0, 1) for name in own]
