@@ -20,7 +20,8 @@ from megatron.core.parallel_state import get_nccl_options
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import naming, read_text, shown, whole
-from megatron_epp.runtime.links.links import Options, Way, from_each, most_links
+from megatron_epp.plan.ways import Way, most_links
+from megatron_epp.runtime.links.objects import Options, from_each
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
