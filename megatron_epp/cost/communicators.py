@@ -49,7 +49,7 @@ def link_ctas(num_links: int, num_sms: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What the links of a pipeline take.
+    """Communicators, SMs and device memory of a pipeline's links.
 
     Attributes:
         num_links: communicators of a rank, on the rank with the most.
@@ -67,7 +67,7 @@ class LinkUse:
 
 
 def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> LinkUse:
-    """Return what the links of a pipeline take on devices with `num_sms` SMs.
+    """Count communicators, SMs and memory of a pipeline's links on devices with `num_sms` SMs.
 
     Args:
         placement: stages on ranks.

@@ -8,9 +8,8 @@ from scripts import write_communicators
 
 
 def test_the_page_is_written_from_the_formulas():
-    assert write_communicators.TARGET.read_text() == write_communicators.document(), (
-        "run: python -m scripts.write_communicators"
-    )
+    current = write_communicators.TARGET.read_text()
+    assert current == write_communicators.document(), "run: python -m scripts.write_communicators"
 
 
 @pytest.mark.parametrize("placement", [Placement("looped", 8, 1), Placement("looped", 8, 2), Placement("v", 8, 2)])
