@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
+
+from megatron_epp.runtime.failures import PATIENCE_S
+
+logger = logging.getLogger(__name__)
 
 
 class SideThread:
@@ -31,6 +37,23 @@ class SideThread:
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
         """Queue work, and return a function that waits for its end and raises the error with which it ended, if any."""
         return self.submit(work).result
+
+
+def complete_at_end(complete: Callable[[float | None], None]) -> None:
+    """Complete the last work of a thread when a run ends: a group must not be destroyed while a collective uses it.
+
+    After a failure other ranks may not take part in it any more. Then it has `PATIENCE_S`, and its errors are not raised.
+
+    Args:
+        complete: waits for the work, for as many seconds as it is given.
+    """
+    if sys.exception() is None:
+        complete(None)
+        return
+    try:
+        complete(PATIENCE_S)
+    except Exception as error:  # what has failed is raised already
+        logger.debug("the last work of a thread is not complete: %s: %s", type(error).__name__, error)
 
 
 def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.mcore.training import reports as module
 from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.runtime import side_thread
+from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
@@ -38,7 +41,7 @@ def test_lines_are_written_in_the_order_of_the_iterations() -> None:
     for iteration in range(5):
         reports.begin(lambda iteration=iteration: lambda: written.append(iteration))
         assert written == list(range(iteration))
-    reports.close()
+    complete_at_end(reports.complete)
     assert written == [0, 1, 2, 3, 4]
 
 
@@ -49,11 +52,20 @@ def test_an_error_of_a_report_is_raised_in_training_at_the_next_iteration() -> N
         reports.begin(lambda: None)
 
 
+@contextmanager
+def ended(reports: Reports) -> Iterator[None]:
+    """Run the body as a training that ends after it."""
+    try:
+        yield
+    finally:
+        complete_at_end(reports.complete)
+
+
 def test_after_a_failure_a_run_ends_though_a_report_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(side_thread, "PATIENCE_S", 0.01)
     reports, never = Reports(), threading.Event()
     reports.begin(never.wait)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="of the training"), closing(reports):
+    with pytest.raises(RuntimeError, match="of the training"), ended(reports):
         raise RuntimeError("of the training")
     never.set()
 

@@ -39,10 +39,10 @@ class StageWatch:
         self.complete()
         self._last = self._thread.submit(partial(self._compare, plan, recorder))
 
-    def complete(self) -> None:
-        """Wait until the last iteration is compared. Raises the error of that."""
+    def complete(self, limit_s: float | None = None) -> None:
+        """Wait until the last iteration is compared. Raises the error of that, or `TimeoutError` after `limit_s` seconds."""
         if self._last is not None:
-            self._last.result()
+            self._last.result(limit_s)
 
     def _compare(self, plan: Plan, recorder: Recorder) -> None:
         """Add an iteration, when the device has its times; a collective call now and then."""

@@ -137,7 +137,7 @@ class MicrobatchPipeline:
             self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
             self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
-        self._watch = StageWatch(self.rank, ObjectGroup.create(control, make))
+        self.watch = StageWatch(self.rank, ObjectGroup.create(control, make))
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
@@ -211,7 +211,7 @@ class MicrobatchPipeline:
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only:
             if self.learner.is_done:
-                self._watch.after(planned.plan, recorder)
+                self.watch.after(planned.plan, recorder)
             else:
                 self._learn(planned, agreed, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
-from megatron_epp.runtime.failures import PATIENCE_S
 from megatron_epp.runtime.side_thread import SideThread
-
-logger = logging.getLogger(__name__)
 
 Log = Callable[[], None]
 """Function that writes a report's lines to the log and the writers."""
@@ -48,16 +43,6 @@ class Reports:
         begun, self._under_way = self._under_way, None
         if begun is not None and (log := begun.result(limit_s)) is not None:
             log()
-
-    def close(self) -> None:
-        """Complete the last report at the end of a run. After a failure, other ranks may not send their figures any more."""
-        if sys.exception() is None:
-            self.complete()
-            return
-        try:
-            self.complete(PATIENCE_S)
-        except Exception as error:  # what has failed is raised already
-            logger.debug("the last report is not complete: %s", error)
 
 
 def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None]) -> Log | None:

@@ -49,6 +49,7 @@ from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -248,9 +249,11 @@ class Session:
         return PlanSource(make, self._exchange, member, self._agree, self.rank, program_of)
 
     def close(self) -> None:
-        """Complete the last report and end planning. Any thread that still waits for a plan gets an error."""
+        """Complete what threads do and end planning. Any thread that still waits for a plan gets an error."""
         try:
-            self.reports.close()
+            complete_at_end(self.reports.complete)
+            if self.watch is not None:
+                complete_at_end(self.watch.complete)
         finally:
             if self._planner is not None:
                 self._planner.close()
