@@ -13,6 +13,23 @@ import torch
 from megatron_epp.plan import Action
 
 
+def mark() -> Any:
+    """Return the present time: an event on the current stream of a GPU, otherwise seconds of the host's clock."""
+    if torch.cuda.is_initialized():
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def elapsed_us(start: Any, end: Any) -> float:
+    """Return the time between two marks in microseconds. On a GPU this waits until the device has reached the second."""
+    if isinstance(start, float):
+        return float(end - start) * 1e6
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
 @dataclass(slots=True)
 class Recorder:
     """Times of one rank's actions in one iteration, in microseconds from its start.
@@ -28,30 +45,12 @@ class Recorder:
     _marks: list[tuple[Action, Any, Any, float | None]] = field(default_factory=list)
     _collectives: list[tuple[Action, Any, Any]] = field(default_factory=list)
 
-    def _mark(self) -> Any:
-        if torch.cuda.is_initialized():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    @staticmethod
-    def _elapsed_us(start: Any, end: Any) -> float:
-        if isinstance(start, float):
-            return (end - start) * 1e6
-        return float(start.elapsed_time(end)) * 1e3
-
-    def _took_us(self, start: Any, end: Any) -> float:
-        if not isinstance(end, float):
-            end.synchronize()
-        return self._elapsed_us(start, end)
-
     def begin(self) -> None:
         """Set the origin of time."""
         self._marks.clear()
         self._collectives.clear()
         self.wait_us = 0.0
-        self._origin = self._mark() if self.enabled else None
+        self._origin = mark() if self.enabled else None
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -60,10 +59,10 @@ class Recorder:
             if not self.enabled:
                 yield
                 return
-            start, cpu_s = self._mark(), time.thread_time()
+            start, cpu_s = mark(), time.thread_time()
             yield
             cpu_us = (time.thread_time() - cpu_s) * 1e6
-            end = self._mark()
+            end = mark()
             self._marks.append((action, start, end, cpu_us if isinstance(end, float) else None))
 
     @contextmanager
@@ -81,23 +80,20 @@ class Recorder:
         """
         if not self.enabled:
             return lambda: None
-        start = self._mark()
-        return lambda: self._collectives.append((action, start, self._mark()))
+        start = mark()
+        return lambda: self._collectives.append((action, start, mark()))
 
     def collectives(self) -> list[tuple[Action, float]]:
         """Return every collective with the time from this rank's entry to its end. On a GPU this waits for the device."""
-        return [(action, self._took_us(start, end)) for action, start, end in self._collectives]
+        return [(action, elapsed_us(start, end)) for action, start, end in self._collectives]
 
     def took_us(self) -> Iterator[tuple[Action, float]]:
         """Yield every action with its time. On a GPU this waits for the device if it has not come to the action's end."""
         for action, start, end, _ in self._marks:
-            yield action, self._took_us(start, end)
+            yield action, elapsed_us(start, end)
 
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
         """Return ``(action, start_us, end_us, cpu_us)`` by start. On a GPU this waits for the device, and `cpu_us` is None."""
-        for _, _, end, _ in self._marks:
-            if not isinstance(end, float):
-                end.synchronize()
         origin = self._origin
-        found = [(str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
+        found = [(str(a), elapsed_us(origin, s), elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
         return tuple(sorted(found, key=lambda event: event[1]))

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from megatron_epp.runtime.loss.background import SideThread
+from megatron_epp.runtime.side_thread import SideThread
 
 ENDLESS = """
 from time import sleep
-from megatron_epp.runtime.loss.background import SideThread
+from megatron_epp.runtime.side_thread import SideThread
 SideThread().start(lambda: sleep(1000))
 raise SystemExit(3)
 """

@@ -9,8 +9,8 @@ import torch
 
 from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.ways import ways
 from megatron_epp.runtime.links import links
-from megatron_epp.runtime.links.links import ways
 from tests.support.runtime.link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import looped, planned, v_shape

@@ -21,7 +21,9 @@ def world(tmp_path):
 @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)])
 def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, placement):
     from megatron_epp.mcore.training.communicators import link_options  # imports Megatron
-    from megatron_epp.runtime.links.links import Groups, Links, ways
+    from megatron_epp.plan.ways import ways
+    from megatron_epp.runtime.links.links import Links
+    from megatron_epp.runtime.links.objects import Groups
 
     args = Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=None, high_priority_stream_groups=[])
     options = link_options(args, ways(placement))

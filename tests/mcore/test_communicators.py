@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.mcore.training import communicators
-from megatron_epp.mcore.training.communicators import link_ctas, link_options, link_settings
+from megatron_epp.mcore.training.communicators import link_options, link_settings
 from megatron_epp.plan import EppError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.runtime.links.links import most_links, ways
+from megatron_epp.plan.ways import most_links, ways
 from tests.support.mcore.forked import launch
 
 SMS = (132, 114, 108, 80, 46)

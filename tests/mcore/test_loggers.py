@@ -12,12 +12,14 @@ from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.report import IterationReport, layout_words
+from megatron_epp.mcore.training.reports import Reports
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from megatron_epp.report.memory import main_items
+from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.watchdog import Watchdog
 
 LINE = {
@@ -121,27 +123,24 @@ def reports(layers, **flags):
     shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
     costs = analytic_costs(shape, CPU, layers)
     made = plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs)
-    run = Namespace(costs=costs, batches_seen=[], args=Namespace(**flags))
+    run = Namespace(batches_seen=[], args=Namespace(**flags))
     return IterationReport(run, Namespace(plan=made), 1, False, True, 0.0, 0.0), made, costs
 
 
-def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting(capsys):
+def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting():
     report, made, costs = reports([2] * 4, moe_layer_freq=1)
     told = []
     for _ in range(20):
-        report._log_spread()
-        told.append(capsys.readouterr().out)
+        told.append(report._hint(made, costs))
     assert [number for number, text in enumerate(told) if text] == [9]
-    assert told[9] == f"epp hint | {spread.advice(costs, made.placement, made.lengths * 10, layout_words)}\n"
+    assert told[9] == spread.advice(costs, made.placement, made.lengths * 10, layout_words)
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 
 @pytest.mark.parametrize("flags", [{"hybrid_layer_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}])
-def test_nothing_is_told_of_layers_that_differ_from_each_other(capsys, flags):
-    report, *_ = reports([2] * 4, **flags)
-    for _ in range(20):
-        report._log_spread()
-    assert capsys.readouterr().out == ""
+def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
+    report, made, costs = reports([2] * 4, **flags)
+    assert not any(report._hint(made, costs) for _ in range(20))
 
 
 def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):
@@ -164,7 +163,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours = object.__new__(session.Session)
     ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
     ours._can_plan.set()
-    ours._problem = session.problem_of(FLAGS, (1000, 1000), (0, 1))
+    ours.reports, ours._problem = Reports(), session.problem_of(FLAGS, (1000, 1000), (0, 1))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours._plan((7, 1200, 30), (), forward_only=False)
     ours._problem = session.problem_of(FLAGS, (2**30, 2**30), (0, 1))
@@ -189,17 +188,17 @@ def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
 
     monkeypatch.setattr(session, "pipeline_costs", hang)
     with pytest.raises(EppError, match="ended"):
-        ours._learn_costs(Namespace(), 0)
+        ours._learn_costs(Namespace(), Groups(), 0)
     assert reports == ["rank 3 has been measuring bytes for 0.7 s, 0.1 s for each of 7 steps (--epp-wait-limit-seconds)"]
     assert ours._learning is None
 
 
 @pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])
-def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, checksums, agree):
+def test_replicas_that_divide_a_batch_differently_end_the_run(checksums, agree):
     """Or sequences would be trained twice, or never."""
     ours = object.__new__(session.Session)
-    ours.plans, ours.lockstep_groups, ours._planning_ranks = True, ((0,), (1,)), object()
-    monkeypatch.setattr(session, "from_each", lambda mine, group: checksums)
+    ours.plans, ours.lockstep_groups = True, ((0,), (1,))
+    ours._planning_ranks = Namespace(from_each=lambda mine: checksums)
     if agree:
         ours._agree(7)
         return
@@ -207,19 +206,18 @@ def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, check
         ours._agree(7)
 
 
-def test_a_replica_without_a_plan_ends_the_run_of_the_others(monkeypatch):
+def test_a_replica_without_a_plan_ends_the_run_of_the_others():
     ours = object.__new__(session.Session)
-    ours.plans, ours.lockstep_groups, ours._planning_ranks = True, ((0,), (1,)), object()
-    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, None])
+    ours.plans, ours.lockstep_groups = True, ((0,), (1,))
+    ours._planning_ranks = Namespace(from_each=lambda mine: [mine, None])
     ours._agree(None)  # the one whose planning failed raises that error
     with pytest.raises(DisagreementError, match="another replica has no plan"):
         ours._agree(7)
 
 
-def test_a_rank_that_does_not_plan_has_nothing_to_agree_on(monkeypatch):
+def test_a_rank_that_does_not_plan_has_nothing_to_agree_on():
     ours = object.__new__(session.Session)
-    ours.plans = False
-    monkeypatch.delattr(session, "from_each")
+    ours.plans, ours._planning_ranks = False, None
     ours._agree(7)
 
 

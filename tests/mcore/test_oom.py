@@ -29,7 +29,7 @@ def test_every_process_group_has_the_runs_time_limit(tmp_path: Path) -> None:
         limits_s = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1)]
         assert any("_planning_ranks" in of_rank for of_rank in limits_s)
         for of_rank in limits_s:
-            assert {"activations", "gradients", "reports", "control"} <= of_rank.keys()
+            assert {"activations", "gradients", "figures", "control"} <= of_rank.keys()
             assert set(of_rank.values()) == {60.0 * LIMIT_MINUTES}
 
 

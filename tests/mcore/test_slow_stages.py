@@ -60,43 +60,50 @@ PLAN = one_f_one_b()
 
 
 class Times:
-    """Recorder of a rank's iteration that took `factor` of its planned time. On a device it cannot be read at once."""
+    """Recorder of a rank's iteration that took `factor` of its planned time."""
 
     def __init__(self, factor: float) -> None:
-        self.factor, self.is_there = factor, False
+        self.factor = factor
 
     def took_us(self) -> Iterator[tuple[Action, float]]:
-        assert self.is_there
         yield from ((step.action, self.factor * step.time_us) for step in PLAN.ranks[0])
 
 
+class FirstOfTwo:
+    """Group whose other rank is never slow; `found` are the items of this one that the other has received."""
+
+    is_first = True
+
+    def __init__(self) -> None:
+        self.found: list[object] = []
+
+    def from_each(self, mine: object) -> list[object]:
+        self.found.append(mine)
+        return [mine, (1, "b", {})]
+
+
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Items of this rank that others have received; the other rank is never slow."""
-    found: list[object] = []
-    ranks = Namespace(get_rank=lambda group=None: 0)
-    monkeypatch.setattr(watches, "dist", ranks)
-    monkeypatch.setattr(watches, "from_each", lambda mine, group: [found.append(mine), mine, (1, "b", {})][1:])
-    return found
+def group(monkeypatch: pytest.MonkeyPatch) -> FirstOfTwo:
+    monkeypatch.setattr(watches, "dist", Namespace(get_rank=lambda: 0))
+    return FirstOfTwo()
 
 
-def run(watch: watches.StageWatch, factors: list[float], plan: Plan = PLAN) -> None:
-    times = [Times(factor) for factor in factors]
-    for before, now in zip([None, *times], times, strict=False):
-        if before is not None:
-            before.is_there = True
-        watch.after(plan, now)  # type: ignore[arg-type]
+def run(group: FirstOfTwo, factors: list[float], plan: Plan = PLAN) -> None:
+    watch = watches.StageWatch(0, group)  # type: ignore[arg-type]
+    for factor in factors:
+        watch.after(plan, Times(factor))  # type: ignore[arg-type]
+    watch.complete()
 
 
-def test_ranks_meet_once_in_some_iterations_and_times_are_read_later(gathered: list[object]) -> None:
-    run(watches.StageWatch(0, None), [2.0] * (3 * ITERATIONS - 1))  # type: ignore[arg-type]
-    assert len(gathered) == 2
+def test_ranks_meet_once_in_some_iterations(group: FirstOfTwo) -> None:
+    run(group, [2.0] * (3 * ITERATIONS - 1))
+    assert len(group.found) == 2
 
 
-def test_a_stage_is_named_again_only_after_it_was_quick(gathered: list[object], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_is_named_again_only_after_it_was_quick(group: FirstOfTwo, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     slow, quick = [2.0] * ITERATIONS, [1.0] * ITERATIONS
-    run(watches.StageWatch(0, None), [*slow * 4, *quick * 2, *slow * 2])  # type: ignore[arg-type]
+    run(group, [*slow * 4, *quick * 2, *slow * 2])
     named = [record.getMessage() for record in caplog.records]
     assert len(named) == 2
     assert all("takes 2.00 of the time of its costs for stage 0" in line for line in named)

@@ -81,6 +81,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_reduction.py": (),
     "mcore/test_refusals.py": (),
     "mcore/test_report_folder.py": (),
+    "mcore/test_reports.py": ("test_every_iteration_is_reported_once_and_in_order",),
     "mcore/test_run_script.py": (),
     "mcore/test_snapshot.py": (),
     "mcore/test_stage_flags.py": (),
@@ -158,6 +159,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_a_picture_is_drawn",
         "test_json_has_every_figure",
     ),
+    "pure/test_communicator_figures.py": (),
     "pure/test_cost_balance.py": ("test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster",),
     "pure/test_cost_head.py": ("test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence",),
     "pure/test_cost_library.py": (),
@@ -321,6 +323,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_text.py": (),
     "pure/test_report_trace.py": (),
     "pure/test_run_folder.py": (),
+    "pure/test_tree.py": (),
     "pure/test_writing.py": (),
 }
 """Files, relative to `tests`, and of each the tests that are left to the default set because they take too long."""

@@ -28,7 +28,8 @@ from megatron_epp.mcore.costs.vocabulary import Measured, check_shares, with_mea
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
-from megatron_epp.runtime.links.links import Links, from_each
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import from_each
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
 def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
     """Gather one value per pipeline rank, in pipeline order; `choose` picks among ranks that share layers (the first)."""
     found: dict[int, list[T]] = {}
-    for position, _, value in sorted(from_each((links.position, dist.get_rank(), mine), links.control), key=itemgetter(0, 1)):
+    for position, _, value in sorted(links.control.from_each((links.position, dist.get_rank(), mine)), key=itemgetter(0, 1)):
         found.setdefault(position, []).append(value)
     return [choose(found[i]) for i in range(len(links.ranks))]
 

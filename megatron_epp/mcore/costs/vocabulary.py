@@ -18,7 +18,7 @@ from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.links.links import Links, from_each
+from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.loss.pipeline_shards import Rank, ShardGroups
 from megatron_epp.runtime.loss.shards import Logits, logits_pass, weight_gradient
 from megatron_epp.runtime.tools.profiling import Timer
@@ -96,7 +96,7 @@ def with_measured_shards(costs: PipelineCosts, rank: Measured | None, links: Lin
         return costs
     position = dist.get_rank(rank.groups.spread)
     logits, gradient = (costs.vocabulary.of_whole(line, position) for line in _passes(rank))
-    everyone = from_each((logits, gradient, _moves(rank, _spread), _moves(rank, _gather)), links.control)
+    everyone = links.control.from_each((logits, gradient, _moves(rank, _spread), _moves(rank, _gather)))
     logits, gradient, spread, gather = (reduce(Line.larger, lines) for lines in zip(*everyone, strict=True))
     return replace(costs, vocabulary=replace(costs.vocabulary, logits=logits, gradient=gradient, spread=spread, gather=gather))
 

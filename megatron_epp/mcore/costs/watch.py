@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import logging
 import socket
+from concurrent.futures import Future
+from functools import partial
 
 import torch.distributed as dist
 
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages, slowed_us
 from megatron_epp.plan import Plan
-from megatron_epp.runtime.links.links import from_each
+from megatron_epp.runtime.links.objects import ObjectGroup
+from megatron_epp.runtime.side_thread import SideThread
 from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
 
 class StageWatch:
-    """Watches the stages of a pipeline. All ranks of a group that runs the same plans call `after` in the same iterations.
+    """Watches the stages of a pipeline, in a thread. All ranks that run the same plans call `after` in the same iterations.
 
     Args:
         rank: pipeline rank of this process.
-        group: a CPU group of all ranks that run the same plans; its first rank writes the log.
+        group: all ranks that run the same plans, used by nothing else; its first rank writes the log.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, rank: int, group: ObjectGroup) -> None:
         self._rank, self._group = rank, group
         self._stages = SlowStages()
-        self._last: tuple[Plan, Recorder] | None = None
+        self._thread = SideThread("epp-stage-watch")
+        self._last: Future[None] | None = None
         self._seen = 0
         self._told: set[tuple[int, int]] = set()
 
     def after(self, plan: Plan, recorder: Recorder) -> None:
-        """Add an iteration. Its times are read an iteration later, when a device has them; a collective call now and then."""
+        """Begin to compare an iteration. Waits for the one before, and raises its error."""
+        self.complete()
+        self._last = self._thread.submit(partial(self._compare, plan, recorder))
+
+    def complete(self, limit_s: float | None = None) -> None:
+        """Wait until the last iteration is compared. Raises the error of that, or `TimeoutError` after `limit_s` seconds."""
         if self._last is not None:
-            then, times = self._last
-            self._stages.add(then, self._rank, times.took_us())
-        self._last = plan, recorder
+            self._last.result(limit_s)
+
+    def _compare(self, plan: Plan, recorder: Recorder) -> None:
+        """Add an iteration, when the device has its times; a collective call now and then."""
+        self._stages.add(plan, self._rank, recorder.took_us())
         self._seen += 1
         if self._seen % ITERATIONS == 0:
-            everyone = from_each((dist.get_rank(), socket.gethostname(), self._stages.found), self._group)
-            if dist.get_rank(self._group) == 0:
+            everyone = self._group.from_each((dist.get_rank(), socket.gethostname(), self._stages.found))
+            if self._group.is_first:
                 self._tell(plan, everyone)
 
     def _tell(self, plan: Plan, everyone: list[tuple[int, str, dict[int, float]]]) -> None:

@@ -21,6 +21,7 @@ from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.training.reduction import gather_parameters, process_groups
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.side_thread import complete_at_end
 
 
 class Schedule:
@@ -144,9 +145,10 @@ class Schedule:
         return self._pipelines[-1]
 
     def close(self) -> None:
-        """End the threads that look ahead."""
+        """End the threads that look ahead, and complete what others do."""
         for pipeline in self._pipelines:
             pipeline.ahead.close()
+            complete_at_end(pipeline.watch.complete)
         self._pipelines.clear()
 
     def _taken(

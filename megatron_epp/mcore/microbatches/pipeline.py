@@ -56,11 +56,13 @@ from megatron_epp.mcore.training.communicators import groups_in_use, link_option
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
 from megatron_epp.plan import EppError, InfeasibleError, Op
+from megatron_epp.plan.ways import ways
 from megatron_epp.planner import Problem
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard
-from megatron_epp.runtime.links.links import Groups, Links, from_each, ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -104,7 +106,7 @@ class MicrobatchPipeline:
         control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
         make = Groups(time_limit(args), mpu.create_group)
         self.links = Links.create(pipeline, control, make, used, link)
-        self._next_control = make.of(tuple(control), backend="gloo")
+        self._next_control = ObjectGroup.create(control, make)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._plan_ahead)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
@@ -112,7 +114,7 @@ class MicrobatchPipeline:
             reduce_once(groups_in_use(args), device)
             layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
             caps = gathered(cap_bytes(args), self.links, min)
-            recomputes = all(from_each(all(one.recomputes for one in self.stages.values()), self.links.control))
+            recomputes = all(self.links.control.from_each(all(one.recomputes for one in self.stages.values())))
             self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
             known = resumed(args, loaded, self._learnt_with)
         self.kept = None if known is None else KeptCosts(known, self._learnt_with)
@@ -135,7 +137,7 @@ class MicrobatchPipeline:
             self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
             self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
-        self._watch = StageWatch(self.rank, self.links.control)
+        self.watch = StageWatch(self.rank, ObjectGroup.create(control, make))
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
@@ -160,7 +162,7 @@ class MicrobatchPipeline:
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
-    def planned(self, agreed: Agreed, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
+    def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned:
         """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
         key = agreed, forward_only
         if key not in self._plans:
@@ -176,7 +178,7 @@ class MicrobatchPipeline:
         """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
         if self._can_look_ahead is None:
             mine = reads_ahead(self.args) and installed(iterators) is not None
-            self._can_look_ahead = all(from_each(mine, self.links.control))
+            self._can_look_ahead = all(self.links.control.from_each(mine))
         return self._can_look_ahead
 
     def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
@@ -209,7 +211,7 @@ class MicrobatchPipeline:
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only:
             if self.learner.is_done:
-                self._watch.after(planned.plan, recorder)
+                self.watch.after(planned.plan, recorder)
             else:
                 self._learn(planned, agreed, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
@@ -229,7 +231,7 @@ class MicrobatchPipeline:
             is_ours = isinstance(error, EppError) and (error.__cause__ is None or isinstance(error.__cause__, EppError))
             if not is_ours and (cause := self.failures.cause()):
                 raise EppError(cause) from None
-            if not agreed or dist.get_world_size() > dist.get_world_size(self.links.control):
+            if not agreed or dist.get_world_size() > len(self.links.control.ranks):
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
 
@@ -253,7 +255,7 @@ class MicrobatchPipeline:
                     len(obstacles),
                     obstacles[0],
                 )
-        if not any(from_each(total, self.links.control)):
+        if not any(self.links.control.from_each(total)):
             raise EppError("--epp-split-weight-gradient: no layer of this model can delay its weight gradient; leave it out")
 
     def _make(self, agreed: Agreed, forward_only: bool) -> Planned:

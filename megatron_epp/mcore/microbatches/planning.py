@@ -18,7 +18,7 @@ from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b,
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.orders.warm_up import OneStagePerRank
 from megatron_epp.planner.search.local import SMALL
-from megatron_epp.runtime.links.links import from_each, from_first
+from megatron_epp.runtime.links.objects import ObjectGroup
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def _orders(shapes: Shapes) -> Iterable[tuple[int, ...]]:
     return dict.fromkeys((given, longest, shortest))
 
 
-def agree_on_shapes(found: Found, group: dist.ProcessGroup) -> Agreed:
+def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
     """Return the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
 
     Args:
@@ -146,7 +146,7 @@ def agree_on_shapes(found: Found, group: dist.ProcessGroup) -> Agreed:
     Raises:
         EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches.
     """
-    everyone = from_each((found, dist.get_rank()), group)
+    everyone = group.from_each((found, dist.get_rank()))
     if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
         raise EppError("; ".join(failed))
     known = [(one.shapes, rank) for one, rank in everyone if one.shapes is not None]
@@ -175,7 +175,7 @@ def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str
     )
 
 
-def agree_on_plan(make: Callable[[], Planned], group: dist.ProcessGroup) -> Planned:
+def agree_on_plan(make: Callable[[], Planned], group: ObjectGroup) -> Planned:
     """Plan on every rank and return the same plan on all: that of the group's first rank where they differ.
 
     A collective call on the CPU. Raises `EppError` on every rank if planning fails on one.
@@ -186,13 +186,13 @@ def agree_on_plan(make: Callable[[], Planned], group: dist.ProcessGroup) -> Plan
     except Exception as error:  # a rank that raised by itself would leave the others waiting for its digest
         problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
     text = "" if made is None else to_json(made.plan)
-    digests = from_each((hashlib.sha256(text.encode()).hexdigest(), problem), group)
+    digests = group.from_each((hashlib.sha256(text.encode()).hexdigest(), problem))
     if failed := next((text for _, text in digests if text), ""):
         raise EppError(failed)
     assert made is not None
     if len({digest for digest, _ in digests}) == 1:
         return made
-    if dist.get_rank(group) == 0:
+    if group.is_first:
         logger.warning("ranks of a pipeline made different plans from equal inputs; all use that of the first")
-    text, order = from_first([text, made.order], group)
+    text, order = group.from_first([text, made.order])
     return Planned(from_json(text), tuple(order))

@@ -18,7 +18,7 @@ from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import nearest
-from megatron_epp.runtime.links.links import from_each
+from megatron_epp.runtime.links.objects import from_each
 
 _MINUTES = 30
 """Default time limit of messages, in minutes; torch's own for gloo."""

@@ -150,7 +150,7 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     return original(*rest, **named)
 
 
-def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """End a run that does not get done with saving a checkpoint, if --epp is given."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
@@ -158,6 +158,29 @@ def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
 
     with watched_save(args):
         return original(*rest, **named)
+
+
+def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Save a checkpoint after the reports of its iterations, if --epp is given; end a run that does not get done with it."""
+
+    def save() -> Any:
+        _complete_reports()
+        return original(*rest, **named)
+
+    return _finish_save(save)
+
+
+def _decide_exit(original: Callable[..., bool], *rest: Any, **named: Any) -> bool:
+    """Complete the last report before training ends and its writers are closed, if --epp is given."""
+    ends = original(*rest, **named)
+    if ends and epp_args() is not None:
+        _complete_reports()
+    return ends
+
+
+def _complete_reports() -> None:
+    if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
+        sessions.complete_reports()
 
 
 def _refuse_nothing(args: Any) -> None:
@@ -229,7 +252,8 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.training.training:pretrain", _pretrain),
         wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
         wrapping("megatron.training.training:save_checkpoint", _save_checkpoint),
-        wrapping("megatron.training.training:maybe_finalize_async_save", _save_checkpoint),
+        wrapping("megatron.training.training:maybe_finalize_async_save", _finish_save),
+        wrapping("megatron.training.training:checkpoint_and_decide_exit", _decide_exit),
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
         wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),

@@ -17,31 +17,18 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.parallel_state import get_nccl_options
 
+from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import naming, read_text, shown, whole
-from megatron_epp.runtime.links.links import Options, Way, from_each, most_links
+from megatron_epp.plan.ways import Way, most_links
+from megatron_epp.runtime.links.objects import Options, from_each
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
 
-_CTAS = 4
-"""Number of CTAs of a link, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
-
 _MOST_CTAS = 1024
 """Largest number of CTAs that is read, more than a device has SMs."""
-
-_LARGEST_SHARE = 4
-"""Inverse of the largest share of a device's SMs that all links of a rank may hold together."""
-
-
-def link_ctas(num_links: int, num_sms: int) -> int:
-    """Return the maximum number of CTAs of one link, a power of two, since NCCL rounds channels up to one; at least 1.
-
-    All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
-    """
-    room = num_sms // _LARGEST_SHARE // max(1, num_links)
-    return 1 << max(1, min(_CTAS, room)).bit_length() - 1
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:

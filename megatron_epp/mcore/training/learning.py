@@ -18,7 +18,7 @@ from megatron_epp.mcore.costs.learnt import keep
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.runtime.links.links import from_each
+from megatron_epp.runtime.links.objects import from_each
 from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import features
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
+from megatron_epp.plan.account import Account
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
 from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.links.links import from_each
+from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_usage
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
 
 _BATCHES = 10
 """Number of logged iterations whose lengths are taken as typical of the run."""
@@ -39,12 +41,36 @@ def layout_words(layers: Sequence[int]) -> str:
     return f"--pipeline-model-parallel-layout '{layout_flag(layers)}'"
 
 
+class _OverReplicas(NamedTuple):
+    """Sums over the replicas, on the last rank of each: ``[loss, tokens, planned makespan of each replica]``, on the device."""
+
+    sums: torch.Tensor
+    work: dist.Work
+
+    @staticmethod
+    def begin(loss: torch.Tensor, plan: Plan | None, session: Session) -> _OverReplicas:
+        """Begin to add up ``[loss, tokens]``; a collective call of all replicas' last ranks."""
+        sums = torch.zeros(2 + session.replicas, dtype=torch.float64, device=loss.device)
+        sums[:2] = loss.detach()
+        if plan is not None and mpu.get_context_parallel_rank() == 0:
+            sums[2 + session.replica] = plan.predicted.makespan_us
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        return _OverReplicas(sums, dist.all_reduce(sums, group=group, async_op=True))
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """Return ``[loss, tokens]`` and the planned makespans in microseconds. On a GPU it must run on a side stream."""
+        self.work.wait()
+        values = self.sums.tolist()
+        return values[:2], values[2:]
+
+
 @dataclass(slots=True)
 class IterationReport:
     """Figures of one iteration, collected on every rank.
 
     The first rank writes them to `--epp-report-dir`; the last passes them to Megatron's log and writers. Without that flag,
-    only iterations that Megatron logs, or writes to a writer, are collected.
+    only iterations that Megatron logs, or writes to a writer, are collected. Times are read, gathered and written in a thread
+    while the next iteration runs.
     """
 
     session: Session
@@ -52,7 +78,7 @@ class IterationReport:
     iteration: int
     is_evaluation: bool
     collects: bool
-    start_s: float
+    start: Any
     plan_wait_us: float
     recorder: Recorder = field(default_factory=Recorder)
     saved: SavedTensors | None = None
@@ -66,8 +92,8 @@ class IterationReport:
             session.iteration += 1
         due = loggers.is_due(args, session.iteration)
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
-        now_s = time.perf_counter()
-        return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
+        start = mark() if collects else None
+        return IterationReport(session, batch, session.iteration, forward_only, collects, start, session.plan_wait_us)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -94,56 +120,66 @@ class IterationReport:
         return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, and write plan and trace if requested.
+        """Log an earlier iteration whose report has been made meanwhile, and begin this one's.
 
-        `loss` is ``[sum, tokens]`` on the last rank, None elsewhere.
+        The last iteration's is completed at once: the writers are closed soon after it. `loss` is ``[sum, tokens]`` on the last
+        rank, None elsewhere.
         """
-        if not self.collects:
-            return
-        events = self.recorder.events()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the host is ahead: the clock would miss what it has only issued
-        elapsed_us, planned_us = (time.perf_counter() - self.start_s) * 1e6, None
-        if loss is not None:
-            loss = loss.detach().clone().double()
-            dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
-            planned_us = self._of_replicas(loss)
-        mine: dict[str, Any] = {
-            "events": events,
-            "wait_us": self.recorder.wait_us,
-            "peak": self.saved.peak_bytes if self.saved is not None else None,
-            "device_peak": device_peak(),
-            "host_peak": 0 if self.session.host is None else self.session.host.held_peak_bytes,
-            "loss": None if loss is None else loss.tolist(),
-            "elapsed_us": elapsed_us,
-            "planned_us": planned_us,
-            "plan_wait_us": self.plan_wait_us,
-        }
-        assert self.session.links is not None
-        everyone = from_each(mine, self.session.links.reports)
-        first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
-        if not (first or last):
-            return
-        measured = None
-        if self.batch.plan is not None:
-            measured = Measured.of(self.batch.plan, (entry["events"] for entry in everyone), self.batch.plan_digest)
-        line = self._line(everyone, measured)
-        if self.session.report_folder is not None:
-            self.session.report_folder.write(self.iteration, line, self.batch.plan, measured)
-        if last and measured is not None:
-            self._log(line)
+        session, reports = self.session, self.session.reports
+        with session.watchdog.watch(lambda: f"rank {session.rank} waits for others' figures (--epp-wait-limit-seconds)"):
+            reports.complete()
+            if not self.collects:
+                return
+            figures = {
+                "wait_us": self.recorder.wait_us,
+                "peak": self.saved.peak_bytes if self.saved is not None else None,
+                "device_peak": device_peak(),
+                "host_peak": 0 if session.host is None else session.host.held_peak_bytes,
+                "plan_wait_us": self.plan_wait_us,
+            }
+            summed = None if loss is None else _OverReplicas.begin(loss, self.batch.plan, session)
+            reports.begin(partial(self.report, figures, mark(), summed, session.costs))
+            if self.iteration >= session.args.train_iters:
+                reports.complete()
 
-    def _of_replicas(self, like: torch.Tensor) -> list[float] | None:
-        """Gather the planned makespan of every replica, in microseconds; a collective call of all replicas' last ranks."""
-        if self.batch.plan is None:
+    def report(
+        self, figures: dict[str, Any], end: Any, summed: _OverReplicas | None, costs: PipelineCosts | None
+    ) -> Callable[[], None] | None:
+        """Gather the ranks' figures, append a line to ``iterations.jsonl``, and write plan and trace if requested.
+
+        A collective call of the pipeline, in the thread of reports.
+
+        Args:
+            figures: of this rank.
+            end: mark at the end of the iteration.
+            summed: what the last ranks of all replicas add up; None on other ranks.
+            costs: by which the batch was planned.
+
+        Returns:
+            function that logs the iteration, on the last rank.
+        """
+        session, plan = self.session, self.batch.plan
+        assert session.links is not None
+        mine = figures | {"events": self.recorder.events(), "elapsed_us": elapsed_us(self.start, end)}
+        if summed is not None:
+            mine["loss"], mine["planned_us"] = summed.read()
+        is_logged = plan is not None and loggers.is_due(session.args, self.iteration)
+        last = dist.get_world_size() - 1
+        readers = [0] * (session.args.epp_report_dir is not None) + [last] * is_logged
+        everyone = gathered_by(readers, mine, session.links.figures)
+        if everyone is None:
             return None
-        planned_us = like.new_tensor([self.batch.plan.predicted.makespan_us])
-        everyone = [torch.empty_like(planned_us) for _ in range(self.session.replicas)]
-        dist.all_gather(everyone, planned_us, group=mpu.get_data_parallel_group())
-        return torch.cat(everyone).tolist()
+        measured = None
+        if plan is not None:
+            measured = Measured.of(plan, (entry["events"] for entry in everyone), self.batch.plan_digest)
+        line = self._line(everyone, measured)
+        if session.report_folder is not None:
+            session.report_folder.write(self.iteration, line, plan, measured)
+        return partial(self._log, line, *self._notes(costs)) if is_logged and dist.get_rank() == last else None
 
     def _line(self, everyone: list[dict[str, Any]], measured: Measured | None) -> dict[str, Any]:
-        loss_sum, num_tokens = next(entry["loss"] for entry in reversed(everyone) if entry["loss"] is not None)
+        of_last = next(entry for entry in reversed(everyone) if "loss" in entry)
+        loss_sum, num_tokens = of_last["loss"]
         line = {
             "iteration": self.iteration,
             "schedule": self.session.args.epp_schedule,
@@ -157,42 +193,43 @@ class IterationReport:
         if self.batch.plan is None or measured is None:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
-        planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
-        line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
+        line |= {"replicas": self.session.replicas, "imbalance": imbalance(of_last["planned_us"])}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
-    def _log(self, line: dict[str, Any]) -> None:
+    def _log(self, line: dict[str, Any], account: Account | None, hint: str) -> None:
         args = self.session.args
         if self.iteration % args.log_interval == 0:
-            self._log_memory()
+            if account is not None:
+                loggers.log_memory(account, self.iteration)
             loggers.log(line)
-            self._log_spread()
+            if hint:
+                loggers.log_hint(hint)
         if self.iteration % args.tensorboard_log_interval == 0:
             loggers.write(line)
 
-    def _log_memory(self) -> None:
-        """Log the parts of the planned peaks, once per run, before the first iteration's line."""
-        session, plan = self.session, self.batch.plan
-        if plan is not None and session.costs is not None and not session.memory_is_told:
-            session.memory_is_told = True
-            loggers.log_memory(account_of(plan, session.costs), self.iteration)
+    def _notes(self, costs: PipelineCosts | None) -> tuple[Account | None, str]:
+        """Return what is logged once per run: the parts of the planned peaks, and a hint about the division of layers."""
+        if self.batch.plan is None or costs is None or self.iteration % self.session.args.log_interval:
+            return None, ""
+        account = None if self.session.memory_is_told else account_of(self.batch.plan, costs)
+        self.session.memory_is_told = True
+        return account, self._hint(self.batch.plan, costs)
 
-    def _log_spread(self) -> None:
-        """Log a hint if another division of layers among stages would reduce waiting, once, after `_BATCHES` iterations.
+    def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
+        """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations.
 
         Models whose layers differ from each other get no such hint.
         """
-        session, plan = self.session, self.batch.plan
-        if plan is None or session.costs is None or len(session.batches_seen) == _BATCHES:
-            return
-        if getattr(session.args, "hybrid_layer_pattern", None) or getattr(session.args, "moe_layer_freq", 1) != 1:
-            return
-        session.batches_seen.append(plan.lengths)
+        session = self.session
         if len(session.batches_seen) == _BATCHES:
-            lengths = list(chain.from_iterable(session.batches_seen))
-            if hint := spread.advice(session.costs, plan.placement, lengths, layout_words):
-                loggers.log_hint(hint)
+            return ""
+        if getattr(session.args, "hybrid_layer_pattern", None) or getattr(session.args, "moe_layer_freq", 1) != 1:
+            return ""
+        session.batches_seen.append(plan.lengths)
+        if len(session.batches_seen) < _BATCHES:
+            return ""
+        return spread.advice(costs, plan.placement, list(chain.from_iterable(session.batches_seen)), layout_words) or ""
 
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:

@@ -37,15 +37,19 @@ from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.report_folder import ReportFolder
+from megatron_epp.mcore.training.reports import Reports
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
+from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.runtime.context import program_of
-from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first, ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -99,6 +103,7 @@ class Session:
         """Time spent waiting for the last batch, in microseconds."""
         self.memory_is_told = False
         """True once the parts of the planned peaks have been logged."""
+        self.reports = Reports()
         self.report_folder: ReportFolder | None = None
         """Files of --epp-report-dir, on the first rank; None without it."""
         if dist.get_rank() == 0:
@@ -109,7 +114,7 @@ class Session:
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
-        self._planning_ranks: dist.ProcessGroup | None = None
+        self._planning_ranks: ObjectGroup | None = None
 
     def _hold_folders(self) -> None:
         """Keep other runs out of the folders that this one writes to. Raises EppError if another run has one of them."""
@@ -146,7 +151,7 @@ class Session:
         self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, used, options)
         last_rank = self.placement.last_rank
         self.vocabulary = rank_vocabulary(self.args, models, self.stages, config, last_rank, groups, options)
-        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._lockstep_ranks), backend="gloo")
+        self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self._lockstep_ranks], groups)
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
@@ -154,10 +159,10 @@ class Session:
                 reduce_once(groups_in_use(self.args), device)
             offloads = self.args.epp_offload == "on"
             host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
-            self._learn_costs(self.links, host_cap)
+            self._learn_costs(self.links, groups, host_cap)
             self.host = HostMemory(device, host_cap) if offloads else None
 
-    def _learn_costs(self, links: Links, host_cap: int) -> None:
+    def _learn_costs(self, links: Links, groups: Groups, host_cap: int) -> None:
         """Learn costs and caps from the measurements of all ranks, under a time limit in case a rank never arrives.
 
         A rank that waits for others does not know their steps, so it waits for the sum of all steps' limits.
@@ -174,7 +179,7 @@ class Session:
                     self._note_learning("looking for learnt costs")
                     self.costs = self._begin_learning(self.costs, links)
                 if self.args.epp_costs != "analytic":
-                    self.watch = StageWatch(self.rank, links.control)
+                    self.watch = StageWatch(self.rank, ObjectGroup.create(links.control.ranks, groups))
                 self._note_learning("exchanging memory caps")
                 self._begin_planning(self.costs, gathered(cap_bytes(self.args), links, min), gathered(host_cap, links, min))
             finally:
@@ -213,10 +218,10 @@ class Session:
         if not self.plans:
             return
         assert self._planning_ranks is not None
-        least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+        least = tuple(map(min, zip(*self._planning_ranks.from_each(caps), strict=True)))
         if self.args.rank == 0:
             tell_lowered(self.args, least)
-        host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
+        host_cap = min(map(min, self._planning_ranks.from_each(host_caps)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
         self._planner = self._planner_by(costs)
         self._can_plan.set()
@@ -244,11 +249,16 @@ class Session:
         return PlanSource(make, self._exchange, member, self._agree, self.rank, program_of)
 
     def close(self) -> None:
-        """End planning. Any thread that still waits for a plan gets an error."""
-        if self._planner is not None:
-            self._planner.close()
-        if self.learning is not None:
-            self.learning.close()
+        """Complete what threads do and end planning. Any thread that still waits for a plan gets an error."""
+        try:
+            complete_at_end(self.reports.complete)
+            if self.watch is not None:
+                complete_at_end(self.watch.complete)
+        finally:
+            if self._planner is not None:
+                self._planner.close()
+            if self.learning is not None:
+                self.learning.close()
 
     def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...], *, forward_only: bool) -> PackedPlans:
         self._can_plan.wait()
@@ -266,13 +276,13 @@ class Session:
 
     def _exchange(self, items: list[Item]) -> list[Item]:
         assert self.links is not None
-        return from_first(items, self.links.control)
+        return self.links.control.from_first(items)
 
     def _agree(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:
             return
         assert self._planning_ranks is not None
-        checksums = from_each(checksum, self._planning_ranks)
+        checksums = self._planning_ranks.from_each(checksum)
         if None in checksums and checksum is not None:
             raise DisagreementError("another replica has no plan for its share of a batch; its own error says why")
         if None not in checksums and len(set(checksums)) > 1:
@@ -337,6 +347,12 @@ def end() -> None:
     if _session is not None:
         _session.close()
     _session = None
+
+
+def complete_reports() -> None:
+    """Complete the report under way, if there is a session."""
+    if _session is not None:
+        _session.reports.complete()
 
 
 def current() -> Session:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one pipeline, their process groups, and the exchange of objects in groups.
+"""Messages between the ranks of one pipeline, and their process groups.
 
 Activations and gradients travel on a communicator each, so that neither waits for the other. On each, messages between two
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
@@ -10,65 +10,16 @@ NCCL's, a send and a receive would wait for each other.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import EppError
-
-Options = Callable[[], Any]
-"""Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Makes process groups.
-
-    Attributes:
-        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
-        create: makes one, as `torch.distributed.new_group` does.
-    """
-
-    timeout: timedelta | None = None
-    create: Callable[..., dist.ProcessGroup] = dist.new_group
-
-    def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
-        """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
-
-        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
-        defaults if they are None.
-        """
-        found: dist.ProcessGroup | None = None
-        for ranks in sorted(set(from_each(mine))):
-            own = None if options is None else options()
-            group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
-            found = group if ranks == mine else found
-        assert found is not None  # `mine` is among the named
-        return found
-
-
-def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """Return the items of the first rank of a CPU group, which pickle, on every rank; those of the others are ignored.
-
-    A collective call: every rank of the group must call it at the same point, in the same thread as its other collectives.
-    """
-    shared = [items]
-    dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(group)[0], group=group)
-    return shared[0]
-
-
-def from_each[T](item: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the items of all ranks of the group, or of the job, in rank order. A collective call, like `from_first`."""
-    everyone: list[T] = [item] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, item, group=group)
-    return everyone
+from megatron_epp.plan.ways import Way, ways
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, Options
 
 
 @dataclass(slots=True)
@@ -83,44 +34,6 @@ class Receive:
         return self.buffer
 
 
-class Way(NamedTuple):
-    """Direction of messages between two pipeline ranks, on the communicator for activations or for gradients."""
-
-    sender: int
-    receiver: int
-    gradient: bool
-
-
-def ways(*placements: Sequence[int]) -> list[Way]:
-    """Return all directions in which messages between stages are sent, in the order in which ranks exchange their first ones.
-
-    In this order they cannot deadlock: of all pairs that still wait, both ranks of the first one have reached it. Neighbours
-    whose lower rank is even come first, then those whose lower rank is odd. So pairs meet side by side, and many ranks take no
-    longer than few.
-
-    Args:
-        placements: each the rank of every stage.
-    """
-    hops = {(rank, after) for placement in placements for rank, after in pairwise(placement) if rank != after}
-    return sorted({Way(*hop, False) for hop in hops} | {Way(*hop[::-1], True) for hop in hops}, key=_turn)
-
-
-def _turn(way: Way) -> tuple[bool, int, int, int, bool, bool]:
-    low, high = sorted(way[:2])
-    is_against = (way.sender > way.receiver) != way.gradient  # an activation to a lower rank, or a gradient to a higher one
-    return high - low > 1, low % 2, low, high, is_against, way.gradient
-
-
-def most_links(used: Iterable[Way]) -> int:
-    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group.
-
-    Args:
-        used: directions in which messages are sent.
-    """
-    ends = Counter(rank for way in used for rank in (way.sender, way.receiver))
-    return max(ends.values(), default=0)
-
-
 @dataclass(slots=True)
 class Links:
     """Communicators of one pipeline.
@@ -130,8 +43,8 @@ class Links:
         position: of this rank among them.
         activations: group for messages to later stages.
         gradients: group for messages to earlier stages.
-        reports: a CPU group of the pipeline, for figures; it never touches the device.
-        control: a CPU group of all ranks that must run the same plan.
+        figures: a CPU group of the pipeline, for reports, which only the thread of reports uses.
+        control: all ranks that must run the same plan, for plans and agreements.
         activations_down: group for activations to lower ranks.
         gradients_up: group for gradients to higher ranks.
         ways: directions in which messages are sent.
@@ -141,8 +54,8 @@ class Links:
     position: int
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
-    reports: dist.ProcessGroup
-    control: dist.ProcessGroup
+    figures: dist.ProcessGroup
+    control: ObjectGroup
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
     ways: Sequence[Way]
@@ -169,7 +82,7 @@ class Links:
             EppError: messages between different ranks would wait for each other.
         """
         _check_pairs(len(pipeline_ranks))
-        pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
+        pipeline = tuple(pipeline_ranks)
         used = ways(range(len(pipeline))) if used is None else used
         both_ways = any(way.receiver < way.sender for way in used if not way.gradient)
         activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
@@ -180,8 +93,8 @@ class Links:
             gradients=gradients,
             activations_down=groups.of(pipeline, options=options) if both_ways else activations,
             gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
-            reports=groups.of(pipeline, backend="gloo"),
-            control=groups.of(control, backend="gloo"),
+            figures=groups.of(pipeline, backend="gloo"),
+            control=ObjectGroup.create(control_ranks, groups),
             ways=used,
         )
 

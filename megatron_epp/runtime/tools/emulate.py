@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.ways import ways
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.links import Groups, Links, ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
 from megatron_epp.runtime.offload.activations import Timed
 from megatron_epp.runtime.tools.emulate_shards import WaitingShards

@@ -17,18 +17,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.ways import ways
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.links import Groups, Links, ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 
@@ -192,7 +193,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
         for _ in range(_REPEATS):
             stages = {stage: EchoStage(stage, width, device) for stage, on in enumerate(plan.placement) if on == rank}
             executor = Executor(plan, rank, stages, links, watchdog=watchdog)
-            dist.barrier(group=links.control)
+            links.control.from_each(None)  # ranks start together
             start_s = time.perf_counter()
             executor.run()
             wrong += sum(int(stage.wrong) for stage in stages.values())  # waits for the device

@@ -66,8 +66,11 @@ def limits_of(session: Any) -> dict[str, float]:
     """In seconds, by the name of each process group of a session."""
     import torch
 
+    from megatron_epp.runtime.links.objects import ObjectGroup
+
     held = {name: getattr(session.links, name) for name in type(session.links).__slots__} | vars(session)
-    groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)}
+    levels = {name: value.levels[0] for name, value in held.items() if isinstance(value, ObjectGroup) and value.levels}
+    groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)} | levels
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
     return {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
 

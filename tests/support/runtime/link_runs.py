@@ -6,7 +6,9 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.links import Groups, Links, ways
+from megatron_epp.plan.ways import ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 
 
 def cross_talk(rank, links):
@@ -43,18 +45,18 @@ def strided_and_released(rank, links):
         links.send(whole, peer=1, gradient=False)
         whole.data = torch.empty(1)
         junk = [torch.zeros(1000) for _ in range(50)]
-        torch.distributed.barrier(links.reports)
+        torch.distributed.barrier(links.figures)
         links.finish_sends()
         return len(junk)
     first = links.post_receive((3, 2), torch.float32, torch.device("cpu"), 0, gradient=False)
-    torch.distributed.barrier(links.reports)
+    torch.distributed.barrier(links.figures)
     second = links.post_receive((1000,), torch.float32, torch.device("cpu"), 0, gradient=False)
     return [receive.wait().tolist() for receive in (first, second)]
 
 
 def groups(rank, links):
     """Ranks of each communicator."""
-    made = links.activations, links.gradients, links.reports, links.control
+    made = links.activations, links.gradients, links.figures, *links.control.levels
     return links.ranks, [torch.distributed.get_process_group_ranks(group) for group in made]
 
 

@@ -6,7 +6,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.links import Groups, Links, ways
+from megatron_epp.plan.ways import ways
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.tools.queue_check import run_rank
 
 
@@ -19,6 +21,6 @@ def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
         range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), ways(*(one.placement for one in plans))
     )
     links.connect(torch.device("cpu"))
-    dist.barrier(group=links.control)
+    links.control.from_each(None)
     time.sleep(60)  # it is killed when the others have ended
     return []

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 
 TIMEOUT_S = 120
 _context = multiprocessing.get_context("forkserver")

@@ -2,7 +2,6 @@
 
 import random
 import time
-from functools import partial
 from itertools import islice
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
@@ -12,7 +11,6 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.packed import PackedPlan
-from megatron_epp.runtime.links.links import from_each, from_first
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
@@ -26,7 +24,7 @@ def problem(lengths, cap_bytes=UNLIMITED_BYTES):
 
 def batches(rank, links, make, seed=1, depth=2):
     """This rank's batches; `make` plans on the first rank."""
-    source = PlanSource(make if rank == 0 else None, partial(from_first, group=links.control))
+    source = PlanSource(make if rank == 0 else None, links.control.from_first)
     sampler = GlobalBatchSampler(len(LENGTHS), 4, seed=seed)
     return PlannedBatches(MemoryDataset(LENGTHS), sampler, source, depth)
 
@@ -107,4 +105,4 @@ def disagree(rank, links):
 
 def collect(rank, links):
     """Gather a value from every rank of the group."""
-    return from_each({"of": rank}, links.control)
+    return links.control.from_each({"of": rank})

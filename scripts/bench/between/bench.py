@@ -1,8 +1,12 @@
 """Processor time that a rank takes for a plan between iterations: `python -m scripts.bench.between`.
 
 Compares the message of the planning process (`PackedPlan`) with what it replaces: a plan file that is parsed, checked against
-its digest and lowered on every rank. Then the report of an iteration on the first and last rank, with and without the digest
-that the message brings. All of it holds the interpreter's lock, which the thread that launches kernels needs.
+its digest and lowered on every rank. Then what a measurement of a run takes, with and without the digest that the message
+brings. All of it holds the interpreter's lock, which the thread that launches kernels needs.
+
+The second table has the report of an iteration as every rank makes it, in processes that exchange their figures over gloo: if
+the training thread made it itself, and as it is, in a thread of its own. Times of waiting are not in it: the training thread
+would wait for the slowest rank, and on a GPU for the device.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ import numpy as np
 
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.slowness import SlowStages
 from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import table
+from megatron_epp.runtime.links.processes import run_ranks
+from scripts.bench.between.ranks import COLUMNS, report_times_ms
 
 ROUNDS = 9
 
@@ -36,16 +43,22 @@ def main() -> None:
     packed, text = PackedPlan.of(made, 0.0, ()), to_json(made)
     events = [[(str(step.action), 0.0, step.time_us) for step in row] for row in made.ranks]
     name = made.num_ranks // 2
+    took_us = [(step.action, step.time_us) for step in made.ranks[name]]
     rows = {
         "plan and this rank's actions, from a plan file": lambda: lower(from_json(text))[name],
         "the same, from the planning process": lambda: (packed.plan(), packed.actions(name)),
-        "report, digest computed": lambda: Measured.of(made, events),
-        "report, digest from the planning process": lambda: Measured.of(made, events, packed.plan_digest),
+        "measurement, digest computed": lambda: Measured.of(made, events),
+        "the same, digest from the planning process": lambda: Measured.of(made, events, packed.plan_digest),
+        "comparison of a rank with its costs": lambda: SlowStages().add(made, name, took_us),
     }
     num_bytes = len(packed.message) + sum(map(len, packed.rows))
     print(f"{len(made.chunks)} chunks, {made.num_stages} stages; a message of {num_bytes:,} bytes")
     found = [[what, *(f"{one:.1f}" for one in _cpu_ms(work))] for what, work in rows.items()]
     print("\n".join(table(["", "CPU ms", "least", "most"], found)))
+    print(f"\nreports of {made.num_ranks} ranks, CPU ms:")
+    of_ranks = run_ranks(report_times_ms, made.num_ranks, made, packed.plan_digest)
+    rows_of = {"first": of_ranks[0], "in the middle": of_ranks[name], "last": of_ranks[-1]}
+    print("\n".join(table(["rank", *COLUMNS], [[at, *(f"{one:.1f}" for one in row)] for at, row in rows_of.items()])))
 
 
 def _plan(num_sequences: int, num_stages: int) -> Plan:
@@ -66,7 +79,3 @@ def _cpu_ms(work: Callable[[], object]) -> tuple[float, float, float]:
         work()
         times.append((time.thread_time() - start_s) * 1e3)
     return statistics.median(times), min(times), max(times)
-
-
-if __name__ == "__main__":
-    main()

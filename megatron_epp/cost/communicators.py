@@ -1,0 +1,85 @@
+"""Communicators of a pipeline's messages: their number, the SMs that they hold and the device memory of their buffers.
+
+Sources: NCCL's user guide (environment variables NCCL_BUFFSIZE and NCCL_MAX_CTAS), and for what it does not say NCCL's code:
+buffers of the three protocols in src/init.cc (computeBuffSizes), channels of messages, which CTAs serve and which are powers of
+two, in src/graph/paths.cc (ncclTopoComputeP2pChannels). Nothing here has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.tree import num_connections
+from megatron_epp.plan.ways import most_links, ways
+
+_CTAS = 4
+"""Number of CTAs of a link, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
+
+_LARGEST_SHARE = 4
+"""Inverse of the largest share of a device's SMs that all links of a rank may hold together."""
+
+NVLINK_CTAS = 16
+"""CTAs that NCCL gives to a large message over NVLink of an H100, without a maximum."""
+
+_STEPS = 8
+"""Messages in a buffer (NCCL_STEPS)."""
+
+_SIMPLE_BYTES = 4 << 20
+"""Buffer of the protocol Simple (NCCL_BUFFSIZE)."""
+
+_LL_BYTES = 8 * 512 * _STEPS * 16
+"""Buffer of the protocol LL: lines of a thread, threads, steps, bytes of a line."""
+
+_LL128_BYTES = 120 * 640 * _STEPS * 8
+"""Buffer of the protocol LL128: elements of a thread, threads, steps, bytes of an element."""
+
+CHANNEL_BYTES = _SIMPLE_BYTES + _LL_BYTES + _LL128_BYTES
+"""Device memory of a channel between two ranks, on the side that holds its buffers: the receiver, over a network both."""
+
+
+def link_ctas(num_links: int, num_sms: int) -> int:
+    """Return the maximum number of CTAs of one link, a power of two, since NCCL rounds channels up to one; at least 1.
+
+    All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
+    """
+    room = num_sms // _LARGEST_SHARE // max(1, num_links)
+    return 1 << max(1, min(_CTAS, room)).bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Communicators, SMs and device memory of a pipeline's links.
+
+    Attributes:
+        num_links: communicators of a rank, on the rank with the most.
+        num_communicators: all of the pipeline, each between two ranks.
+        ctas: of one link, at most.
+        num_sms: SMs that a rank's links hold while all of them wait.
+        num_bytes: device memory of a rank's buffers, at most.
+    """
+
+    num_links: int
+    num_communicators: int
+    ctas: int
+    num_sms: int
+    num_bytes: int
+
+
+def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> LinkUse:
+    """Count communicators, SMs and memory of a pipeline's links on devices with `num_sms` SMs.
+
+    Args:
+        placement: stages on ranks.
+        num_sms: SMs of a device.
+        ctas: of one link; those that training sets if None.
+    """
+    used = ways(placement.rank_of)
+    links = most_links(used)
+    each = link_ctas(links, num_sms) if ctas is None else ctas
+    return LinkUse(links, len(used), each, links * each, links * each * CHANNEL_BYTES)
+
+
+def control_connections(num_ranks: int) -> int:
+    """Return the most connections of a rank in the group of `num_ranks` ranks that run the same plan."""
+    return num_connections(num_ranks, 0)

@@ -1,0 +1,120 @@
+"""Exchange of objects, which pickle, between ranks on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.plan.tree import LARGEST_MESH, tree_of
+
+Options = Callable[[], Any]
+"""Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Makes process groups.
+
+    Attributes:
+        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
+        create: makes one, as `torch.distributed.new_group` does.
+        largest_mesh: most members of a group of an `ObjectGroup`.
+    """
+
+    timeout: timedelta | None = None
+    create: Callable[..., dist.ProcessGroup] = dist.new_group
+    largest_mesh: int = LARGEST_MESH
+
+    def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
+        """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
+
+        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
+        defaults if they are None.
+        """
+        found: dist.ProcessGroup | None = None
+        for ranks in sorted(set(from_each(mine))):
+            own = None if options is None else options()
+            group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
+            found = group if ranks == mine else found
+        assert found is not None  # `mine` is among the named
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectGroup:
+    """Ranks that exchange objects, over gloo. Only one thread of a rank may use it.
+
+    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups (`tree_of`).
+
+    Attributes:
+        ranks: global ranks of the members, ascending.
+        levels: groups that this rank is in, the lowest first.
+    """
+
+    ranks: tuple[int, ...]
+    levels: tuple[dist.ProcessGroup, ...]
+
+    @staticmethod
+    def create(ranks: Sequence[int], groups: Groups) -> ObjectGroup:
+        """Make the group that each rank names. All ranks of the job must call this at the same point, with as many `ranks`.
+
+        A rank may name ranks without itself; it is no member then.
+        """
+        ranks, own, levels = tuple(sorted(ranks)), dist.get_rank(), list[dist.ProcessGroup]()
+        for level in tree_of(len(ranks), groups.largest_mesh):
+            named = [tuple(ranks[position] for position in block) for block in level]
+            mine = next((block for block in named if own in block), None)
+            group = groups.of(named[0] if mine is None else mine, backend="gloo")
+            levels += [] if mine is None else [group]
+        return ObjectGroup(ranks, tuple(levels))
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first member."""
+        return dist.get_rank() == self.ranks[0]
+
+    def from_first(self, items: list[Any]) -> list[Any]:
+        """Return the items of the first member on every member; those of the others are ignored.
+
+        A collective call: every member must call it at the same point.
+        """
+        shared = [items]
+        for group in reversed(self.levels):
+            dist.broadcast_object_list(shared, src=_first_of(group), group=group)
+        return shared[0]
+
+    def from_each[T](self, item: T) -> list[T]:
+        """Return the items of all members, in their order. A collective call, like `from_first`."""
+        found = [item]
+        for group in self.levels:
+            parts = gathered_by([_first_of(group)], found, group)
+            found = [one for part in parts or [] for one in part]
+        return self.from_first(found)
+
+
+def _first_of(group: dist.ProcessGroup) -> int:
+    return dist.get_process_group_ranks(group)[0]
+
+
+def from_each[T](item: T) -> list[T]:
+    """Return the items of all ranks of the job, in rank order. A collective call of the default process group."""
+    everyone: list[T] = [item] * dist.get_world_size()
+    dist.all_gather_object(everyone, item)
+    return everyone
+
+
+def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return the items of all ranks of a CPU group, in rank order, on those of the global ranks `readers` that are in it.
+
+    None on the others. A collective call of the group.
+    """
+    found: list[T] | None = None
+    for reader in [rank for rank in dict.fromkeys(readers) if rank in dist.get_process_group_ranks(group)]:
+        everyone = [item] * dist.get_world_size(group) if dist.get_rank() == reader else None
+        dist.gather_object(item, everyone, dst=reader, group=group)
+        found = found or everyone
+    return found

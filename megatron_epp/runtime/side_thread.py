@@ -1,0 +1,69 @@
+"""Work in a thread of its own, one piece after another."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from megatron_epp.runtime.failures import PATIENCE_S
+
+logger = logging.getLogger(__name__)
+
+
+class SideThread:
+    """Thread for collectives on CPU, which block, and for what must not keep the training thread waiting.
+
+    It does not keep the process alive: a rank that has failed must not wait for collectives that never end.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str = "epp-reductions") -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+
+    def submit[T](self, work: Callable[[], T]) -> Future[T]:
+        """Queue work, and return its future result, or the error with which it ends."""
+        done = Future[T]()
+        self._queue.put((work, done))
+        return done
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work, and return a function that waits for its end and raises the error with which it ended, if any."""
+        return self.submit(work).result
+
+
+def complete_at_end(complete: Callable[[float | None], None]) -> None:
+    """Complete the last work of a thread when a run ends: a group must not be destroyed while a collective uses it.
+
+    After a failure other ranks may not take part in it any more. Then it has `PATIENCE_S`, and its errors are not raised.
+
+    Args:
+        complete: waits for the work, for as many seconds as it is given.
+    """
+    if sys.exception() is None:
+        complete(None)
+        return
+    try:
+        complete(PATIENCE_S)
+    except Exception as error:  # what has failed is raised already
+        logger.debug("the last work of a thread is not complete: %s: %s", type(error).__name__, error)
+
+
+def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        work, done = queue.get()
+        try:
+            result = work()
+        except BaseException as error:  # raised again where the result is needed
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+            del result
+        del work, done  # the tensors that the work refers to

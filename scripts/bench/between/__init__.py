@@ -1,0 +1,1 @@
+"""Times what a rank does between iterations."""

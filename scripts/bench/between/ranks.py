@@ -1,0 +1,82 @@
+"""Reports of iterations by ranks that exchange their figures over gloo, as a training makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.mcore.training.report_folder import ReportFolder
+from megatron_epp.mcore.training.reports import Log, Reports
+from megatron_epp.plan import UNLIMITED_BYTES, Plan
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
+
+ROUNDS = 7
+ITERATION_S = 1.0
+"""Time of an iteration in seconds, in which reports are made while the training thread sleeps."""
+COLUMNS = "made by the training thread", "in a thread: training thread", "thread of reports"
+
+
+def report_times_ms(rank: int, made: Plan, plan_digest: str) -> tuple[float, ...]:
+    """Return the processor times of a rank's reports by `COLUMNS`, in milliseconds; medians of `ROUNDS` iterations."""
+    mpu.initialize_model_parallel(pipeline_model_parallel_size=made.num_ranks)
+    everyone, last = range(made.num_ranks), made.num_ranks - 1
+    args = Namespace(epp_schedule="elastic", log_interval=1, tensorboard_log_interval=1, train_iters=UNLIMITED_BYTES)
+    session = Namespace(args=args, links=Links.create(everyone, everyone, Groups()), replicas=1, replica=0, rank=rank)
+    session.host, session.costs, session.plan_wait_us, session.iteration, session.report_folder = None, None, 0.0, 0, None
+    session.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
+    batch = Namespace(plan=made, plan_digest=plan_digest, lengths=made.lengths, planning_us=0.0)
+    found: tuple[list[float], ...] = ([], [], [])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        args.epp_report_dir = folder
+        session.report_folder = ReportFolder(Path(folder), "bench") if rank == 0 else None
+        for column, session.reports in enumerate((_Inline(), _Timed(found[2]))):
+            for _ in range(ROUNDS):
+                report = IterationReport.begin(session, batch, forward_only=False)
+                report.recorder.begin()
+                for step in made.ranks[rank]:
+                    with report.recorder.action(step.action):
+                        pass
+                dist.barrier()
+                start_s = time.thread_time()
+                report.finish(torch.ones(2) if rank == last else None)
+                found[column].append(time.thread_time() - start_s)
+                time.sleep(ITERATION_S)
+            session.reports.complete()
+    return tuple(1e3 * statistics.median(times) for times in found)
+
+
+class _Inline(Reports):
+    """Reports made by the training thread."""
+
+    def begin(self, work: Callable[[], Log | None]) -> None:
+        if (log := work()) is not None:
+            log()
+
+
+class _Timed(Reports):
+    """Reports that note the processor time of their thread."""
+
+    def __init__(self, times_s: list[float]) -> None:
+        super().__init__()
+        self._times_s = times_s
+
+    def begin(self, work: Callable[[], Log | None]) -> None:
+        def timed() -> Log | None:
+            start_s = time.thread_time()
+            log = work()
+            self._times_s.append(time.thread_time() - start_s)
+            return log
+
+        super().begin(timed)

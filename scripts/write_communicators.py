@@ -1,0 +1,93 @@
+"""Writes docs/communicators.md: `python -m scripts.write_communicators`. A test checks that the file is current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, control_connections, link_use
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.tree import LARGEST_MESH
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
+SMS = 132
+PIPELINES = 4, 8, 16, 32, 64
+TENSOR_AND_CONTEXT = 8
+_MIB = 2**20
+HEAD = """\
+<!-- Written by `python -m scripts.write_communicators` from cost/communicators.py: change those, and run it again. -->
+
+# Communicators
+
+What the messages of a pipeline take, **by formula: nothing has been measured on a GPU yet**. Every pair of ranks that exchanges
+messages has a communicator for activations and one for gradients, in each direction that the placement uses. While a message
+waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with them channels, whose
+buffers are in device memory. A rank's links may hold a quarter of the SMs together, unless the file that
+`--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
+
+"""
+FORMULAS = (
+    ("communicators of a rank", "directions of messages that begin or end at it", "`megatron_epp/plan/ways.py`"),
+    (
+        "CTAs of a link",
+        "4, or the power of two with which all links of a rank hold at most a quarter of the SMs",
+        "`link_ctas` in `megatron_epp/cost/communicators.py`",
+    ),
+    (
+        "SMs of a rank",
+        "its communicators x CTAs, if all wait at the same time",
+        "one CTA on an SM; NCCL_MAX_CTAS in NCCL's user guide",
+    ),
+    (
+        "memory of a rank",
+        f"its communicators x CTAs x {CHANNEL_BYTES / _MIB:.1f} MiB, the buffers of a channel: 4 MiB for the protocol Simple, "
+        "0.5 MiB for LL, 4.7 MiB for LL128",
+        "NCCL_BUFFSIZE in NCCL's user guide; `src/init.cc` of NCCL",
+    ),
+)
+LINKS = f"""
+The memory is an upper bound: between devices of one node only the receiver has the buffers, and NCCL leaves out protocols that
+a link cannot use. Training does not count by this formula: on a GPU the cap is what is left once all links have been used.
+
+## Links, on a device with {SMS} SMs (H100)
+
+The last two columns are what NCCL would take by itself over NVLink, with {NVLINK_CTAS} CTAs a link.
+
+"""
+CONTROL = f"""
+## Connections for plans and agreements
+
+Ranks that must run the same plan exchange it over gloo, which connects every two members of a group. Beyond {LARGEST_MESH}
+ranks the group is a tree (`megatron_epp/plan/tree.py`): groups of at most {LARGEST_MESH}, whose first ranks form groups again.
+Here tensor and context parallelism together have {TENSOR_AND_CONTEXT} ranks per stage; a job without expert parallelism has
+such a group for each replica.
+
+"""
+STAGES = (("one per rank", "looped", 1), ("two per rank, looped", "looped", 2), ("two per rank, V", "v", 2))
+
+
+def document() -> str:
+    """Return the whole file."""
+    links, control = [], []
+    for num_ranks in PIPELINES:
+        for name, kind, num_chunks in STAGES:
+            placement = Placement(kind, num_ranks, num_chunks)
+            ours, by_nccl = link_use(placement, SMS), link_use(placement, SMS, NVLINK_CTAS)
+            figures = ours.num_links, ours.num_communicators, ours.ctas, ours.num_sms, round(ours.num_bytes / _MIB)
+            links.append((num_ranks, name, *figures, by_nccl.num_sms, round(by_nccl.num_bytes / _MIB)))
+        members = num_ranks * TENSOR_AND_CONTEXT
+        control.append((num_ranks, members, control_connections(members), members - 1))
+    of_rank = "communicators of a rank", "of the pipeline", "CTAs of a link", "SMs of a rank", "memory of a rank (MiB)"
+    titles = "PP", "stages", *of_rank, "SMs by NCCL", "memory by NCCL (MiB)"
+    parts = HEAD, table(FORMULAS, ("figure", "formula", "source")), LINKS, table(links, titles), CONTROL
+    return "".join(parts) + table(control, ("PP", "ranks of the group", "connections of a rank", "in one group"))
+
+
+def table(rows: Iterable[Sequence[object]], titles: Sequence[str]) -> str:
+    """Format rows as a table in Markdown."""
+    lines = [titles, ["---"] * len(titles), *([f"{one:,}" if isinstance(one, int) else one for one in row] for row in rows)]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document())

@@ -1,0 +1,93 @@
+"""Reports are made in a thread: training does not wait for them, and none is lost at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore.training import reports as module
+from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.runtime import side_thread
+from megatron_epp.runtime.side_thread import complete_at_end
+from tests.support.mcore.forked import launch
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+
+def test_training_goes_on_while_a_report_is_made_and_its_lines_are_written_in_the_training_thread() -> None:
+    reports, may_end, threads = Reports(), threading.Event(), []
+
+    def work() -> module.Log:
+        assert may_end.wait(60)
+        threads.append(threading.current_thread())
+        return lambda: threads.append(threading.current_thread())
+
+    reports.begin(work)
+    assert not threads, "begin returns before the report is made"
+    may_end.set()
+    reports.complete()
+    assert [thread.name for thread in threads] == ["epp-reports", threading.current_thread().name]
+    reports.complete()
+    assert len(threads) == 2, "lines are written once"
+
+
+def test_lines_are_written_in_the_order_of_the_iterations() -> None:
+    reports, written = Reports(), list[int]()
+    for iteration in range(5):
+        reports.begin(lambda iteration=iteration: lambda: written.append(iteration))
+        assert written == list(range(iteration))
+    complete_at_end(reports.complete)
+    assert written == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_a_report_is_raised_in_training_at_the_next_iteration() -> None:
+    reports = Reports()
+    reports.begin(lambda: int("no number"))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="no number"):
+        reports.begin(lambda: None)
+
+
+@contextmanager
+def ended(reports: Reports) -> Iterator[None]:
+    """Run the body as a training that ends after it."""
+    try:
+        yield
+    finally:
+        complete_at_end(reports.complete)
+
+
+def test_after_a_failure_a_run_ends_though_a_report_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_thread, "PATIENCE_S", 0.01)
+    reports, never = Reports(), threading.Event()
+    reports.begin(never.wait)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="of the training"), ended(reports):
+        raise RuntimeError("of the training")
+    never.set()
+
+
+FLAGS = shlex.split(
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
+    "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-iters 1 --eval-interval 3 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --calculate-per-token-loss --log-interval 2 "
+    "--train-iters 6 --epp"
+)
+
+
+@pytest.mark.parametrize(("flags", "last"), [((), 6), (("--exit-interval", 4), 4)], ids=["to the end", "ends early"])
+def test_every_iteration_of_a_training_is_reported_once_and_in_order(
+    tmp_path: Path, flags: tuple[object, ...], last: int
+) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(100, 64), vocab_size=255))
+    report = "--epp-report-dir", tmp_path / "report"
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, *report, *flags)
+    assert finished.returncode == 0, finished.output[-5000:]
+    lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, last + 1))
+    logged = [line.split(" | ")[0] for line in finished.output.splitlines() if "epp iteration" in line]
+    assert [int(line.split()[-1]) for line in logged] == list(range(2, last + 1, 2))
