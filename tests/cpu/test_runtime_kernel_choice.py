@@ -15,6 +15,7 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import (
     EXACT,
     FLASH_ATTN,
+    FLASH_ATTN_3,
     PREFERENCES,
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
@@ -25,7 +26,7 @@ from megatron_epp.runtime.attention.kernels import (
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
-FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)
+FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def played(monkeypatch):
     kernels._choose.cache_clear()
 
 
-@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize("count", range(5))
 def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blocks(played, count):
     played(*(kernel.name for kernel in FUSED[count:]))
     chosen, obstacles = kernels.explain(ON_GPU)
@@ -58,7 +59,7 @@ def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blo
 def test_a_kernel_whose_results_are_wrong_is_passed_over_and_says_so(played):
     played(*(kernel.name for kernel in FUSED), wrong=[TRANSFORMER_ENGINE.name])
     chosen, obstacles = kernels.explain(ON_GPU)
-    assert chosen.name == FLASH_ATTN.name
+    assert chosen.name == FLASH_ATTN_3.name
     assert obstacles == [f"{TRANSFORMER_ENGINE.name}: its results are 50.0% from exact ones"]
 
 
@@ -71,7 +72,7 @@ def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     monkeypatch.setattr(kernels, "_relative_error", fail)
     assert kernels.explain(ON_GPU, "flash") == (
         None,
-        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in (FLASH_ATTN, TORCH_FLASH)],
+        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in FUSED[1:]],
     )
 
 
@@ -132,10 +133,13 @@ def test_every_fused_kernel_names_what_it_cannot_do(kernel, case, reason):
 
 def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     flash._flash_attn.cache_clear()
+    flash._flash_attn_3.cache_clear()
     transformer_engine._fused.cache_clear()
     assert "pip install flash-attn" in FLASH_ATTN.obstacle(ON_GPU)
+    assert "in the folder hopper" in FLASH_ATTN_3.obstacle(ON_GPU)
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
 
 
@@ -161,6 +165,37 @@ def exact_flash_attn(calls):
 
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
     module._flash_attn_varlen_backward = _flash_attn_varlen_backward
+    return module
+
+
+def exact_flash_attn_3(calls):
+    """The functions of FlashAttention 3's interface that are used, by its names of arguments, computed in exact blocks."""
+    module = types.ModuleType("flash_attn_interface")
+
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, num_splits=1, sm_margin=0,
+    ):  # fmt: skip
+        assert k_new is v_new is qv is out_ is cu_seqlens_k_new is seqused_q is seqused_k is None
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, 0.0))
+        out, (lse,) = EXACT.forward(q, k, v, TABLE, softmax_scale)
+        return out, lse, torch.tensor([]), torch.tensor([])
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1,
+        window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert is_causal
+        assert sequed_q is sequed_k is None
+        assert (max_seqlen_q, max_seqlen_k) == (TABLE.max_query, TABLE.max_key)
+        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), TABLE, softmax_scale)
+        for target, value in zip((dq, dk, dv), found, strict=True):
+            target.copy_(value)
+        return torch.empty(0)
+
+    module._flash_attn_forward, module._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
     return module
 
 
@@ -248,11 +283,12 @@ TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
     ("kernel", "where", "play"),
     [
         (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
+        (FLASH_ATTN_3, (flash, "_flash_attn_3"), exact_flash_attn_3),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), padded_transformer_engine),
     ],
-    ids=["flash-attn", "Transformer Engine", "Transformer Engine before 2.15", "cuDNN before 9.6"],
+    ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15", "cuDNN before 9.6"],
 )
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
@@ -277,6 +313,13 @@ def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkey
     assert FLASH_ATTN.obstacle(ON_GPU) is None
 
 
+@pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_flash_attention_3_serves_hopper_alone(monkeypatch, capability, serves):
+    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (FLASH_ATTN_3.obstacle(ON_GPU) is None) is serves
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
     """Shapes and types only: tensors without memory."""
@@ -290,9 +333,10 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
 @pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
-@pytest.mark.parametrize("kernel", [FLASH_ATTN, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
 def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, play, count, heads_at_once):
     monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
+    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
     module = play([])
     monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
     q, grad = (torch.randn(104, 8, 16) for _ in range(2))
