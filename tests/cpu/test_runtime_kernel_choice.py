@@ -1,6 +1,5 @@
 """Core attention runs on the first kernel of a preference that can serve and proves itself. Libraries are played."""
 
-import functools
 import sys
 import types
 from dataclasses import replace
@@ -8,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import kernels
@@ -24,6 +22,13 @@ from megatron_epp.runtime.attention.kernels import (
     transformer_engine,
 )
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
+from tests.support.runtime.attention_libraries import (
+    exact_flash_attn,
+    exact_flash_attn_3,
+    exact_transformer_engine,
+    older_transformer_engine,
+    padded_transformer_engine,
+)
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH)
@@ -143,139 +148,6 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
 
 
-def exact_flash_attn(calls):
-    """The functions of flash-attn's interface that are used, by its names of arguments, computed in exact blocks."""
-    module = types.ModuleType("flash_attn_interface")
-
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-    ):  # fmt: skip
-        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, dropout_p))
-        out, (lse,) = EXACT.forward(q, k, v, TABLE, softmax_scale)
-        return out, lse, None, None
-
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), TABLE, softmax_scale)
-        for target, value in zip((dq, dk, dv), found, strict=True):
-            target.copy_(value)
-
-    module._flash_attn_varlen_forward = _flash_attn_varlen_forward
-    module._flash_attn_varlen_backward = _flash_attn_varlen_backward
-    return module
-
-
-def exact_flash_attn_3(calls):
-    """The functions of FlashAttention 3's interface that are used, by its names of arguments, computed in exact blocks."""
-    module = types.ModuleType("flash_attn_interface")
-
-    def _flash_attn_forward(
-        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False,
-        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, num_splits=1, sm_margin=0,
-    ):  # fmt: skip
-        assert k_new is v_new is qv is out_ is cu_seqlens_k_new is seqused_q is seqused_k is None
-        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, 0.0))
-        out, (lse,) = EXACT.forward(q, k, v, TABLE, softmax_scale)
-        return out, lse, torch.tensor([]), torch.tensor([])
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        assert is_causal
-        assert sequed_q is sequed_k is None
-        assert (max_seqlen_q, max_seqlen_k) == (TABLE.max_query, TABLE.max_key)
-        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), TABLE, softmax_scale)
-        for target, value in zip((dq, dk, dv), found, strict=True):
-            target.copy_(value)
-        return torch.empty(0)
-
-    module._flash_attn_forward, module._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    return module
-
-
-def exact_transformer_engine(calls):
-    """As Transformer Engine's fused attention, by its names of arguments in 2.15 and newer, computed in exact blocks. As there,
-    a forward draws from the generator it is given, or from torch's own.
-    """
-    module = types.ModuleType("fused_attn")
-    module.FusedAttnBackend = {"F16_arbitrary_seqlen": "arbitrary"}
-    module.TORCH_DType = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}
-
-    def fused_attn_fwd(
-        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-        cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
-        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), rng_gen=None,
-    ):  # fmt: skip
-        torch.rand(1, generator=rng_gen)
-        causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
-        calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
-        out, (lse,) = EXACT.forward(q, k, v, TABLE, attn_scale)
-        return out, [lse.t().unsqueeze(-1), torch.zeros(2)]
-
-    def fused_attn_bwd(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
-        attn_mask_type="padding", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
-    ):  # fmt: skip
-        assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
-        assert all(x.is_contiguous() for x in (q, k, v, o, d_o)), "it sees addresses only"
-        return *EXACT.backward(d_o, q, k, v, o, (aux_ctx_tensors[0][..., 0].t(),), TABLE, attn_scale), None
-
-    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
-    return module
-
-
-def older_transformer_engine(calls):
-    """As above, by the names of 2.0 to 2.14: backward is told a type, and not where the diagonal is."""
-    module = exact_transformer_engine(calls)
-    newer = module.fused_attn_bwd
-
-    def fused_attn_bwd(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
-    ):  # fmt: skip
-        assert module.TORCH_DType[dqkv_dtype] == fake_dtype == q.dtype
-        formats = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd", "bottom_right_diagonal": True}
-        return newer(
-            max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-            fused_attention_backend, attn_scale=attn_scale, **formats,
-        )  # fmt: skip
-
-    module.fused_attn_bwd = fused_attn_bwd
-    return module
-
-
-def padded_transformer_engine(calls):
-    """Transformer Engine before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``."""
-    module = exact_transformer_engine(calls)
-    forward, backward = module.fused_attn_fwd, module.fused_attn_bwd
-    lengths = [segment.num_tokens for segment in TABLE.segments]
-
-    @functools.wraps(forward)
-    def fused_attn_fwd(**inputs):
-        out, (log_sums, state) = forward(**inputs)
-        return out, [pad_sequence(log_sums.split(lengths), batch_first=True).transpose(1, 2).contiguous(), state]
-
-    @functools.wraps(backward)
-    def fused_attn_bwd(*, aux_ctx_tensors, **inputs):
-        log_sums, state = aux_ctx_tensors
-        assert log_sums.is_contiguous(), "it sees addresses only"
-        assert log_sums.shape == (len(lengths), inputs["q"].shape[1], max(lengths), 1)
-        packed = torch.cat([x[:, :length].transpose(0, 1) for x, length in zip(log_sums, lengths, strict=True)])
-        return backward(aux_ctx_tensors=[packed, state], **inputs)
-
-    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
-    return module
-
-
 TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
 
 
@@ -299,7 +171,27 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     before = torch.get_rng_state()
     assert kernels._relative_error(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
-    assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
+    empty = 29 if kernel is TRANSFORMER_ENGINE else 0
+    assert calls == [([0, 63, 64, 104, *[104] * empty], [0, 133, 134, 174, *[174] * empty], 63, 133, True, 0.0)]
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
+def test_empty_segments_and_longer_bounds_change_no_bit(monkeypatch, play, is_dense):
+    calls = []
+    module = play(calls)
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    monkeypatch.setattr(transformer_engine, "_has_dense_log_sums", lambda device: is_dense)
+    q, grad = (torch.randn(104, 4, 16) for _ in range(2))
+    k, v = (torch.randn(174, 2, 16) for _ in range(2))
+    found, exact = (
+        (out, *kernel.backward(grad, q, k, v, out, saved, TABLE, 0.25))
+        for kernel in (TRANSFORMER_ENGINE, EXACT)
+        for out, saved in [kernel.forward(q, k, v, TABLE, 0.25)]
+    )
+    assert all(map(torch.equal, found, exact))
+    ((queries, _, *longest, _, _),) = calls
+    assert (len(queries) - 1, longest) == ((4, [128, 256]) if is_dense else (32, [63, 133]))
 
 
 def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkeypatch):

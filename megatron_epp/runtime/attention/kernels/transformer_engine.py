@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.shape_classes import ShapeClass
 from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.layout import SegmentTable
 
@@ -39,13 +40,28 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device)
 
 
+@functools.cache
+def _has_dense_log_sums(device: torch.device) -> bool:
+    """True if the log-sum-exp is dense on a device, so that the longest lengths are part of a plan's shape."""
+    if device.type != "cuda":
+        return False
+    version = torch.backends.cudnn.version()
+    return (version is not None and version < 90600) or torch.cuda.get_device_capability(device) == (12, 0)
+
+
+def _shape_class(table: SegmentTable, device: torch.device) -> ShapeClass:
+    return table.size.dense() if _has_dense_log_sums(device) else table.size.ragged()
+
+
 def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
-    """Arguments that forward and backward share, as far as this release has them."""
-    cu_q, cu_k = table.cu_seqlens(q.device)
+    """Arguments that forward and backward share, as far as this release has them; empty segments are added to fit a class."""
+    shape = _shape_class(table, q.device)
+    cu_q, cu_k = table.cu_seqlens(q.device, shape.segments)
+    longest = (shape.queries, shape.keys) if shape.is_dense else (table.max_query, table.max_key)
     types = {theirs: ours for ours, theirs in _fused().TORCH_DType.items()}
     wanted = {
-        "max_seqlen_q": table.max_query,
-        "max_seqlen_kv": table.max_key,
+        "max_seqlen_q": longest[0],
+        "max_seqlen_kv": longest[1],
         "cu_seqlens_q": cu_q,
         "cu_seqlens_kv": cu_k,
         "cu_seqlens_q_padded": cu_q,  # offsets: nothing lies between the segments
@@ -108,4 +124,4 @@ def _obstacle(case: Case) -> str | None:
     return None if torch.cuda.get_device_capability() >= (9, 0) else "cuDNN packs sequences on compute capability 9.0 and newer"
 
 
-TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads)
+TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, _shape_class)
