@@ -27,7 +27,6 @@ from tests.support.runtime.attention_libraries import (
     exact_flash_attn_3,
     exact_transformer_engine,
     older_transformer_engine,
-    padded_transformer_engine,
 )
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
@@ -158,9 +157,8 @@ TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
         (FLASH_ATTN_3, (flash, "_flash_attn_3"), exact_flash_attn_3),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
-        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), padded_transformer_engine),
     ],
-    ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15", "cuDNN before 9.6"],
+    ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15"],
 )
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
@@ -175,13 +173,10 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     assert calls == [([0, 63, 64, 104, *[104] * empty], [0, 133, 134, 174, *[174] * empty], 63, 133, True, 0.0)]
 
 
-@pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
-def test_empty_segments_and_longer_bounds_change_no_bit(monkeypatch, play, is_dense):
+def test_empty_segments_change_no_bit(monkeypatch):
     calls = []
-    module = play(calls)
+    module = exact_transformer_engine(calls)
     monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
-    monkeypatch.setattr(transformer_engine, "_has_dense_log_sums", lambda device: is_dense)
     q, grad = (torch.randn(104, 4, 16) for _ in range(2))
     k, v = (torch.randn(174, 2, 16) for _ in range(2))
     found, exact = (
@@ -190,8 +185,26 @@ def test_empty_segments_and_longer_bounds_change_no_bit(monkeypatch, play, is_de
         for out, saved in [kernel.forward(q, k, v, TABLE, 0.25)]
     )
     assert all(map(torch.equal, found, exact))
-    ((queries, _, *longest, _, _),) = calls
-    assert (len(queries) - 1, longest) == ((4, [128, 256]) if is_dense else (32, [63, 133]))
+    assert len(calls[0][0]) == 32 + 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "reason"),
+    [
+        ((9, 0), 92400, None),
+        ((10, 0), 90600, None),
+        ((8, 0), 92400, "9.0 and newer"),
+        ((12, 0), 92400, "a plan for every chunk"),
+        ((9, 0), 90501, "a plan for every chunk: 9.6 is needed"),
+    ],
+)
+def test_cudnn_serves_where_plans_are_for_classes_of_chunks(monkeypatch, capability, cudnn, reason):
+    module = exact_transformer_engine([])
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    found = TRANSFORMER_ENGINE.obstacle(ON_GPU)
+    assert (reason in found) if reason else found is None
 
 
 def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkeypatch):
@@ -224,12 +237,11 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
-@pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
 @pytest.mark.parametrize("kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
-def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, play, count, heads_at_once):
+def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
     monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
     monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
-    module = play([])
+    module = exact_transformer_engine([])
     monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
     q, grad = (torch.randn(104, 8, 16) for _ in range(2))
     k, v = (torch.randn(174, 4, 16) for _ in range(2))

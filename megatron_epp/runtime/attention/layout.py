@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.plan.shape_classes import CallSize, segment_class
+from megatron_epp.plan.shape_classes import CallSize, ShapeClass, segment_class
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -135,9 +135,9 @@ class SegmentTable:
         return tuple(pieces)
 
     @property
-    def size(self) -> CallSize:
-        """Size of the call, by which libraries choose plans."""
-        return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1], self.max_query, self.max_key)
+    def shape_class(self) -> ShapeClass:
+        """Class of the call, for which libraries build plans."""
+        return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
 
     def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
         """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers (see `copy_offsets`).

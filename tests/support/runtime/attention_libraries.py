@@ -4,7 +4,6 @@ Like the libraries they know a chunk by its offsets alone, and skip segments wit
 added to a list.
 """
 
-import functools
 import types
 
 import torch
@@ -132,31 +131,4 @@ def older_transformer_engine(calls):
         )  # fmt: skip
 
     module.fused_attn_bwd = fused_attn_bwd
-    return module
-
-
-def padded_transformer_engine(calls):
-    """Transformer Engine before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``, empty sequences included."""
-    module = exact_transformer_engine(calls)
-    forward, backward = module.fused_attn_fwd, module.fused_attn_bwd
-
-    @functools.wraps(forward)
-    def fused_attn_fwd(**inputs):
-        out, (log_sums, state) = forward(**inputs)
-        rows = log_sums.split(inputs["cu_seqlens_q"].diff().tolist())
-        dense = log_sums.new_zeros(len(rows), inputs["q"].shape[1], inputs["max_seqlen_q"], 1)
-        for number, row in enumerate(rows):
-            dense[number, :, : len(row)] = row.transpose(0, 1)
-        return out, [dense, state]
-
-    @functools.wraps(backward)
-    def fused_attn_bwd(*, aux_ctx_tensors, **inputs):
-        log_sums, state = aux_ctx_tensors
-        lengths = inputs["cu_seqlens_q"].diff().tolist()
-        assert log_sums.is_contiguous(), "it sees addresses only"
-        assert log_sums.shape == (len(lengths), inputs["q"].shape[1], inputs["max_seqlen_q"], 1)
-        packed = torch.cat([x[:, :length].transpose(0, 1) for x, length in zip(log_sums, lengths, strict=True)])
-        return backward(aux_ctx_tensors=[packed, state], **inputs)
-
-    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
     return module

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.plan.shape_classes import ShapeClass, token_class
+from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
@@ -52,8 +52,8 @@ class Kernel:
             v over the prefixes too.
         obstacle: returns why it cannot be used for a case here, or None.
         of_heads: selects, from the tensors saved by a forward of all heads, those for a backward of some query heads.
-        shape_class: returns the class of a call on a device, for which the kernel's library builds plans, one for its forward
-            and one for its backward, in every thread and for every number of heads; None if it builds none.
+        builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
+            backwards, in every thread and for every number of heads.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Kernel:
     backward: Backward
     obstacle: Callable[[Case], str | None]
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
-    shape_class: Callable[[SegmentTable, torch.device], ShapeClass] | None = None
+    builds_plans: bool = False
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
