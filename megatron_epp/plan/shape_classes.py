@@ -74,6 +74,13 @@ class ShapeClass(NamedTuple):
         return tuple(self._replace(keys=one) for one in keys)
 
 
+def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
+    """Return the classes of few segments with up to `most_tokens` tokens behind a prefix of a sequence of `longest` tokens."""
+    tokens = ShapeClass(LEAST_SEGMENTS, token_class(1), 0).longer_prefixes(most_tokens)
+    chunks = [ShapeClass(LEAST_SEGMENTS, one.keys, 0) for one in tokens]
+    return {shape for chunk in chunks for shape in chunk.longer_prefixes(max(longest, most_tokens))}
+
+
 class CallSize(NamedTuple):
     """Size of the attention call of a chunk.
 

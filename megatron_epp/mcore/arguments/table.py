@@ -199,8 +199,8 @@ _RUNNING = (
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
         "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
         "on all ranks at once, and not in the iteration, one rank after the other; before the first iteration for all classes "
-        "that contexts up to --seq-length may need. on (or no value), off, or auto, which does so where attention's kernel builds "
-        "plans: cuDNN does, FlashAttention does not (default: auto)."
+        "that contexts up to --seq-length may need. on (or no value), off, or auto, which does so where attention's kernel "
+        "builds plans: cuDNN does, FlashAttention does not (default: auto)."
     ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(

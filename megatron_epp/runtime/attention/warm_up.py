@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.shape_classes import LEAST_SEGMENTS, ShapeClass, token_class
+from megatron_epp.plan.shape_classes import ShapeClass, all_classes
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
@@ -113,13 +113,6 @@ class WarmUp:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
-
-
-def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
-    """Return the classes of few segments with up to `most_tokens` tokens behind a prefix of a sequence of `longest` tokens."""
-    tokens = ShapeClass(LEAST_SEGMENTS, token_class(1), 0).longer_prefixes(most_tokens)
-    chunks = [ShapeClass(LEAST_SEGMENTS, one.keys, 0) for one in tokens]
-    return {shape for chunk in chunks for shape in chunk.longer_prefixes(max(longest, most_tokens))}
 
 
 def run_class(shape: ShapeClass, heads: Heads, parts: int = 1) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from megatron_epp.cost import ModelShape
 from megatron_epp.plan import Plan
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.shape_classes import CallSize, call_size, token_class
-from megatron_epp.plan.sizing import heads_at_once
+from megatron_epp.plan.sizing import heads_at_once, size_class
 from megatron_epp.planner import Options, plan
 from megatron_epp.report.table import table
 from scripts.bench.planner.suite import DRAWS, Case
@@ -103,14 +104,14 @@ class Found:
     before: list[Caches] = field(default_factory=lambda: [Caches(as_they_are(library)) for library in LIBRARIES])
     after: list[Caches] = field(default_factory=lambda: [Caches(library) for library in LIBRARIES])
     fused: set[tuple[str, str]] = field(default_factory=set)
-    token_counts: set[int] = field(default_factory=set)
+    chunks_by_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, call: Call, tokens: int) -> None:
         """Look up what a chunk needs."""
         for caches in (*self.before, *self.after):
             caches.add(call)
         self.fused |= fused_keys(tokens)
-        self.token_counts.add(tokens)
+        self.chunks_by_tokens[tokens] += 1
 
 
 def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[Found]:
@@ -132,9 +133,19 @@ def report(found: list[Found]) -> str:
         parts = len(after.forward), len(after.again), len(after.backward)
         rows.append([library.name, str(before.total), str(after.total), *map(str, parts), str(after.total + len(most.fused))])
     header = ["attention", "as it is", "in classes", "forward", "recomputed", "backward", "with fused layers"]
-    norms = max(len(one.token_counts) for one in found)
-    note = f"{norms:,} token counts, for each of which Transformer Engine's norms keep launch sizes, and build no kernel"
-    return "\n".join([*table(header, rows), "", note])
+    return "\n".join([*table(header, rows), "", of_tokens(found[0].chunks_by_tokens)])
+
+
+def of_tokens(chunks_by_tokens: Counter[int]) -> str:
+    """Describe the token counts of chunks, and what rounding them to size classes would change."""
+    counts = sorted(chunks_by_tokens)
+    rounded = {count: size_class(count) for count in counts}
+    tokens = sum(count * chunks for count, chunks in chunks_by_tokens.items())
+    more = sum(rounded[count] * chunks for count, chunks in chunks_by_tokens.items()) / tokens - 1
+    return (
+        f"{len(counts):,} token counts of chunks, for each of which Transformer Engine's norms keep launch sizes, and build no "
+        f"kernel.\nRounded to eighths of a power of two they would be {len(set(rounded.values()))}, with {more:.1%} more tokens."
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
