@@ -79,7 +79,7 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode):
     warm, rng, batches = WarmUp((HEADS,), LONGEST), random.Random(0), []
     for _ in range(20):
         layer = ChunkedLayer(*random_batch(rng))
-        batches.append(warm.before(chunk_layouts(layer.plan)))
+        batches.append(warm.before(chunk_layouts(layer.plan), repeats=mode == "recomputed"))
         known = set(library.built)
         for chunk in range(len(layer.contexts)):
             layer.forward(chunk, mode)
@@ -106,10 +106,12 @@ def test_it_runs_where_it_is_asked_for(library, choice, builds, runs):
     assert bool(library.built) is runs
 
 
-def test_nothing_runs_twice(library):
+def test_nothing_runs_twice_but_where_forwards_are_recomputed_for_the_first_time(library):
     warm, layouts = WarmUp((HEADS,), LONGEST), chunk_layouts(ChunkedLayer(*random_batch(random.Random(3))).plan)
     assert warm.before(layouts) > 0
     assert warm.before(layouts) == 0
+    assert warm.before(layouts, repeats=True) == len({layout.table.shape_class for layout in layouts})
+    assert warm.before(layouts, repeats=True) == warm.before(layouts) == 0
 
 
 def test_a_device_that_is_full_is_left_to_the_iteration(library, monkeypatch, caplog):

@@ -158,7 +158,7 @@ def _warm_up(session: Session, batch: GlobalBatch) -> None:
     if session.warm_up is not None and batch.plan is not None:
         layouts = chunk_layouts(batch.plan) if batch.program is None else batch.program.layouts
         with session.watchdog.watch(lambda: f"rank {session.rank} warms up attention (--epp-wait-limit-seconds)"):
-            session.warm_up.before(layouts)
+            session.warm_up.before(layouts, any(one.attention_layers for row in batch.plan.recompute for one in row))
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

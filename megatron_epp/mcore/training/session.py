@@ -53,7 +53,7 @@ from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-_LEARNING_STEPS = 6
+_LEARNING_STEPS = 7
 """Number of steps in learning costs, in addition to one per stage of a rank for measuring its times."""
 
 _LONGEST = 8

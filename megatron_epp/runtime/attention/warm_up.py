@@ -2,7 +2,7 @@
 
 In an iteration a rank that builds a plan keeps those after it waiting, and then they build theirs. Libraries keep plans for the
 thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
-they recompute. So every class runs in both threads.
+they recompute. So every class runs in both threads, as far as a plan does.
 """
 
 from __future__ import annotations
@@ -75,11 +75,16 @@ class WarmUp:
     choice: str = "auto"
     offloads_kv: bool = False
     _warm: set[ShapeClass] = field(default_factory=set)
+    _repeated: set[ShapeClass] = field(default_factory=set)
 
-    def before(self, layouts: Iterable[ChunkLayout]) -> int:
+    def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
         """Run the classes of an iteration's chunks that have not run yet, and return their number.
 
         The first time, these are chunks with as many tokens as any of them or fewer, behind prefixes of any length.
+
+        Args:
+            layouts: of the chunks.
+            repeats: forwards of attention run again in backwards.
         """
         if self.choice == "off":
             return 0
@@ -87,15 +92,16 @@ class WarmUp:
         wanted = {table.shape_class for table in tables}
         if not self._warm and tables:
             wanted |= all_classes(max(table.num_tokens for table in tables), self.longest)
-        missing = sorted(wanted - self._warm)
+        missing = sorted(wanted - (self._repeated if repeats else self._warm))
         self._warm |= wanted
+        self._repeated |= wanted if repeats else set()
         active = [heads for heads in self.heads if self.choice == "on" or heads.kernel.builds_plans]
         if not missing or not active:
             return 0
-        self._run(missing, active)
+        self._run(missing, active, repeats)
         return len(missing)
 
-    def _run(self, missing: Sequence[ShapeClass], active: Sequence[Heads]) -> None:
+    def _run(self, missing: Sequence[ShapeClass], active: Sequence[Heads], repeats: bool) -> None:
         names = ", ".join(sorted({heads.kernel.name for heads in active}))
         begin_s = told_s = time.perf_counter()
         logger.info("warming up %s for %d classes of shapes", names, len(missing))
@@ -103,7 +109,7 @@ class WarmUp:
             try:
                 for heads in active:
                     for parts in sorted({1, head_parts(heads.kv_heads) if self.offloads_kv else 1}):
-                        run_class(shape, heads, parts)
+                        run_class(shape, heads, parts, repeats)
             except torch.OutOfMemoryError:
                 logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", shape)
             if time.perf_counter() - told_s >= _PROGRESS_S:
@@ -115,29 +121,31 @@ class WarmUp:
         logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
 
 
-def run_class(shape: ShapeClass, heads: Heads, parts: int = 1) -> None:
-    """Run a forward in this thread, then a forward and a backward in autograd's thread of the device.
+def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
+    """Run a forward in this thread and a backward in autograd's thread of the device.
 
     Args:
         shape: class of the calls.
         heads: properties of the calls.
         parts: groups of heads that attention processes one after the other.
+        repeats: run the forward in autograd's thread, too.
     """
     chunk = shape.smallest()
     table = SegmentTable.build(chunk, chunk.num_tokens)
     kernel = heads.kernel
     q = heads.ones(table.num_tokens, heads.query_heads // parts)
     k = heads.ones(table.key_starts[-1], heads.kv_heads // parts)
+    with torch.no_grad():
+        out, saved = kernel.forward(q, k, k, table, heads.scale)
 
     def backward() -> None:
-        out, saved = kernel.forward(q, k, k, table, heads.scale)
+        if repeats:
+            kernel.forward(q, k, k, table, heads.scale)
         backward_by_heads(kernel, q, q, k, k, out, saved, table, heads.scale, take)
 
     def take(dk: Tensor, dv: Tensor, heads: slice | None) -> Tensors:
         return dk[: len(q)], dv[: len(q)]
 
-    with torch.no_grad():
-        kernel.forward(q, k, k, table, heads.scale)
     in_autograd(backward, heads.device)
 
 

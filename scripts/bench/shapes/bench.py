@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron_epp.cost import ModelShape
 from megatron_epp.plan import Plan
-from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.shape_classes import CallSize, call_size, token_class
 from megatron_epp.plan.sizing import heads_at_once, size_class
 from megatron_epp.planner import Options, plan
@@ -143,8 +142,8 @@ def of_tokens(chunks_by_tokens: Counter[int]) -> str:
     tokens = sum(count * chunks for count, chunks in chunks_by_tokens.items())
     more = sum(rounded[count] * chunks for count, chunks in chunks_by_tokens.items()) / tokens - 1
     return (
-        f"{len(counts):,} token counts of chunks, for each of which Transformer Engine's norms keep launch sizes, and build no "
-        f"kernel.\nRounded to eighths of a power of two they would be {len(set(rounded.values()))}, with {more:.1%} more tokens."
+        f"{len(counts):,} token counts of chunks; Transformer Engine's norms keep launch sizes for each, and build no kernel.\n"
+        f"Rounded to eighths of a power of two they would be {len(set(rounded.values()))}, with {more:.1%} more tokens."
     )
 
 
