@@ -84,16 +84,14 @@ def random_plans(count: int, context: int, model: str, stages: int, kinds: Itera
 
 def calls(made: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int]]:
     """Yield the attention call of every chunk on a stage, and the chunk's tokens."""
-    bytes_per_key = 2 * shape.kv_channels * shape.bytes_per_value
+    channels = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
+    bytes_per_key = 2 * channels * shape.bytes_per_value
     for number, chunk in enumerate(made.chunks):
         tokens, recompute = made.padded_tokens(number), made.recompute[stage][number] if made.recompute else None
         size = call_size(chunk, tokens)
         keys = token_class(size.keys) * bytes_per_key
         heads = heads_at_once(shape.kv_heads_on_rank, keys, shape.queries_per_key)
-        again = recompute is not None and any(
-            getattr(recompute, name) for name, mode in MODES.items() if mode.repeats_attention
-        )
-        yield Call(size, heads, again), tokens
+        yield Call(size, heads, recompute is not None and recompute.attention_layers > 0), tokens
 
 
 @dataclass
