@@ -75,7 +75,7 @@ def check(found):
     for rank in found:
         assert all(caches.total + len(rank.fused) <= MOST for caches in rank.after)
         newest, flash = rank.after[0], rank.after[-1]
-        assert newest.total < rank.before[0].total / 1.5
+        assert newest.total < rank.before[0].total
         assert flash.total == 0
 
 
