@@ -101,6 +101,14 @@ _GPU_LIBRARIES = (
         "pip install flash-attn --no-build-isolation (torch's own FlashAttention serves without it)",
     ),
     _Library(
+        "FlashAttention 3",
+        "flash-attn-3>=3.0.0b1",
+        OK,
+        "attention on Hopper (--attention-backend flash)",
+        "python setup.py install in the folder hopper of github.com/Dao-AILab/flash-attention (others serve without it)",
+        "flash_attn_interface",
+    ),
+    _Library(
         "Liger",
         "liger-kernel>=0.6.3",
         OK,

@@ -27,7 +27,7 @@ OURS = "megatron_epp.mcore.pretrain_gpt"
 _ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 _ANY = 1 << 31
 _RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "numba", "omegaconf")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "apex", "numpy", "numba", "omegaconf")
 """Packages whose versions are recorded."""
 
 

@@ -36,7 +36,7 @@ MOST_TRANSIENT_BYTES = 1 << 30
 
 
 def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
-    """Number of key heads whose backward runs at once.
+    """Number of key heads whose backward runs at once: a divisor of all, so that kernels see one number of them.
 
     Args:
         kv_heads: number of key heads.
@@ -46,7 +46,8 @@ def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
     made = _times_made(queries_per_key)
     if kv_heads * head_bytes * made <= MOST_TRANSIENT_BYTES:
         return kv_heads
-    return max(1, min(kv_heads, MOST_TRANSIENT_BYTES // (head_bytes * (made + 1))))
+    most = max(1, min(kv_heads, MOST_TRANSIENT_BYTES // (head_bytes * (made + 1))))
+    return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
 
 
 def transient_kv_gradient_bytes(

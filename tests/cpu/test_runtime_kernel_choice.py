@@ -1,6 +1,5 @@
 """Core attention runs on the first kernel of a preference that can serve and proves itself. Libraries are played."""
 
-import functools
 import sys
 import types
 from dataclasses import replace
@@ -8,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import (
     EXACT,
     FLASH_ATTN,
+    FLASH_ATTN_3,
     PREFERENCES,
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
@@ -23,9 +22,15 @@ from megatron_epp.runtime.attention.kernels import (
     transformer_engine,
 )
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
+from tests.support.runtime.attention_libraries import (
+    exact_flash_attn,
+    exact_flash_attn_3,
+    exact_transformer_engine,
+    older_transformer_engine,
+)
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
-FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)
+FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH)
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def played(monkeypatch):
     kernels._choose.cache_clear()
 
 
-@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize("count", range(5))
 def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blocks(played, count):
     played(*(kernel.name for kernel in FUSED[count:]))
     chosen, obstacles = kernels.explain(ON_GPU)
@@ -58,7 +63,7 @@ def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blo
 def test_a_kernel_whose_results_are_wrong_is_passed_over_and_says_so(played):
     played(*(kernel.name for kernel in FUSED), wrong=[TRANSFORMER_ENGINE.name])
     chosen, obstacles = kernels.explain(ON_GPU)
-    assert chosen.name == FLASH_ATTN.name
+    assert chosen.name == FLASH_ATTN_3.name
     assert obstacles == [f"{TRANSFORMER_ENGINE.name}: its results are 50.0% from exact ones"]
 
 
@@ -71,7 +76,7 @@ def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     monkeypatch.setattr(kernels, "_relative_error", fail)
     assert kernels.explain(ON_GPU, "flash") == (
         None,
-        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in (FLASH_ATTN, TORCH_FLASH)],
+        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in FUSED[1:]],
     )
 
 
@@ -132,113 +137,14 @@ def test_every_fused_kernel_names_what_it_cannot_do(kernel, case, reason):
 
 def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     flash._flash_attn.cache_clear()
+    flash._flash_attn_3.cache_clear()
     transformer_engine._fused.cache_clear()
     assert "pip install flash-attn" in FLASH_ATTN.obstacle(ON_GPU)
+    assert "in the folder hopper" in FLASH_ATTN_3.obstacle(ON_GPU)
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
-
-
-def exact_flash_attn(calls):
-    """The functions of flash-attn's interface that are used, by its names of arguments, computed in exact blocks."""
-    module = types.ModuleType("flash_attn_interface")
-
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-    ):  # fmt: skip
-        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, dropout_p))
-        out, (lse,) = EXACT.forward(q, k, v, TABLE, softmax_scale)
-        return out, lse, None, None
-
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), TABLE, softmax_scale)
-        for target, value in zip((dq, dk, dv), found, strict=True):
-            target.copy_(value)
-
-    module._flash_attn_varlen_forward = _flash_attn_varlen_forward
-    module._flash_attn_varlen_backward = _flash_attn_varlen_backward
-    return module
-
-
-def exact_transformer_engine(calls):
-    """As Transformer Engine's fused attention, by its names of arguments in 2.15 and newer, computed in exact blocks. As there,
-    a forward draws from the generator it is given, or from torch's own.
-    """
-    module = types.ModuleType("fused_attn")
-    module.FusedAttnBackend = {"F16_arbitrary_seqlen": "arbitrary"}
-    module.TORCH_DType = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}
-
-    def fused_attn_fwd(
-        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-        cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
-        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), rng_gen=None,
-    ):  # fmt: skip
-        torch.rand(1, generator=rng_gen)
-        causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
-        calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
-        out, (lse,) = EXACT.forward(q, k, v, TABLE, attn_scale)
-        return out, [lse.t().unsqueeze(-1), torch.zeros(2)]
-
-    def fused_attn_bwd(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
-        attn_mask_type="padding", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
-    ):  # fmt: skip
-        assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
-        assert all(x.is_contiguous() for x in (q, k, v, o, d_o)), "it sees addresses only"
-        return *EXACT.backward(d_o, q, k, v, o, (aux_ctx_tensors[0][..., 0].t(),), TABLE, attn_scale), None
-
-    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
-    return module
-
-
-def older_transformer_engine(calls):
-    """As above, by the names of 2.0 to 2.14: backward is told a type, and not where the diagonal is."""
-    module = exact_transformer_engine(calls)
-    newer = module.fused_attn_bwd
-
-    def fused_attn_bwd(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
-    ):  # fmt: skip
-        assert module.TORCH_DType[dqkv_dtype] == fake_dtype == q.dtype
-        formats = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd", "bottom_right_diagonal": True}
-        return newer(
-            max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-            fused_attention_backend, attn_scale=attn_scale, **formats,
-        )  # fmt: skip
-
-    module.fused_attn_bwd = fused_attn_bwd
-    return module
-
-
-def padded_transformer_engine(calls):
-    """Transformer Engine before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``."""
-    module = exact_transformer_engine(calls)
-    forward, backward = module.fused_attn_fwd, module.fused_attn_bwd
-    lengths = [segment.num_tokens for segment in TABLE.segments]
-
-    @functools.wraps(forward)
-    def fused_attn_fwd(**inputs):
-        out, (log_sums, state) = forward(**inputs)
-        return out, [pad_sequence(log_sums.split(lengths), batch_first=True).transpose(1, 2).contiguous(), state]
-
-    @functools.wraps(backward)
-    def fused_attn_bwd(*, aux_ctx_tensors, **inputs):
-        log_sums, state = aux_ctx_tensors
-        assert log_sums.is_contiguous(), "it sees addresses only"
-        assert log_sums.shape == (len(lengths), inputs["q"].shape[1], max(lengths), 1)
-        packed = torch.cat([x[:, :length].transpose(0, 1) for x, length in zip(log_sums, lengths, strict=True)])
-        return backward(aux_ctx_tensors=[packed, state], **inputs)
-
-    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
-    return module
 
 
 TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
@@ -248,11 +154,11 @@ TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
     ("kernel", "where", "play"),
     [
         (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
+        (FLASH_ATTN_3, (flash, "_flash_attn_3"), exact_flash_attn_3),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
-        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), padded_transformer_engine),
     ],
-    ids=["flash-attn", "Transformer Engine", "Transformer Engine before 2.15", "cuDNN before 9.6"],
+    ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15"],
 )
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
@@ -263,7 +169,42 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     before = torch.get_rng_state()
     assert kernels._relative_error(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
-    assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
+    empty = 29 if kernel is TRANSFORMER_ENGINE else 0
+    assert calls == [([0, 63, 64, 104, *[104] * empty], [0, 133, 134, 174, *[174] * empty], 63, 133, True, 0.0)]
+
+
+def test_empty_segments_change_no_bit(monkeypatch):
+    calls = []
+    module = exact_transformer_engine(calls)
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    q, grad = (torch.randn(104, 4, 16) for _ in range(2))
+    k, v = (torch.randn(174, 2, 16) for _ in range(2))
+    found, exact = (
+        (out, *kernel.backward(grad, q, k, v, out, saved, TABLE, 0.25))
+        for kernel in (TRANSFORMER_ENGINE, EXACT)
+        for out, saved in [kernel.forward(q, k, v, TABLE, 0.25)]
+    )
+    assert all(map(torch.equal, found, exact))
+    assert len(calls[0][0]) == 32 + 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "reason"),
+    [
+        ((9, 0), 92400, None),
+        ((10, 0), 90600, None),
+        ((8, 0), 92400, "9.0 and newer"),
+        ((12, 0), 92400, "a plan for every chunk"),
+        ((9, 0), 90501, "a plan for every chunk: 9.6 is needed"),
+    ],
+)
+def test_cudnn_serves_where_plans_are_for_classes_of_chunks(monkeypatch, capability, cudnn, reason):
+    module = exact_transformer_engine([])
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    found = TRANSFORMER_ENGINE.obstacle(ON_GPU)
+    assert (reason in found) if reason else found is None
 
 
 def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkeypatch):
@@ -275,6 +216,13 @@ def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkey
     module._flash_attn_varlen_forward = forward
     monkeypatch.setattr(flash, "_flash_attn", lambda: module)
     assert FLASH_ATTN.obstacle(ON_GPU) is None
+
+
+@pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_flash_attention_3_serves_hopper_alone(monkeypatch, capability, serves):
+    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (FLASH_ATTN_3.obstacle(ON_GPU) is None) is serves
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -289,11 +237,11 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
-@pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
-@pytest.mark.parametrize("kernel", [FLASH_ATTN, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
-def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, play, count, heads_at_once):
+@pytest.mark.parametrize("kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
+def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
     monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
-    module = play([])
+    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
+    module = exact_transformer_engine([])
     monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
     q, grad = (torch.randn(104, 8, 16) for _ in range(2))
     k, v = (torch.randn(174, 4, 16) for _ in range(2))

@@ -189,7 +189,7 @@ def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
     monkeypatch.setattr(session, "pipeline_costs", hang)
     with pytest.raises(EppError, match="ended"):
         ours._learn_costs(Namespace(), Groups(), 0)
-    assert reports == ["rank 3 has been measuring bytes for 0.7 s, 0.1 s for each of 7 steps (--epp-wait-limit-seconds)"]
+    assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (--epp-wait-limit-seconds)"]
     assert ours._learning is None
 
 

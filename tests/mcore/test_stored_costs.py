@@ -204,6 +204,7 @@ def one_rank(first, monkeypatch):
 
 def test_a_run_resumed_with_other_replicas_has_kept_times_and_optimizer_states_of_its_own(one_rank, tmp_path):
     common = {"epp_costs": "measure", "epp_offload": "off", "epp_fragmentation_share": None, "seq_length": 64}
+    common["epp_warm_up"] = "auto"
     args = Namespace(**common, data_parallel_size=2, optimizer=500, save=str(tmp_path / "a"), load=None)
     before = one_rank(args, 2.0)
     assert before.message_latency_us == 2.0

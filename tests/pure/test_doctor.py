@@ -35,7 +35,8 @@ def machine(monkeypatch):
 
     def make(packages, environment=(), has_gpu=True):
         monkeypatch.setattr(cli_doctor, "version_of", packages.get)
-        modules = {"amp_C" if name == "apex" else name.replace("-", "_") for name in packages}
+        named = {"apex": "amp_C", "flash-attn-3": "flash_attn_interface"}
+        modules = {named.get(name, name.replace("-", "_")) for name in packages}
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
@@ -49,6 +50,7 @@ def machine(monkeypatch):
 
 FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1"} | {
     "liger-kernel": "0.8.5",
+    "flash-attn-3": "3.0.0",
     "numba": "0.68.1",
 }
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -72,6 +74,7 @@ def test_on_a_machine_that_has_everything_every_line_is_ok(machine):
             "pip install 'megatron-epp[te]', or train with --transformer-impl",
         ),
         ("flash-attn", "flash-attn", OK, "pip install flash-attn --no-build-isolation"),
+        ("flash-attn-3", "FlashAttention 3", OK, "in the folder hopper of github.com/Dao-AILab/flash-attention"),
         ("apex", "NVIDIA Apex", WARNING, "pip install -v --no-build-isolation . in a checkout"),
         ("numba", "numba", WARNING, "pip install 'megatron-epp[fast]'"),
     ],

@@ -1,6 +1,7 @@
 """Which files' tests are in the set `fast`, and which files take longest."""
 
 FAST: dict[str, tuple[str, ...]] = {
+    "cpu/test_attention_warm_up.py": (),
     "cpu/test_data_batch.py": (),
     "cpu/test_data_iterator.py": (),
     "cpu/test_data_sampler.py": (),

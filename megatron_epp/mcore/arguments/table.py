@@ -26,6 +26,7 @@ from megatron_epp.mcore.arguments.flag import (
     planner,
 )
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.planner import PLANNERS
 
@@ -194,6 +195,12 @@ _RUNNING = (
         "1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
         "tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
         "auto, blocks where the longest sequence has more than 2 GiB of fp32 logits on a rank)",
+    ),
+    Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
+        "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
+        "on all ranks at once, and not in the iteration, one rank after the other; before the first iteration for all classes "
+        "that contexts up to --seq-length may need. on (or no value), off, or auto, which does so where attention's kernel "
+        "builds plans: cuDNN does, FlashAttention does not (default: auto)."
     ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(

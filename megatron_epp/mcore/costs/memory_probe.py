@@ -274,5 +274,14 @@ def measure_offloadable_share(stage: MegatronStage) -> float:
     return min(shares)
 
 
+def run_other_size(stage: MegatronStage) -> None:
+    """Run a stage forward and backward on another number of tokens than `measure_bytes` does.
+
+    Compiled functions of layers are compiled for the first number they see, and once more for any other.
+    """
+    _, output, context = forward(stage, Chunk((Segment(0, 0, bytes_chunk(stage).num_tokens + stage.token_multiple),)))
+    backward(stage, output, context)
+
+
 def bytes_chunk(stage: MegatronStage) -> Chunk:
     return Chunk((Segment(0, 0, math.lcm(_TOKENS, stage.token_multiple)),))

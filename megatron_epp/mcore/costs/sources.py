@@ -20,7 +20,7 @@ from megatron_epp.cost import CPU, H100, Line, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.timing import measure_times
@@ -72,6 +72,10 @@ def pipeline_costs(
         found = _with_largest_workspaces(
             {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
         )
+        if args.epp_warm_up == "on" or (args.epp_warm_up == "auto" and torch.cuda.is_initialized()):
+            note("warming up layers")
+            for stage in stages.values():
+                run_other_size(stage)
         base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
         if args.epp_costs == "measure":
             kept = stored_costs.kept_times(args, base)

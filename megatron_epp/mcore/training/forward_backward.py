@@ -25,6 +25,7 @@ from megatron_epp.mcore.training.reduction import Reduction, gather_parameters, 
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.context import chunk_layouts
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
@@ -96,6 +97,7 @@ def forward_backward_elastic(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     batch = _next_batch(batches, num_microbatches, session, forward_only)
+    _warm_up(session, batch)
     report = IterationReport.begin(session, batch, forward_only)
     _run(session, models, config, batch, report)
     if not forward_only:
@@ -149,6 +151,14 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
 
 def _nothing() -> None:
     """Reduce nothing yet."""
+
+
+def _warm_up(session: Session, batch: GlobalBatch) -> None:
+    """Build kernel plans for chunks of new shapes, on all ranks at once."""
+    if session.warm_up is not None and batch.plan is not None:
+        layouts = chunk_layouts(batch.plan) if batch.program is None else batch.program.layouts
+        with session.watchdog.watch(lambda: f"rank {session.rank} warms up attention (--epp-wait-limit-seconds)"):
+            session.warm_up.before(layouts, any(one.attention_layers for row in batch.plan.recompute for one in row))
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -39,12 +39,14 @@ from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.report_folder import ReportFolder
 from megatron_epp.mcore.training.reports import Reports
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
+from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
+from megatron_epp.runtime.attention.warm_up import WarmUp
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
@@ -55,7 +57,7 @@ from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-_LEARNING_STEPS = 6
+_LEARNING_STEPS = 7
 """Number of steps in learning costs, in addition to one per stage of a rank for measuring its times."""
 
 _LONGEST = 8
@@ -76,6 +78,8 @@ class Session:
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     vocabulary: RankVocabulary | None = None
     """This rank's shard of the output layer; None before `attach`, and if the last stage has all of it."""
+    warm_up: WarmUp | None = None
+    """Warm-up of this rank's attention; None before `attach`."""
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""
 
@@ -157,6 +161,7 @@ class Session:
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
                 self.links.connect(device)
                 reduce_once(groups_in_use(self.args), device)
+            self.warm_up = warm_up(self.args, self.stages.values(), device)
             offloads = self.args.epp_offload == "on"
             host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
             self._learn_costs(self.links, groups, host_cap)

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.plan.shape_classes import CallSize, ShapeClass, segment_class
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -133,12 +134,23 @@ class SegmentTable:
                     pieces.append(Segment(sequence, first + low - at, first + high - at))
         return tuple(pieces)
 
-    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers (see `copy_offsets`)."""
+    @property
+    def shape_class(self) -> ShapeClass:
+        """Class of the call, for which libraries build plans."""
+        return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
+
+    def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers (see `copy_offsets`).
+
+        Args:
+            device: of the offsets.
+            num_segments: n, up to the class of the number of segments: the further ones are empty. By default, no empty ones.
+        """
         if device not in self._on_device:
             copy_offsets([self], device)
+        end = max(num_segments, len(self.segments)) + 1
         queries, keys = self._on_device[device]
-        return queries, keys
+        return queries[:end], keys[:end]
 
     @cached_property
     def _on_device(self) -> dict[torch.device, Tensor]:
@@ -160,12 +172,16 @@ def copy_offsets(tables: Sequence[SegmentTable], device: torch.device) -> None:
     """Copy the offsets of many tables to a device at once, those excepted that are there.
 
     A copy for each chunk, made when its first layer runs, would wait behind offloaded activations for the link to the host.
+    Offsets are followed by those of empty segments, up to the class of the number of segments. Rows begin at multiples of 16
+    bytes.
     """
     missing = [table for table in tables if device not in table._on_device]
-    rows = [(table.query_starts, table.key_starts) for table in missing]
+    widths = [-(-(segment_class(len(table.segments)) + 1) // 4) * 4 for table in missing]
+    pairs = [((table.query_starts, table.key_starts), width) for table, width in zip(missing, widths, strict=True)]
+    rows = [[(*row, *repeat(row[-1], width - len(row))) for row in both] for both, width in pairs]
     flat = torch.tensor([*chain.from_iterable(chain.from_iterable(rows))], dtype=torch.int32)
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([2 * len(table.query_starts) for table in missing])
+    parts = flat.split([2 * width for width in widths])
     for table, part in zip(missing, parts, strict=True):
         table._on_device[device] = part.view(2, -1)

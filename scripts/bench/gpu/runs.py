@@ -210,7 +210,7 @@ def _reached(log: Path) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of everything that a figure may depend on; None for packages that are not installed."""
-    names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "megatron-epp")
+    names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "megatron-epp")
     found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():
         found["cuDNN"] = str(torch.backends.cudnn.version())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
@@ -51,6 +52,8 @@ class Kernel:
             v over the prefixes too.
         obstacle: returns why it cannot be used for a case here, or None.
         of_heads: selects, from the tensors saved by a forward of all heads, those for a backward of some query heads.
+        builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
+            backwards, in every thread and for every number of heads.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Kernel:
     backward: Backward
     obstacle: Callable[[Case], str | None]
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+    builds_plans: bool = False
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
@@ -108,7 +112,8 @@ def backward_by_heads(
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:
-        count = heads_at_once(kv_heads, (k[:, 0].numel() + v[:, 0].numel()) * k.element_size(), each)
+        bytes_per_key = (k.shape[2] + v.shape[2]) * k.element_size()
+        count = heads_at_once(kv_heads, token_class(k.shape[0]) * bytes_per_key, each)
     if count == kv_heads:
         dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
         return dq, *take(dk, dv, None)

@@ -1,4 +1,6 @@
-"""FlashAttention, as the flash-attn package has it and as torch ships it. Both align the mask to the bottom right."""
+"""FlashAttention 3, FlashAttention 2 as the flash-attn package has it, and as torch ships it. All align the mask to the bottom
+right, and none builds anything for a new shape.
+"""
 
 from __future__ import annotations
 
@@ -87,5 +89,47 @@ def _package_obstacle(case: Case) -> str | None:
     return None  # one before 2.7 takes other arguments and fails its proof; newer ones are torch operators, which hide theirs
 
 
+@functools.cache
+def _flash_attn_3() -> Any:
+    import flash_attn_interface  # the module that the package flash-attn-3 installs
+
+    return flash_attn_interface
+
+
+def _hopper_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
+    """Arguments that forward and backward share."""
+    cu_q, cu_k = table.cu_seqlens(q.device)
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": table.max_query, "max_seqlen_k": table.max_key}
+    return lengths | {"softmax_scale": scale}
+
+
+def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+    out, lse, *_ = _flash_attn_3()._flash_attn_forward(q, k, v, causal=True, **_hopper_options(table, q, scale))
+    return out, (lse,)
+
+
+def _hopper_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    options = _hopper_options(table, q, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    inputs = grad.contiguous(), q, k, v, out, saved[0]
+    _flash_attn_3()._flash_attn_backward(*inputs, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
+    return dq, dk, dv
+
+
+def _hopper_obstacle(case: Case) -> str | None:
+    if problem := needs_half_precision_on_a_gpu(case):
+        return problem
+    try:
+        _flash_attn_3()
+    except (ImportError, OSError, RuntimeError) as error:
+        where = "python setup.py install in the folder hopper of github.com/Dao-AILab/flash-attention"
+        return f"flash-attn-3 cannot be imported ({error}): {where}"
+    # One before August 2025 takes other arguments and fails its proof.
+    return None if torch.cuda.get_device_capability()[0] == 9 else "it is for GPUs of compute capability 9.0 (Hopper)"
+
+
+FLASH_ATTN_3 = Kernel("FlashAttention 3", _hopper_forward, _hopper_backward, _hopper_obstacle)
 TORCH_FLASH = Kernel("FlashAttention of torch", _torch_forward, _torch_backward, _torch_obstacle)
 FLASH_ATTN = Kernel("flash-attn", _package_forward, _package_backward, _package_obstacle)

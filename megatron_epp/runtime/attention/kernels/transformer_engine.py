@@ -15,6 +15,8 @@ from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, nee
 from megatron_epp.runtime.attention.layout import SegmentTable
 
 _LAYOUT, _FORMAT = "thd_thd_thd", "thd"
+_LEAST_CUDNN = 90600
+"""cuDNN 9.6, from which plans are for classes of sums of tokens, not for lengths as they are."""
 
 
 @functools.cache
@@ -40,8 +42,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
-    """Arguments that forward and backward share, as far as this release has them."""
-    cu_q, cu_k = table.cu_seqlens(q.device)
+    """Arguments that forward and backward share, as far as this release has them; empty segments are added to fit a class."""
+    cu_q, cu_k = table.cu_seqlens(q.device, table.shape_class.segments)
     types = {theirs: ours for ours, theirs in _fused().TORCH_DType.items()}
     wanted = {
         "max_seqlen_q": table.max_query,
@@ -86,10 +88,7 @@ def _backward(
 
 
 def _of_heads(saved: Saved, own: slice) -> Saved:
-    """Select heads of the saved log-sum-exp; the saved generator state that follows it is kept.
-
-    The log-sum-exp is ``[tokens, heads, 1]``, or before cuDNN 9.6 ``[sequences, heads, longest, 1]``.
-    """
+    """Select heads of the saved log-sum-exp, ``[tokens, heads, 1]``; the saved generator state that follows it is kept."""
     return saved[0][:, own].contiguous(), *saved[1:]
 
 
@@ -105,7 +104,12 @@ def _obstacle(case: Case) -> str | None:
     if "fake_dtype" not in _parameters(fused.fused_attn_fwd):
         return "this Transformer Engine is too old: version 2 is needed"
     # Segments of different lengths without padding between them.
-    return None if torch.cuda.get_device_capability() >= (9, 0) else "cuDNN packs sequences on compute capability 9.0 and newer"
+    if (capability := torch.cuda.get_device_capability()) < (9, 0):
+        return "cuDNN packs sequences on compute capability 9.0 and newer"
+    if capability == (12, 0):
+        return "on compute capability 12.0 it builds a plan for every chunk"
+    version = torch.backends.cudnn.version()
+    return f"cuDNN {version} builds a plan for every chunk: 9.6 is needed" if version and version < _LEAST_CUDNN else None
 
 
-TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads)
+TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, True)

@@ -1,0 +1,40 @@
+"""Warm-up of a training's attention, with the properties of its layers on this rank."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+import torch
+
+from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.runtime.attention.warm_up import Heads, WarmUp
+
+
+def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> WarmUp:
+    """Return the warm-up of attention in a rank's stages.
+
+    Args:
+        args: Megatron's arguments.
+        stages: of this rank.
+        device: on which they run.
+    """
+    shape = model_shape(args)
+    query_heads = shape.kv_heads_on_rank * shape.queries_per_key
+    found = {
+        Heads(
+            query_heads,
+            shape.kv_heads_on_rank,
+            part.config.kv_channels,
+            part.config.params_dtype,
+            device,
+            part.scale,
+            part.preference,
+        ): None
+        for stage in stages
+        for part in stage.decoder.modules()
+        if isinstance(part, RelayAttention)
+    }
+    return WarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")

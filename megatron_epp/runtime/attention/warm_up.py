@@ -1,0 +1,169 @@
+"""Warm-up of attention: plans that libraries build for a class of shapes are built between iterations, on all ranks at once.
+
+In an iteration a rank that builds a plan keeps those after it waiting, and then they build theirs. Libraries keep plans for the
+thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
+they recompute. So every class runs in both threads, as far as a plan does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.shape_classes import ShapeClass, all_classes
+from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels.base import backward_by_heads
+from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
+from megatron_epp.runtime.context import ChunkLayout
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Properties of a stage's attention calls that its chunks share.
+
+    Attributes:
+        query_heads, kv_heads: numbers of heads on this rank, inside attention.
+        channels: width of a head.
+        dtype, device: of queries, keys and values.
+        scale: factor on the scores.
+        preference: preference of kernels, a key of `kernels.PREFERENCES`.
+    """
+
+    query_heads: int
+    kv_heads: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    preference: str = "auto"
+
+    def ones(self, tokens: int, heads: int) -> Tensor:
+        """Return ones, ``[tokens, heads, channels]``."""
+        return torch.ones(tokens, heads, self.channels, dtype=self.dtype, device=self.device)
+
+    @property
+    def kernel(self) -> kernels.Kernel:
+        """Kernel of the calls."""
+        q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
+        return kernels.choose(q, k, k, self.preference)
+
+
+@dataclass(slots=True)
+class WarmUp:
+    """Attention of a rank's stages, and the classes of shapes that have run.
+
+    Attributes:
+        heads: distinct properties of the stages' attention calls.
+        longest: tokens of the longest sequence.
+        choice: one of `WARM_UPS`.
+        offloads_kv: KV offload may be planned, with which attention runs by groups of heads.
+    """
+
+    heads: Sequence[Heads]
+    longest: int
+    choice: str = "auto"
+    offloads_kv: bool = False
+    _warm: set[ShapeClass] = field(default_factory=set)
+    _repeated: set[ShapeClass] = field(default_factory=set)
+
+    def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
+        """Run the classes of an iteration's chunks that have not run yet, and return their number.
+
+        The first time, these are chunks with as many tokens as any of them or fewer, behind prefixes of any length.
+
+        Args:
+            layouts: of the chunks.
+            repeats: forwards of attention run again in backwards.
+        """
+        if self.choice == "off":
+            return 0
+        tables = [layout.table for layout in layouts]
+        wanted = {table.shape_class for table in tables}
+        if not self._warm and tables:
+            wanted |= all_classes(max(table.num_tokens for table in tables), self.longest)
+        missing = sorted(wanted - (self._repeated if repeats else self._warm))
+        self._warm |= wanted
+        self._repeated |= wanted if repeats else set()
+        active = [heads for heads in self.heads if self.choice == "on" or heads.kernel.builds_plans]
+        if not missing or not active:
+            return 0
+        self._run(missing, active, repeats)
+        return len(missing)
+
+    def _run(self, missing: Sequence[ShapeClass], active: Sequence[Heads], repeats: bool) -> None:
+        names = ", ".join(sorted({heads.kernel.name for heads in active}))
+        begin_s = told_s = time.perf_counter()
+        logger.info("warming up %s for %d classes of shapes", names, len(missing))
+        for number, shape in enumerate(missing, 1):
+            try:
+                for heads in active:
+                    for parts in sorted({1, head_parts(heads.kv_heads) if self.offloads_kv else 1}):
+                        run_class(shape, heads, parts, repeats)
+            except torch.OutOfMemoryError:
+                logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", shape)
+            if time.perf_counter() - told_s >= _PROGRESS_S:
+                told_s = time.perf_counter()
+                logger.info("%d of %d classes of shapes are warm", number, len(missing))
+        if any(heads.device.type == "cuda" for heads in active):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
+
+
+def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
+    """Run a forward in this thread and a backward in autograd's thread of the device.
+
+    Args:
+        shape: class of the calls.
+        heads: properties of the calls.
+        parts: groups of heads that attention processes one after the other.
+        repeats: run the forward in autograd's thread, too.
+    """
+    chunk = shape.smallest()
+    table = SegmentTable.build(chunk, chunk.num_tokens)
+    kernel = heads.kernel
+    q = heads.ones(table.num_tokens, heads.query_heads // parts)
+    k = heads.ones(table.key_starts[-1], heads.kv_heads // parts)
+    with torch.no_grad():
+        out, saved = kernel.forward(q, k, k, table, heads.scale)
+
+    def backward() -> None:
+        if repeats:
+            kernel.forward(q, k, k, table, heads.scale)
+        backward_by_heads(kernel, q, q, k, k, out, saved, table, heads.scale, take)
+
+    def take(dk: Tensor, dv: Tensor, heads: slice | None) -> Tensors:
+        return dk[: len(q)], dv[: len(q)]
+
+    in_autograd(backward, heads.device)
+
+
+def in_autograd(run: Callable[[], None], device: torch.device) -> None:
+    """Call a function in the thread in which autograd runs backwards on a device, and wait for it."""
+    with torch.enable_grad():
+        _Called.apply(torch.zeros(1, device=device, requires_grad=True), run).backward()
+
+
+class _Called(torch.autograd.Function):
+    """Function whose backward calls another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.run()
+        return grads[0], None

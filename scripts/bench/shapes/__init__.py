@@ -1,0 +1,1 @@
+"""Kernel plans that libraries build for the shapes of random plans: `python -m scripts.bench.shapes`."""

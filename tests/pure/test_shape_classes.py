@@ -1,0 +1,90 @@
+"""Attention calls fall into few classes of shapes, and libraries look up the same plan for every call of a class."""
+
+import random
+
+import pytest
+
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.shape_classes import CallSize, ShapeClass, all_classes, call_size, segment_class, token_class
+from scripts.bench.planner.suite import Case
+from scripts.bench.shapes.bench import MOST, count, random_plans, report
+from scripts.bench.shapes.caches import LIBRARIES, as_they_are
+
+CONTEXT, STAGES, MODEL = 131072, 8, "llama3-8b"
+
+
+def random_sizes(number, seed=0):
+    rng = random.Random(seed)
+    for _ in range(number):
+        segments = int(2 ** rng.uniform(0, 11))
+        queries = segments + int(2 ** rng.uniform(0, 17))
+        yield CallSize(segments, queries, queries + rng.choice((0, int(2 ** rng.uniform(0, 20)))))
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_calls_of_a_class_have_one_plan(library):
+    plans = {}
+    for size in random_sizes(5000):
+        padded = library.padded(size)
+        plans.setdefault(size.shape_class, set()).add((library.forward(padded), library.backward(padded)))
+    assert max(map(len, plans.values())) == 1
+    bare = as_they_are(library)
+    keys = {bare.forward(bare.padded(size)) for size in random_sizes(5000)}
+    assert library.name != LIBRARIES[0].name or len(keys) > 5 * len(plans), "without classes there are many more"
+
+
+@pytest.mark.parametrize(
+    ("count", "segments", "tokens"),
+    [(1, 32, 1024), (32, 32, 1024), (33, 64, 1024), (1025, 2048, 2048), (32768, 32768, 32768), (32769, 65536, 65536)],
+)
+def test_classes_are_powers_of_two_from_a_least_one(count, segments, tokens):
+    assert (segment_class(count), token_class(count)) == (segments, tokens)
+
+
+def test_classes_of_many_tokens_are_multiples_of_32768():
+    assert [token_class(n) for n in (65537, 98304, 98305)] == [98304, 98304, 131072]
+
+
+def test_the_smallest_chunk_of_a_class_is_in_it_and_no_larger_than_its_calls():
+    for size in random_sizes(2000):
+        shape = size.shape_class
+        chunk = shape.smallest()
+        smallest = call_size(chunk, chunk.num_tokens)
+        assert smallest.shape_class == shape
+        assert smallest.queries <= max(size.queries, shape.segments // 2 + 1)
+
+
+def test_padding_is_a_segment_of_a_call():
+    chunk = Chunk((Segment(0, 5, 9), Segment(1, 0, 2)))
+    assert call_size(chunk, 6) == CallSize(2, 6, 11)
+    assert call_size(chunk, 8) == CallSize(3, 8, 13)
+
+
+def test_all_classes_of_a_context_have_any_prefix():
+    assert all_classes(1500, 5000) == {
+        ShapeClass(32, tokens, keys) for tokens in (1024, 2048) for keys in (1024, 2048, 4096, 8192) if keys >= tokens
+    }
+
+
+def counted(plans):
+    shape = Case("wikipedia", CONTEXT, STAGES, MODEL, 80).shape
+    return count(random_plans(plans, CONTEXT, MODEL, STAGES), shape, STAGES)
+
+
+def check(found):
+    for rank in found:
+        assert all(caches.total + len(rank.fused) <= MOST for caches in rank.after)
+        newest, flash = rank.after[0], rank.after[-1]
+        assert newest.total < rank.before[0].total
+        assert flash.total == 0
+
+
+def test_random_batches_make_a_rank_build_at_most_64_kernel_plans():
+    found = counted(12)
+    check(found)
+    assert report(found).count("\n") == len(LIBRARIES) + 3
+
+
+@pytest.mark.slow  # four minutes of planning
+def test_a_thousand_random_batches_make_a_rank_build_at_most_64_kernel_plans():
+    check(counted(1000))
