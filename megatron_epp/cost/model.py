@@ -1,6 +1,7 @@
 """The cost model of the planners: time linear in tokens and attention pairs, memory in bytes per token.
 
 The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
+In addition, no pass takes less than the host needs to launch it (`work.Line`).
 Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
 """
 
@@ -135,21 +136,43 @@ class PipelineCosts:
         return self._time_us(stage, own.stage_backward, own.extra_backward, work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the weight gradients, a part of `backward_us`; if W is split off, B takes the rest."""
+        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
         own = self.stages[stage]
         return self._time_us(stage, own.stage_weight, own.extra_weight, work)
 
+    def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Time by which B is shorter if W is split off: that of W, or less where the host takes longer to launch B without W
+        than the device to run it.
+        """
+        own = self.stages[stage]
+        if not own.stage_backward.launch_us:
+            return self.weight_us(stage, work)
+        without = self._time_us(stage, own.stage_input, own.extra_backward.without(own.extra_weight), work)
+        return self.backward_us(stage, work) - without
+
     def exchange_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the exchange between tensor-parallel ranks in a forward, and as much in a backward; a part of both."""
-        time_us: TimeColumn = self.stages[stage].stage_exchange.time_us(work.tokens, work.pairs)
+        """Time of the exchange between tensor-parallel ranks in a forward, and as much in a backward; a part of both.
+
+        Another action can compute meanwhile. The host cannot launch it meanwhile, so time that launching takes does not count.
+        """
+        own = self.stages[stage]
+        time_us: TimeColumn = own.stage_exchange.time_us(work.tokens, work.pairs)
+        for line, extra in (
+            (own.stage_forward, own.extra_forward),
+            (own.stage_backward, own.extra_backward),
+            (own.stage_input, own.extra_backward.without(own.extra_weight)),
+        ):
+            if line.launch_us:
+                time_us = np.minimum(time_us, self._time_us(stage, line, extra, work) - line.launch_us)
         return time_us
 
     def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
         """Time of a pass, less the part of `extra` for tokens that do not pass the output layer of the last stage."""
-        time_us = whole.time_us(work.tokens, work.pairs)
-        if work.trained is None:
-            return time_us
-        return time_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+        device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
+        if work.trained is not None:
+            device_us = device_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+        time_us: TimeColumn = whole.launched(device_us)
+        return time_us
 
     def _not_trained(self, stage: int, extra: Line) -> Line:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
@@ -190,7 +213,7 @@ class PipelineCosts:
         return replace(self, stages=(*stages, last), attention=attention_of(self.stages))
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
-        """Time that recompute adds to the backward."""
+        """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
         modes = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
