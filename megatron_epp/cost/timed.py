@@ -63,7 +63,8 @@ class Learnt:
 def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
     """Fit a line to times, or scale the earlier one if there are too few sizes.
 
-    The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left out, and it is fitted to the others again.
+    The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left
+    out, and it is fitted to the others again.
 
     Args:
         earlier: line by earlier costs.
