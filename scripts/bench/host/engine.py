@@ -63,11 +63,15 @@ _SHAPES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """Schema of each operation, and its result by shapes."""
 
+for _name in ("gemm", "gemm_dgrad", "gemm_wgrad"):
+    _SHAPES[f"expert_{_name}"] = _SHAPES[_name]
 _library = torch.library.Library("epp_host_bench", "DEF")
 for _name, (_schema, _result) in _SHAPES.items():
     _library.define(f"{_name}{_schema}")
     _library.impl(_name, _result, "Meta")
 ops = torch.ops.epp_host_bench
+OPERATIONS = frozenset(name for name in _SHAPES if not name.startswith("expert_"))
+"""Operations that Transformer Engine's Python launches one by one; those of experts leave in one call of it."""
 ROW_MAP_LAUNCHES = 3
 """Kernels that make the map of rows by which tokens are permuted."""
 
@@ -91,7 +95,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear, splits: list[int] | None, norm: Tensor | None, *weights: Tensor) -> Tensor:
         normed, scale = (x, None) if norm is None else ops.norm(x, norm)
-        outputs = [ops.gemm(part, weight) for part, weight in zip(_parts(normed, splits), weights, strict=True)]
+        product = ops.gemm if splits is None else ops.expert_gemm
+        outputs = [product(part, weight) for part, weight in zip(_parts(normed, splits), weights, strict=True)]
         ctx.layer, ctx.splits, ctx.has_norm = layer, splits, norm is not None
         ctx.save_for_backward(x, normed, *(() if norm is None else (scale, norm)), *weights)
         return outputs[0] if splits is None else x.new_empty(len(x), weights[0].shape[0])
@@ -101,7 +106,8 @@ class _Products(torch.autograd.Function):
         x, normed, *rest = ctx.saved_tensors
         scale, norm, *weights = rest if ctx.has_norm else (None, None, *rest)
         (grad,), layer = grads, ctx.layer
-        found = [ops.gemm_dgrad(part, weight) for part, weight in zip(_parts(grad, ctx.splits), weights, strict=True)]
+        product = ops.gemm_dgrad if ctx.splits is None else ops.expert_gemm_dgrad
+        found = [product(part, weight) for part, weight in zip(_parts(grad, ctx.splits), weights, strict=True)]
         compute = partial(layer.weight_gradients, ctx.splits)
         if layer.wgrad_store.delay_wgrad_compute():
             layer.wgrad_store.put([normed, grad], compute)
@@ -147,8 +153,9 @@ class Linear(nn.Module):
         return output, None
 
     def weight_gradients(self, splits: list[int] | None, x: Tensor, grad: Tensor) -> None:
+        product = ops.gemm_wgrad if splits is None else ops.expert_gemm_wgrad
         for own_grad, own_x, weight in zip(_parts(grad, splits), _parts(x, splits), self.weights, strict=True):
-            ops.gemm_wgrad(own_grad, own_x, weight.main_grad)  # type: ignore[attr-defined]
+            product(own_grad, own_x, weight.main_grad)  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
         entry, function = self.wgrad_store.context.get_nowait()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from megatron_epp.runtime.context import ChunkContext
 from scripts.bench.host import engine
 from scripts.bench.host.worker import Counted
 
-MODELS = ("llama3-8b", "mixtral-8x7b")
 NUM_LAYERS, TOKENS = 2, 4096
 _SLICE, _PACKED = 1, 5
 _CHUNKS = {
@@ -41,41 +40,23 @@ _CHUNKS = {
 """By their number of segments: the last of two slices of a sequence, and whole sequences."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What an action of the stage made the host do.
-
-    Attributes:
-        model: a name in `MODELS`.
-        op: the operation; ``B`` with the weight gradient, ``B-W`` without it.
-        segments: of the chunk.
-        counted: operations, launches, allocations and calls.
-    """
-
-    model: str
-    op: str
-    segments: int
-    counted: Counted
-
-
-def count(model: str) -> list[Action]:
+def count(model: str) -> Iterator[tuple[str, int, Counted]]:
     """Count every action of a middle stage.
 
     Args:
-        model: a name in `MODELS`.
+        model: a shipped model.
+
+    Yields:
+        the operation (``B`` with the weight gradient, ``B-W`` without it), the segments of the chunk, and the counts.
     """
-    found = []
     with _one_rank(), engine.in_place(), FakeTensorMode(allow_non_fake_inputs=True):
         for splits in (False, True):
             stage = _stage(load_flags(model), splits)
             for segments, chunk in _CHUNKS.items():
                 _actions(stage, chunk, splits)  # the first builds tables of angles
-                found += [
-                    Action(model, op, segments, counted)
-                    for op, counted in _actions(stage, chunk, splits).items()
-                    if splits == (op in ("B-W", "W"))
-                ]
-    return found
+                for op, counted in _actions(stage, chunk, splits).items():
+                    if splits == (op in ("B-W", "W")):
+                        yield op, segments, counted
 
 
 def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Counted]:

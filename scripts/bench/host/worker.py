@@ -85,6 +85,10 @@ class Counted(TorchDispatchMode):
         if name not in _NO_MEMORY:
             self.allocations += sum(one.alias_info is None and "Tensor" in str(one.type) for one in func._schema.returns)
 
+    def figures(self) -> dict[str, Any]:
+        """Return the counts by their names."""
+        return {name: getattr(self, name) for name in ("names", "launches", "allocations", "calls")}
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing in a block."""
@@ -153,7 +157,7 @@ def _counting(step: Callable[..., Any], op: str, path: Path) -> Callable[..., An
 def _written(path: Path, op: str, num_segments: int) -> Iterator[None]:
     with Counted() as counted:
         yield
-    line = {"op": op, "segments": num_segments, "launches": counted.launches, "calls": counted.calls, "names": counted.names}
+    line = {"op": op, "segments": num_segments, **counted.figures()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
