@@ -1,5 +1,5 @@
-"""With plans an action makes the host do no more than with Megatron's schedule, whatever is packed into the chunk, and no more for
-a stage of a large model than it did."""
+"""With plans an action makes the host do no more than with Megatron's schedule, whatever is packed into the chunk, and no more
+than it did on a stage of a large model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STAGES = {
     ("mixtral-8x7b", "W", 1): (116, 72, 36, 597),
     ("mixtral-8x7b", "W", 5): (116, 72, 36, 597),
 }
-"""Operations, launches, allocations and Python calls of an action of two layers. A change that lowers one of them lowers it here."""
+"""Operations, launches, allocations and Python calls of an action of two layers. A change that lowers one lowers it here."""
 
 
 @pytest.fixture(scope="module")
