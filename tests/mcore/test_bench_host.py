@@ -11,6 +11,10 @@ from megatron_epp.cost import H100_NODE
 from scripts.bench.host.bench import MEGATRON, Counts, count, count_stages, lines
 
 
+MORE_CALLS = 150
+"""Python calls that an action may add to those of Megatron's pass: about 15 us."""
+
+
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Counts]:
     found = count(Path(tmp_path_factory.mktemp("host")))
@@ -25,7 +29,7 @@ def test_a_packed_chunk_launches_no_more_kernels_than_megatrons_microbatch(
     stock, packed = counts[f"{op} {MEGATRON}", 1], counts[op, 5]
     assert packed.launches <= stock.launches
     assert packed.ops <= 1.05 * stock.ops
-    assert packed.calls <= 1.1 * stock.calls
+    assert packed.calls <= stock.calls + MORE_CALLS
 
 
 def test_a_further_segment_launches_no_kernel(counts: dict[tuple[str, int], Counts]) -> None:
