@@ -10,7 +10,6 @@ import pytest
 from megatron_epp.cost import H100_NODE
 from scripts.bench.host.bench import MEGATRON, Counts, count, count_stages, lines
 
-
 MORE_CALLS = 150
 """Python calls that an action may add to those of Megatron's pass: about 15 us."""
 
