@@ -234,7 +234,7 @@ def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
 
 
 def profile_of(path, tensor=1, hidden=512):
-    """As `megatron-epp profile` would write it for the small model, products and launches eight times as slow as by formulas."""
+    """As `megatron-epp profile` would write it for the small model, products and launches eight times as slow as by formula."""
     shape = shape_of(
         SMALL_FLAGS | {"hidden_size": hidden, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
     )
