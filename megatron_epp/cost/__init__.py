@@ -2,7 +2,7 @@
 
 from megatron_epp.cost.analytic import analytic_costs, analytic_profile
 from megatron_epp.cost.device import on_device
-from megatron_epp.cost.hardware import CPU, H100, Rates
+from megatron_epp.cost.hardware import CPU, H100, H100_NODE, Rates
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
@@ -16,6 +16,7 @@ Costs = PipelineCosts
 __all__ = [
     "CPU",
     "H100",
+    "H100_NODE",
     "ChunkWork",
     "Costs",
     "ModeCosts",

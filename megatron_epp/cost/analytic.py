@@ -23,6 +23,12 @@ from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
 
+_WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
+"""Time of launching weight gradients as a share of a backward's, that of attention as a share of a dense layer's, and that of a
+layer with experts as a multiple of it: by the counts of `python -m scripts.bench.host`, with its times."""
+_HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1
+"""Time of launching a head and an embedding as shares of a layer's. Assumed."""
+
 
 def analytic_costs(
     shape: ModelShape, rates: Rates, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0
@@ -50,13 +56,14 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         rates: of the machine.
     """
     copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
+    forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     return Profile(
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
         layer=_layer(shape, rates),
         attention=_attention_part(shape, rates),
-        embedding=Part(forward=copy, backward=copy, parameters=vocabulary, largest_weight=vocabulary),
+        embedding=Part(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=shape.kv_bytes_per_token,
@@ -111,6 +118,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     kept activations, and, after the backward of attention, still the MLP's inputs and gradients, four more of that width.
     """
     overhead = Line(rates.layer_overhead_us)
+    launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
     exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
     moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
@@ -119,13 +127,13 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     attention_backward = _attention(10 * width / rates.attention_backward_flops, rates)
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return Part(
-        forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
-        backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
-        weight=linear,
+        forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
+        backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
+        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         exchange=Line(0.0, MICROSECONDS * shape.tensor_exchanged_bytes_per_token / rates.exchange_bytes),
         recompute={
             "selective": ModeCosts(
-                overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token
+                launch_forward + overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token
             ),
             "mlp": ModeCosts(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
         },
@@ -142,17 +150,24 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
 def _attention_part(shape: ModelShape, rates: Rates) -> Part:
     """Costs of a layer's attention with its norm and projections, as parts of those of `_layer`."""
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
+    launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)
     moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
     width = shape.query_width / shape.ranks
     return Part(
-        forward=overhead + linear + moved.scaled(2) + exchange + _attention(4 * width / rates.attention_forward_flops, rates),
-        backward=overhead
+        forward=launch_forward
+        + overhead
+        + linear
+        + moved.scaled(2)
+        + exchange
+        + _attention(4 * width / rates.attention_forward_flops, rates),
+        backward=launch_backward
+        + overhead
         + linear.scaled(2)
         + moved.scaled(3)
         + exchange
         + _attention(10 * width / rates.attention_backward_flops, rates),
-        weight=linear,
+        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=shape.attended_bytes_per_token,
         weight_bytes_per_token=shape.attention_weight_bytes_per_token,
         parameters=shape.attention_parameters / shape.tensor_parallel,
@@ -164,9 +179,18 @@ def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
     linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     exchanged_s = shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes
-    return (
-        Line(rates.layer_overhead_us / 2) + linear + Line(0.0, MICROSECONDS * (moved_bytes / rates.memory_bytes + exchanged_s))
-    )
+    launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)
+    moved = Line(rates.layer_overhead_us / 2, MICROSECONDS * (moved_bytes / rates.memory_bytes + exchanged_s))
+    return launch + linear + moved
+
+
+def _launches(rates: Rates, factor: float) -> tuple[Line, Line]:
+    """Time of launching a forward, and a backward, as a multiple of a dense layer's."""
+    return Line(launch_us=factor * rates.launch_forward_us), Line(launch_us=factor * rates.launch_backward_us)
+
+
+def _layer_launches(shape: ModelShape) -> float:
+    return _ROUTED_LAUNCHES if shape.num_experts else 1.0
 
 
 def _head(shape: ModelShape, rates: Rates) -> Part:
@@ -178,11 +202,12 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
     rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
+    launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters = shape.vocabulary_parameters / shape.tensor_parallel
     if shape.loss_block_tokens:
         return Part(
-            forward=linear + rest,
-            backward=linear.scaled(3) + rest,
+            forward=launch_forward + linear + rest,
+            backward=launch_backward + linear.scaled(3) + rest,
             bytes_per_token=norm,
             parameters=parameters,
             workspace_bytes=loss_workspace_bytes(
@@ -190,9 +215,9 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
             ),
         )
     return Part(
-        forward=linear + rest,
-        backward=linear.scaled(2) + rest,
-        weight=linear,
+        forward=launch_forward + linear + rest,
+        backward=launch_backward + linear.scaled(2) + rest,
+        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=logits + norm,
         weight_bytes_per_token=shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
         parameters=parameters,

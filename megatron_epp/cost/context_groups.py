@@ -40,7 +40,7 @@ class GroupCosts:
         scale = self.num_ranks // degree
         whole = self.costs.forward_line(stage) + self.costs.backward_line(stage)
         more_us = 2 * self._more_us(stage, np.array([degree])).item()
-        return Line(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale)
+        return Line(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale, whole.launch_us)
 
     def pass_us(self, stage: int, groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[TimeColumn, TimeColumn]:
         """Return the times of the slowest groups of all chunks, forward and backward, in microseconds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,9 @@ class Rates:
         attention_forward_flops: per second in attention, counting only the pairs inside the mask.
         attention_backward_flops: the same, backward.
         memory_bytes: per second moved by norms, activations and residual additions.
-        layer_overhead_us: launch and other fixed time of one layer and pass.
+        layer_overhead_us: fixed time of one layer and pass on the device: its kernels' starts and ends.
+        launch_forward_us: in which the host launches the forward of a layer, which takes no less; 0 where the host computes.
+        launch_backward_us: the same, backward.
         message_latency_us: of a message between stages.
         message_bytes: per second between stages.
         saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
@@ -37,6 +39,8 @@ class Rates:
     message_bytes: float
     saturation_tokens: float = 0.0
     attention_tile: float = 0.0
+    launch_forward_us: float = 0.0
+    launch_backward_us: float = 0.0
     exchange_bytes: float = math.inf
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
@@ -63,8 +67,14 @@ H100 = Rates(
 Peaks are those of NVIDIA's datasheet of the H100 SXM, and the shares of them that a training sustains are assumed:
 989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 %, between the 35 % of FlashAttention-2 and the
 75 % of FlashAttention-3 there (arXiv 2407.08608); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of
-the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer's launches and the half-saturation of matrix
+the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer and the half-saturation of matrix
 products are assumed too. `megatron-epp profile` measures all of them but memory and the exchange.
+"""
+
+H100_NODE = replace(H100, launch_forward_us=600.0, launch_backward_us=850.0)
+"""The same with the host that launches its kernels, for Megatron's layers with Transformer Engine's modules: estimates from the
+middle of the ranges that `python -m scripts.bench.host` states, 200 to 1080 us for a forward and 270 to 1480 us for a backward
+of a dense layer. `--epp-costs measure` measures them.
 """
 
 CPU = Rates(

@@ -185,8 +185,8 @@ def _with_all_tokens(earlier: Line, extra: Line, times: Sequence[Timed]) -> list
     """
     found = []
     for one in times:
-        whole_us = earlier.time_us(one.tokens, one.pairs)
-        part_us = whole_us - extra.per_token_us * one.tokens * (1.0 - one.output_share)
+        whole_us, device_us = earlier.time_us(one.tokens, one.pairs), earlier.device_us(one.tokens, one.pairs)
+        part_us = earlier.launched(device_us - extra.per_token_us * one.tokens * (1.0 - one.output_share))
         found.append(one._replace(time_us=one.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
     return found
 

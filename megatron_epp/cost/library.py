@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.balance import spread_layers
-from megatron_epp.cost.hardware import CPU, H100, Rates
+from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
@@ -35,7 +35,7 @@ from megatron_epp.plan.reading import (
     shown,
 )
 
-RATES = {"h100": H100, "cpu": CPU}
+RATES = {"h100": H100_NODE, "cpu": CPU}
 """Rates by name, from which a cluster file starts."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent

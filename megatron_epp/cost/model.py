@@ -1,6 +1,7 @@
 """The cost model of the planners: time linear in tokens and attention pairs, memory in bytes per token.
 
 The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
+Besides, no pass takes less than the host needs to launch it (`work.Line`).
 Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
 """
 
@@ -126,30 +127,37 @@ class PipelineCosts:
         return own.stage_backward + self._not_trained(stage, own.extra_backward).scaled(trained_share - 1)
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_forward, own.extra_forward, work)
+        return self._time_us(stage, "forward", work)
 
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the backward, with the weight gradient and without recompute."""
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_backward, own.extra_backward, work)
+        return self._time_us(stage, "backward", work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the weight gradients, a part of `backward_us`; if W is split off, B takes the rest."""
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_weight, own.extra_weight, work)
+        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
+        return self._time_us(stage, "weight", work)
+
+    def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Time by which B is shorter if W is split off: that of W, or less where the host bounds B without it."""
+        if not self.stages[stage].stage_backward.launch_us:
+            return self.weight_us(stage, work)
+        return self.backward_us(stage, work) - self._time_us(stage, "input", work)
 
     def exchange_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the exchange between tensor-parallel ranks in a forward, and as much in a backward; a part of both."""
-        time_us: TimeColumn = self.stages[stage].stage_exchange.time_us(work.tokens, work.pairs)
-        return time_us
+        """Time of tensor parallelism's exchange in a forward, and as much in a backward, less what launching takes of both."""
+        own = self.stages[stage]
+        times_us = [own.stage_exchange.time_us(work.tokens, work.pairs)]
+        launches = {name: getattr(own, f"stage_{name}").launch_us for name in ("forward", "backward", "input")}
+        times_us += [self._time_us(stage, name, work) - launch_us for name, launch_us in launches.items() if launch_us]
+        return np.asarray(np.minimum.reduce(times_us), dtype=np.float64)
 
-    def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
-        """Time of a pass, less the part of `extra` for tokens that do not pass the output layer of the last stage."""
-        time_us = whole.time_us(work.tokens, work.pairs)
-        if work.trained is None:
-            return time_us
-        return time_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+    def _time_us(self, stage: int, name: str, work: ChunkWork) -> TimeColumn:
+        """Time of a pass, less that of its extras for tokens that do not pass the output layer of the last stage."""
+        whole, extra = (getattr(self.stages[stage], f"{part}_{name}") for part in ("stage", "extra"))
+        device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
+        if work.trained is not None:
+            device_us = device_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+        return np.asarray(whole.launched(device_us))
 
     def _not_trained(self, stage: int, extra: Line) -> Line:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
@@ -166,13 +174,7 @@ class PipelineCosts:
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
 
     def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
-        """Times and bytes of an operation of `plan.attention`; None if attention is a part of the stages.
-
-        Args:
-            op: of `plan.attention`.
-            sites: of the operation.
-            work: of the chunks.
-        """
+        """Times and bytes of an operation of `plan.attention`, as `vocabulary_rows`; None if the stages attend."""
         message = Line(self.message_latency_us, self.message_us_per_byte)
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
 
@@ -190,7 +192,7 @@ class PipelineCosts:
         return replace(self, stages=(*stages, last), attention=attention_of(self.stages))
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
-        """Time that recompute adds to the backward."""
+        """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
         modes = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 

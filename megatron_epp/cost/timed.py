@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_epp.cost.fit import Point, fit_line
@@ -63,13 +63,20 @@ class Learnt:
 def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
     """Fit a line to times, or scale the earlier one if there are too few sizes.
 
-    Equal sizes count by their median. Times far above the line are left out, and it is fitted to the others again.
+    The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left
+    out, and it is fitted to the others again.
 
     Args:
         earlier: line by earlier costs.
         times: as measured; if there are none, the earlier line stays.
         pairs: whether the time may depend on pairs.
     """
+    least_us = min((one.time_us for one in times), default=earlier.launch_us)
+    return replace(_device_line(earlier, times, pairs), launch_us=min(earlier.launch_us, least_us))
+
+
+def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
+    """Fit a line whatever the time of launching; arguments as of `fitted_line`."""
     by_size: dict[tuple[int, int], list[float]] = {}
     for one in times:
         by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,12 +41,15 @@ class VocabularyShards:
     gather: Line = Line()  # noqa: RUF009 - frozen
 
     def of_shard(self, whole: Line, rank: int) -> Line:
-        """Return the time of a rank's pass, given that of the whole vocabulary without `PASS_US`."""
-        return Line(PASS_US) + whole.scaled(self.shares[rank])
+        """Return the time of a rank's pass, given that of the whole vocabulary without `PASS_US`.
+
+        Every shard launches as many kernels as the whole vocabulary.
+        """
+        return replace(Line(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
 
     def of_whole(self, own: Line, rank: int) -> Line:
         """Return the time of a pass of the whole vocabulary without `PASS_US`, given that of a rank's."""
-        return own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank])
+        return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
         """Bytes of chunks between `S` and `T` on a rank, ``[chunk]``.
@@ -84,7 +87,7 @@ class VocabularyShards:
         if num_sites != len(self.shares):
             raise EppError(f"the costs have vocabulary shards of {len(self.shares)} ranks, the pipeline has {num_sites}")
         whole = self.logits if op is Op.S else self.gradient
-        times = [(PASS_US + share * _time_us(whole, tokens)).tolist() for share in self.shares]
+        times = [whole.launched(PASS_US + share * whole.device_us(tokens, 0.0)).tolist() for share in self.shares]
         takes, gives = [], []
         for rank in range(num_sites):
             peak, kept = (size(rank, tokens, fragmentation) for size in (self.peak_bytes, self.kept_bytes))
@@ -92,9 +95,4 @@ class VocabularyShards:
             takes.append((peak if op is Op.S else passing).tolist())
             gives.append((peak - kept if op is Op.S else passing + kept).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
-        return Rows(times, takes, gives, {name: _time_us(line, tokens).tolist() for name, line in carried.items()})
-
-
-def _time_us(line: Line, tokens: TimeColumn) -> TimeColumn:
-    """Time of tokens that pass an output layer, which may be a fraction (`work.trained_tokens`)."""
-    return line.fixed_us + line.per_token_us * tokens
+        return Rows(times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()})

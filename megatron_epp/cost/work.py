@@ -1,4 +1,4 @@
-"""Work of a chunk on a stage (tokens, query-key pairs, position in a sliced sequence), and times that are linear in it."""
+"""Work of a chunk on a stage (tokens, query-key pairs, position in a sliced sequence), and times that depend on it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,18 @@ def pairs_per_token(lengths: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Time of one pass: ``fixed_us + per_token_us * tokens + per_pair_us * pairs``."""
+    """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs)``.
+
+    Attributes:
+        fixed_us, per_token_us, per_pair_us: of the device.
+        launch_us: time in which the host launches the pass's kernels, which the device cannot be ahead of; 0 where the host is
+            the device, or where it is unknown.
+    """
 
     fixed_us: float = 0.0
     per_token_us: float = 0.0
     per_pair_us: float = 0.0
+    launch_us: float = 0.0
 
     @overload
     def time_us(self, tokens: float, pairs: float) -> float: ...
@@ -71,7 +78,20 @@ class Line:
             tokens: padded tokens, a number or a column.
             pairs: causal query-key pairs, of the same shape.
         """
+        return self.launched(self.device_us(tokens, pairs))
+
+    def device_us(self, tokens: Any, pairs: Any) -> Any:
+        """Time on the device alone, in microseconds; arguments as of `time_us`."""
         return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
+
+    def launched(self, device_us: Any) -> Any:
+        """Time of a pass whose kernels take `device_us` (a number or a column): that, or the time of launching them.
+
+        Every time of a pass comes from here.
+        """
+        if not self.launch_us:
+            return device_us
+        return np.maximum(device_us, self.launch_us) if isinstance(device_us, np.ndarray) else max(device_us, self.launch_us)
 
     def scaled(self, factor: float) -> Line:
         return Line(*(own * factor for own in self._coefficients))
@@ -92,8 +112,8 @@ class Line:
         return Line(*map(add, self._coefficients, other._coefficients))
 
     @property
-    def _coefficients(self) -> tuple[float, float, float]:
-        return self.fixed_us, self.per_token_us, self.per_pair_us
+    def _coefficients(self) -> tuple[float, float, float, float]:
+        return self.fixed_us, self.per_token_us, self.per_pair_us, self.launch_us
 
 
 NO_TIME = Line()

@@ -48,7 +48,7 @@ def lower_bound_us(
         options: whether weight gradients are split off and copies allowed.
     """
     split = options.split_weight and bool(tables.backward_us)
-    backward = tables.input_us if split else tables.backward_us
+    backward = _least_backwards(tables) if split else tables.backward_us
     last_us = tables.weight_us[0] if split else [0.0] * len(tables.message_us)
     arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
     if backward:
@@ -77,6 +77,12 @@ def lower_bound_us(
             pieces = _forced(tables, chunks, groups, starts, rank, problem.cap_bytes[rank], options.offload)
         bound = max(bound, _with_copies(start_us + busy_us + max(late_us, end_us), pieces, per_byte))
     return bound
+
+
+def _least_backwards(tables: Tables) -> Times:
+    """Backward times less the weight gradients': with these, both take no longer than the backward that is not split."""
+    rows = zip(tables.backward_us, tables.weight_us, strict=True)
+    return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
 
 
 def _forced(

@@ -38,6 +38,7 @@ class Tables:
         num_layers: of each stage.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
+        spared_us: by which the backward is shorter if its weight gradient is split off.
         exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
@@ -78,6 +79,7 @@ class Tables:
     forward_us: Times
     backward_us: Times
     weight_us: Times
+    spared_us: Times
     exchange_us: Times
     message_us: list[float]
     hops: Times
@@ -229,8 +231,8 @@ class Tables:
     @property
     def input_us(self) -> Times:
         """Backward times without the weight gradient."""
-        rows = zip(self.backward_us, self.weight_us, strict=True)
-        return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
+        rows = zip(self.backward_us, self.spared_us, strict=True)
+        return [[whole - spared for whole, spared in zip(*row, strict=True)] for row in rows]
 
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:
@@ -288,6 +290,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         needs=needs,
         need_us=need_us,
         action_us=floats(by_node(times_us, num_items, np.float64)),
+        spared_us=floats(np.array(tables.spared_us, dtype=np.float64).ravel()),
         added_takes=integers(by_node([rows.takes for rows in added], num_items, np.int64)),
         added_gives=integers(by_node([rows.gives for rows in added], num_items, np.int64)),
     )

@@ -66,6 +66,7 @@ def tabulate(
         forward_us=times(lambda stage: costs.forward_us(stage, work)),
         backward_us=times(lambda stage: costs.backward_us(stage, work)) if trains else [],
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
+        spared_us=times(lambda stage: costs.spared_us(stage, work)) if trains else [],
         exchange_us=times(lambda stage: costs.exchange_us(stage, work)),
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],

@@ -11,7 +11,7 @@ from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli.main import main
-from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.library import Cluster, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
@@ -234,11 +234,12 @@ def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
 
 
 def profile_of(path, tensor=1, hidden=512):
-    """As `megatron-epp profile` would write it for the small model, products eight times as slow as formulas have them."""
+    """As `megatron-epp profile` would write it for the small model, products and launches eight times as slow as by formula."""
     shape = shape_of(
         SMALL_FLAGS | {"hidden_size": hidden, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
     )
-    rates = replace(H100, linear_flops=H100.linear_flops / 8)
+    slow = {f"launch_{name}_us": 8 * getattr(H100_NODE, f"launch_{name}_us") for name in ("forward", "backward")}
+    rates = replace(H100_NODE, linear_flops=H100.linear_flops / 8, **slow)
     path.write_text(replace(analytic_profile(shape, rates), origin={"shape": asdict(shape)}).to_json())
     return str(path)
 

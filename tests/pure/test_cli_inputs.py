@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.cli import terminal as cli_progress
 from megatron_epp.cli.main import main
-from megatron_epp.cost import H100, analytic_profile, on_device, work_of
+from megatron_epp.cost import H100_NODE, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Op
 from megatron_epp.plan.serialize import load
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_there_is_named(capsys):
 
 def test_a_profile_stands_in_for_the_model_with_any_number_of_stages(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(analytic_profile(shape_of(load_flags("llama3-8b") | {"seq_length": 9000}), H100).to_json())
+    path.write_text(analytic_profile(shape_of(load_flags("llama3-8b") | {"seq_length": 9000}), H100_NODE).to_json())
     for stages in ("2", "5"):
         by_file = planned(tmp_path, "--lengths", "9000,300", "--costs", str(path), "--stages", stages)
         by_flags = planned(tmp_path, "--lengths", "9000,300", "--model", "llama3-8b", "--stages", stages)

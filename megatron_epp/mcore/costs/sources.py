@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100, Line, PipelineCosts, StageCosts, Static, analytic_profile, on_device
+from megatron_epp.cost import CPU, H100_NODE, Line, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -63,7 +63,7 @@ def pipeline_costs(
         check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
-    profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    profile = given or analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))

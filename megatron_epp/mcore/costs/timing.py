@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.learning import shared
+from megatron_epp.mcore.costs.launches import measure_launches, of_device, with_launches
 from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, cases_of, forward, run_weights, watched
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -43,10 +44,12 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
     times = _medians(stage, cases)
+    launches = measure_launches(stage, min(cases, key=lambda case: (case.prefix, case.tokens, case.segments)), _timer(stage))
+    formula = costs
 
-    def fit(times_us: Iterable[float], pairs: bool) -> Line:
+    def fit(times_us: Iterable[float], pairs: bool, launch_us: float = 0.0) -> Line:
         points = [Point(c.tokens, c.pairs, max(0.0, us)) for c, us in zip(cases, times_us, strict=True)]
-        return fit_line(points, pairs).line
+        return fit_line(of_device(points, launch_us), pairs).line
 
     layers = max(1, stage.num_layers)
 
@@ -61,8 +64,12 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
             return whole.scaled(1 / layers), Line()
         return shared(whole, layer, stage.num_layers, half, Line())[:2]
 
-    forward, half_forward = divided(fit((t.layers_forward for t in times), True), costs.forward, costs.half.forward)
-    backward, half_backward = divided(fit((t.layers_backward for t in times), True), costs.backward, costs.half.backward)
+    forward, half_forward = divided(
+        fit((t.layers_forward for t in times), True, launches.forward), costs.forward, costs.half.forward
+    )
+    backward, half_backward = divided(
+        fit((t.layers_backward for t in times), True, launches.backward), costs.backward, costs.half.backward
+    )
     extra_backward = fit((t.backward - t.layers_backward for t in times), False)
     if stage.weights is not None:
         weight, half_weight = divided(fit((t.layers_weight for t in times), False), costs.weight, costs.half.weight)
@@ -72,7 +79,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
             half=replace(costs.half, weight=half_weight.within(half_backward)),
             extra_weight=fit((t.weight - t.layers_weight for t in times), False).within(extra_backward),
         )
-    return replace(
+    measured = replace(
         costs,
         forward=forward,
         backward=backward,
@@ -81,6 +88,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         extra_forward=fit((t.forward - t.layers_forward for t in times), False),
         extra_backward=extra_backward,
     )
+    return with_launches(measured, launches, formula)
 
 
 class Times(NamedTuple):

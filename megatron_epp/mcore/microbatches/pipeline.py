@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import CPU, H100, PipelineCosts, analytic_profile
+from megatron_epp.cost import CPU, H100_NODE, PipelineCosts, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import (
     Learner,
@@ -238,7 +238,7 @@ class MicrobatchPipeline:
     def _by_formula(self, layers: Sequence[dict[int, int]]) -> PipelineCosts:
         """Return costs by formula, from each rank's numbers of layers by stage."""
         by_stage = {stage: count for found in layers for stage, count in found.items()}
-        profile = analytic_profile(model_shape(self.args), H100 if self._on_gpu else CPU)
+        profile = analytic_profile(model_shape(self.args), H100_NODE if self._on_gpu else CPU)
         counts = tuple(by_stage[stage] for stage in sorted(by_stage))
         return of_whole_microbatches(profile.costs(counts, replicas=self.args.data_parallel_size))
 

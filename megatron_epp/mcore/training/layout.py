@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import CPU, H100, PipelineCosts, Profile, analytic_profile, on_device
+from megatron_epp.cost import CPU, H100_NODE, PipelineCosts, Profile, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
@@ -128,7 +128,7 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
-    return analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    return analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:

@@ -98,7 +98,7 @@ def choices_of(
             held = tables.weight_bytes[stage][c] if split else 0
             growth = tables.backward_residual[stage][c] - kept + held
             takes = max(int(backward_peak(columns, item, num_steps, split)), growth)
-            backward_us = whole_us - (tables.weight_us[stage][c] if split else 0.0)
+            backward_us = whole_us - (tables.spared_us[stage][c] if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
             seen = {0}
             for share in shares:

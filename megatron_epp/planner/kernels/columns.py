@@ -50,6 +50,7 @@ class Columns(NamedTuple):
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
             node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order.
         action_us: time of each node, of a backward without recompute and with its weight gradient.
+        spared_us: by which the backward is shorter without its weight gradient.
         added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
     """
 
@@ -83,6 +84,7 @@ class Columns(NamedTuple):
     needs: Integers
     need_us: Floats
     action_us: Floats
+    spared_us: Floats
     added_takes: Integers
     added_gives: Integers
 

@@ -199,7 +199,7 @@ def durations(columns: Columns, recompute_steps: Integers, split: Integers, out:
         )
         time_us = columns.action_us[BACKWARD * items + item] + again_us
         if split[item]:
-            time_us -= columns.action_us[WEIGHT * items + item]
+            time_us -= columns.spared_us[item]
         out[BACKWARD * items + item] = time_us
 
 

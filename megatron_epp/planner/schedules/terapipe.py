@@ -56,9 +56,9 @@ def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Tim
     line, lengths = slowest_line(problem, costs), np.array(problem.lengths, dtype=np.int64)
 
     def prefix_us(tokens: NDArray[np.int64]) -> Times:
-        return np.asarray(line.time_us(tokens, tokens * (tokens + 1) // 2) - line.fixed_us, dtype=np.float64)
+        return np.asarray(line.device_us(tokens, tokens * (tokens + 1) // 2) - line.fixed_us, dtype=np.float64)
 
-    times_us = line.fixed_us + prefix_us(ends) - prefix_us(ends)[:, None]
+    times_us = np.asarray(line.launched(line.fixed_us + prefix_us(ends) - prefix_us(ends)[:, None]))
     cut = prefix_us(np.minimum(ends[:, None], lengths)).sum(axis=1)
     longer = (lengths > ends[:, None]).sum(axis=1)
     done_us = (prefix_us(lengths) * (lengths <= ends[:, None])).sum(axis=1)

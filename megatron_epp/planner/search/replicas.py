@@ -30,7 +30,7 @@ from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
-_TIMES = ("forward_us", "backward_us", "weight_us", "exchange_us", "hops", "message_us")
+_TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us", "hops", "message_us")
 
 
 @dataclass(frozen=True, slots=True)

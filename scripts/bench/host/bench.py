@@ -2,15 +2,20 @@
 
 Trains a GPT of two layers on one rank, with plans and with Megatron's own schedule, and counts in every forward and backward
 the operations that torch dispatches, those of them that would launch a kernel, and calls of Python functions. They do not
-depend on sizes, so a small model on a CPU shows them; attention is one operation, as it is on a GPU. Where the host takes
-longer for an action than the device, the device runs out of work. The last column is dispatched operations times `OP_US`.
+depend on sizes, so a small model on a CPU shows them; attention is one operation, as it is on a GPU. Then counts the same for
+two layers of Llama 3 8B and of Mixtral 8x7B, with fake tensors and stand-ins for Transformer Engine's modules (`engine`). Where
+the host takes longer for an action than the device, the device runs out of work. The last column is dispatched operations times
+`OP_US`, those of Transformer Engine times `ENGINE_US`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
@@ -23,6 +28,9 @@ from scripts.random_documents import write_documents
 
 OP_US = 4.0, 7.0
 """Host time of a dispatched operation in microseconds: 4 on CUDA and 7 with autograd (pytorch/pytorch, issues 82793, 41383)."""
+ENGINE_US = 13.0, 95.0
+"""Host time of an operation of Transformer Engine: from 13, that of torch's linear layer on an H100's host, which new releases
+come near, to the 90 to 100 measured for the forward of its own on Grace (NVIDIA/TransformerEngine, issues 2053 and 2126)."""
 MEGATRON = "of Megatron"
 CONTEXT = 256
 LENGTHS = (256, 31, 30, 29, 28, 27, 26, 25)
@@ -40,14 +48,27 @@ class Counts:
         segments: sequences, or parts of one, in the chunk; a chunk with one is a slice where plans run it.
         ops: dispatched operations.
         launches: those that launch a kernel.
-        calls: calls of Python functions.
+        allocations: tensors with memory of their own that they make.
+        calls: calls of Python functions, without those of Transformer Engine.
+        of_engine: operations of Transformer Engine, which cost `ENGINE_US` each.
+        stage: the model of two layers without embedding and loss; empty for the small GPT that trains.
     """
 
     op: str
     segments: int
     ops: int
     launches: int
+    allocations: int
     calls: int
+    of_engine: int = 0
+    stage: str = ""
+
+    @property
+    def host_us(self) -> tuple[float, float]:
+        """Least and most time of the host."""
+        of_torch = self.ops - self.of_engine
+        least, most = (of_torch * op_us + self.of_engine * own_us for op_us, own_us in zip(OP_US, ENGINE_US, strict=True))
+        return least, most
 
 
 def count(folder: Path) -> list[Counts]:
@@ -61,19 +82,32 @@ def count(folder: Path) -> list[Counts]:
         path = folder / f"{name}.jsonl"
         train(folder / name, 1, common | flags, program="scripts.bench.host.worker", environment={COUNTS: str(path)})
         for one in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            rows[one["op"], one["segments"]].append((sum(one["names"].values()), one["launches"], one["calls"]))
+            figures = sum(one["names"].values()), one["launches"], one["allocations"], one["calls"]
+            rows[one["op"], one["segments"]].append(figures)
     medians = {key: [round(statistics.median(values)) for values in zip(*each, strict=True)] for key, each in rows.items()}
     return [Counts(*key, *medians[key]) for key in sorted(medians) if key[0] != "REDUCE"]
 
 
+def count_stages(folder: Path) -> list[Counts]:
+    """Count the actions of stages of large models. The log and the counts are in `folder`."""
+    path, log = folder / "stages.jsonl", folder / "stages.log"
+    with log.open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "scripts.bench.host.stage_worker"]
+        environment = os.environ | {COUNTS: str(path)}
+        subprocess.run(command, env=environment, check=True, stdout=output, stderr=output)
+    found = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [Counts(ops=sum(one.pop("names").values()), **one) for one in found]
+
+
 def lines(counts: list[Counts]) -> list[str]:
     """Return the lines of the table."""
-    header = ["action", "segments", "ops", "launches", "Python calls", "host us"]
+    header = ["stage", "action", "segments", "ops", "launches", "allocations", "Python calls", "host us"]
     cells = [
         [
+            one.stage or "tiny GPT",
             one.op,
-            *map(str, (one.segments, one.ops, one.launches, one.calls)),
-            " to ".join(f"{one.ops * us:.0f}" for us in OP_US),
+            *map(str, (one.segments, one.ops, one.launches, one.allocations, one.calls)),
+            " to ".join(f"{us:.0f}" for us in one.host_us),
         ]
         for one in counts
     ]
@@ -85,4 +119,4 @@ def main() -> None:
     about = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(prog="python -m scripts.bench.host", description=__doc__, formatter_class=about).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(lines(count(Path(folder)))))
+        print("\n".join(lines([*count(Path(folder)), *count_stages(Path(folder))])))

@@ -16,30 +16,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNTS = "EPP_HOST_COUNTS"
 KERNEL = "attention kernel"
 _NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", "_local_scalar_dense", "set_", "resize_")
 """Operations that start no kernel, besides views."""
+_COUNTING = (
+    *("torch/_library/simple_registry.py", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/compiler/__init__.py"),
+    __file__,
+)
+"""Files with the Python by which operations come to a `TorchDispatchMode`, which is not there otherwise."""
+_NO_MEMORY = ("_unsafe_view", "lift_fresh")
+"""Operations whose result shares memory though their schemas do not say so."""
 
 
 class Counted(TorchDispatchMode):
     """Context that counts dispatched operations by name, those that launch a kernel, and calls of Python functions.
 
+    Args:
+        scalar: read from every fake tensor whose value the host asks for.
+
     Attributes:
         names: number of operations of each name.
         launches: number of operations that launch a kernel.
+        allocations: number of tensors with memory of their own that operations made.
         calls: number of calls of Python functions.
     """
 
     active: Counted | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, scalar: int | None = None) -> None:
         super().__init__()
         self.names = Counter[str]()
-        self.launches = self.calls = 0
-        self._is_paused = self._was_paused = False
+        self.launches = self.allocations = self.calls = 0
+        self._scalar = scalar
+        self._is_paused = False
 
     def __enter__(self) -> Counted:
         super().__enter__()
@@ -53,18 +66,34 @@ class Counted(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.paused():
-            if not self._was_paused:
-                name = func.overloadpacket.__name__
-                self.names[name] += 1
-                self.launches += not (func.is_view or name.startswith(_NO_LAUNCH))
+        sys.setprofile(None)
+        try:
+            if self._is_paused or func is torch.ops.prim.device.default:  # which a fake tensor asks for where others know it
+                return func(*args, **(kwargs or {}))
+            self._count(func)
+            if self._scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
+                return self._scalar
             return func(*args, **(kwargs or {}))
+        finally:
+            if not self._is_paused:
+                sys.setprofile(self._note)
+
+    def _count(self, func: Any) -> None:
+        name = func.overloadpacket.__name__
+        self.names[name] += 1
+        self.launches += not (func.is_view or name.startswith(_NO_LAUNCH))
+        if name not in _NO_MEMORY:
+            self.allocations += sum(one.alias_info is None and "Tensor" in str(one.type) for one in func._schema.returns)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts by their names."""
+        return {name: getattr(self, name) for name in ("names", "launches", "allocations", "calls")}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing in a block."""
         sys.setprofile(None)
-        before, self._was_paused, self._is_paused = self._is_paused, self._is_paused, True
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
@@ -73,7 +102,7 @@ class Counted(TorchDispatchMode):
                 sys.setprofile(self._note)
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.calls += event == "call"
+        self.calls += event == "call" and not frame.f_code.co_filename.endswith(_COUNTING)
 
 
 def count_actions(path: Path) -> None:
@@ -128,7 +157,7 @@ def _counting(step: Callable[..., Any], op: str, path: Path) -> Callable[..., An
 def _written(path: Path, op: str, num_segments: int) -> Iterator[None]:
     with Counted() as counted:
         yield
-    line = {"op": op, "segments": num_segments, "launches": counted.launches, "calls": counted.calls, "names": counted.names}
+    line = {"op": op, "segments": num_segments, **counted.figures()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
