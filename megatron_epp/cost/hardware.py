@@ -74,7 +74,7 @@ products are assumed too. `megatron-epp profile` measures all of them but memory
 H100_NODE = replace(H100, launch_forward_us=600.0, launch_backward_us=850.0)
 """The same with the host that launches its kernels, for Megatron's layers with Transformer Engine's modules: estimates from the
 middle of the ranges that `python -m scripts.bench.host` states, 200 to 1080 us for a forward and 270 to 1480 us for a backward
-of a dense layer. `--epp-costs measure` measures them.
+of a dense layer. A training that measures its costs measures them.
 """
 
 CPU = Rates(

@@ -9,7 +9,7 @@ from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.runtime.attention.kernels import EXACT, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
-from tests.cpu.test_runtime_kv_offload import CASES, hosts, run
+from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
 
@@ -23,7 +23,7 @@ def layer_of(case, kv_heads, layers=2):
 
 @pytest.mark.parametrize("fp32_gradients", ["off", "on"])
 @pytest.mark.parametrize("mode", RECOMPUTE)
-@pytest.mark.parametrize("when", [None, *hosts()])
+@pytest.mark.parametrize("when", [None, *HOSTS])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
@@ -33,7 +33,7 @@ def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, w
     seen = []
     heads_at_once = base.heads_at_once
     monkeypatch.setattr(base, "heads_at_once", lambda *sizes: seen.append(heads_at_once(*sizes)) or seen[-1])
-    run(apart, when and hosts()[when], mode, fp32_gradients)
+    run(apart, when and HOSTS[when](), mode, fp32_gradients)
     assert set(seen) == {1}
     for expected, actual in zip(together.chunked(), apart.chunked(), strict=True):
         assert all(map(torch.equal, expected, actual))

@@ -7,7 +7,7 @@ from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout
-from tests.cpu.test_runtime_kv_offload import CASES, hosts, run
+from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
 
@@ -43,11 +43,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slices_have_the_gradients_of_whole_sequences_wherever_their_cache_is(layout, case, mode):
-    resident, *kv_offload = (ChunkedLayer(*CASES[case], layers=2, **LAYOUTS[layout]) for _ in range(1 + len(hosts())))
+    resident, *kv_offload = (ChunkedLayer(*CASES[case], layers=2, **LAYOUTS[layout]) for _ in range(1 + len(HOSTS)))
     run(resident, mode=mode)
     assert_equals_whole_sequences(resident)
-    for layer, host in zip(kv_offload, hosts().values(), strict=True):
-        run(layer, host, mode)
+    for layer, make_host in zip(kv_offload, HOSTS.values(), strict=True):
+        run(layer, make_host(), mode)
         for expected, actual in zip(resident.chunked(), layer.chunked(), strict=True):
             assert all(map(torch.equal, expected, actual))
 
@@ -59,7 +59,7 @@ def test_caches_take_what_the_layout_says(layout):
     gradient = layer.layers * 37 * layer.cached_width * 8
     assert run(layer) == [whole] * 4 + [whole + gradient] * 3 + [0]
     piece = size_class(37) * layer.cached_width * 8 // head_parts(LAYOUTS[layout].get("kv_heads", 2))
-    assert run(kv_offload, hosts()["at once"]) == [2 * piece] * 4 + [3 * piece] * 4
+    assert run(kv_offload, HOSTS["at once"]()) == [2 * piece] * 4 + [3 * piece] * 4
     assert kv_offload.relay.offloaded.host_peak_bytes == 2 * whole
 
 

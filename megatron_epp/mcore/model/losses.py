@@ -76,7 +76,9 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
         scale = of_experts()
     elif config.grad_scale_func is not None:
         scale = config.grad_scale_func(torch.ones(1, device=output.device))
-    MoEAuxLossAutoScaler.set_loss_scale(torch.as_tensor(scale, dtype=torch.float32, device=output.device).reshape(1))
+    if not isinstance(scale, Tensor):  # filled on the device: a copy of a number to it would wait for the device
+        scale = torch.full((1,), float(scale), device=output.device)
+    MoEAuxLossAutoScaler.set_loss_scale(scale.to(output.device, torch.float32).reshape(1))
 
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:

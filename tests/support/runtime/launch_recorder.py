@@ -235,7 +235,7 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     for index, stage in enumerate(stages.values()):
         stage.reductions, stage.index = reductions, index
     messages = _Messages(log, rank, replica)
-    groups = {"activations": "activations", "gradients": "gradients", "reports": None, "control": None}
+    groups = {"activations": "activations", "gradients": "gradients", "figures": None, "control": None}
     down = {"activations_down": "activations down", "gradients_up": "gradients up"}
     links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, ways=())
     host = HostMemory(torch.device("cpu"), 1 << 30, RecordedCopies(log))
