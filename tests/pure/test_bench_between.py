@@ -9,6 +9,7 @@ import pytest
 from scripts.bench.between import bench
 
 
+@pytest.mark.slow  # its ranks import torch, each anew
 def test_it_prints_a_row_for_every_way_to_get_a_plan_and_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
