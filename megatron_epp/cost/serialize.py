@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_typ
 
 from megatron_epp.cost.work import Line
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, nearest, number, parse_json, shown, whole
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, nearest, number, parse_json, printable, shown, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -92,7 +92,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     for name in given:
         hint = "" if name in hints else nearest(name, absent)
         if hint or not (name in hints or ignore_unknown):
-            raise EppError(f"{at}{name} is unknown{hint}")
+            raise EppError(f"{at}{printable(name)} is unknown{hint}")
     made = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in given:
@@ -137,7 +137,7 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     except EppError as error:
         raise EppError(f"{where}: {error}") from None
     if get_origin(hint) is dict and (entries := get_args(hint)[1]) is not Any:
-        return {key: build(entries, entry, f"{where}.{key}") for key, entry in found.items()}
+        return {key: build(entries, entry, f"{where}.{printable(key)}") for key, entry in found.items()}
     return found
 
 

@@ -119,6 +119,7 @@ FILES = {
     "a number for a layer": ("costs", spoiled("profile", "layer", to=5), "layer is 5, which is not a JSON object"),
     "a number for a line": ("costs", spoiled("profile", "layer", "forward", to=5), "layer.forward is 5"),
     "half a level": ("costs", spoiled("profile", "layer", "recompute", "mlp", to={}), "layer.recompute.mlp.again is missing"),
+    "unknown field of many lines": ("costs", spoiled("profile", "layer", "fl\nops", to=5), r"layer.fl\nops is unknown"),
     "unknown field": ("costs", spoiled("profile", "layer", "flops", to=5), "layer.flops is unknown"),
     "a number for a stage": ("costs", spoiled("costs", "stages", 0, to=5), "stages[0] is 5"),
     "stages that are text": ("costs", spoiled("costs", "stages", to="ab"), "stages is 'ab', which is not a list"),
