@@ -19,11 +19,11 @@ HEAD = """\
 
 # Communicators
 
-What the messages of a pipeline take, **by formula: nothing has been measured on a GPU yet**. Every pair of ranks that exchanges
-messages has a communicator for activations and one for gradients, in each direction that the placement uses. While a message
-waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with them channels, whose
-buffers are in device memory. A rank's links may hold a quarter of the SMs together, unless the file that
-`--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
+Communicators, SMs and memory of a pipeline's messages, **by formula: nothing has been measured on a GPU yet**. Every pair of
+ranks that exchanges messages has a communicator for activations and one for gradients, in each direction that the placement
+uses. While a message waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with
+them channels, whose buffers are in device memory. A rank's links may hold a quarter of the SMs together, unless the file
+that `--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
 
 """
 FORMULAS = (

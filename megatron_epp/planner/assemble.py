@@ -20,7 +20,7 @@ from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.orders.joined import Passing, adjacent, joined_us
-from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
+from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -63,9 +63,9 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         made: the decisions, of known actions and chunks.
         tables: of the chunks.
     """
-    if has_shards(tables) and not any(action.op is Op.S for row in made.order for action in row):
-        made = replace(made, order=with_shards(made.order, tables, made.recompute_steps))
-        made = replace(made, joined=adjacent(made.order, made.joined))
+    order = completed_with_shards(made.order, tables, made.recompute_steps)
+    if order is not made.order:
+        made = replace(made, order=order, joined=adjacent(order, made.joined))
     made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
     writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps, made.joined)
     return Plan(

@@ -1,4 +1,4 @@
-"""What ranks launch, recorded without a GPU: it runs on any hardware queues, and stands in the order that keeps them busy."""
+"""Launches of ranks, recorded without a GPU, run on any hardware queues, and stand in the order that keeps ranks busy."""
 
 import functools
 from itertools import pairwise

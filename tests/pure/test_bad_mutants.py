@@ -12,7 +12,7 @@ from megatron_epp.plan import EppError
 from tests.support.fuzz import judge
 from tests.support.fuzz.damage import text_damage
 from tests.support.fuzz.formats import FORMATS
-from tests.support.fuzz.judge import Format, mutant, refused_though_sound, run
+from tests.support.fuzz.judge import Format, faults_of_campaign, mutant, refused_though_sound, run
 
 MUTANTS = 60
 """Number of damaged files of every kind; with ``-m slow`` there are 10,000."""
@@ -30,8 +30,7 @@ def test_a_damaged_file_is_taken_or_refused_by_name_in_one_line(name: str, tmp_p
 @pytest.mark.slow  # minutes of a processor for each format
 @pytest.mark.parametrize("name", FORMATS)
 def test_ten_thousand_damaged_files_are_taken_or_refused_within_limits(name: str):
-    done = subprocess.run([sys.executable, "-m", "tests.support.fuzz", name, "10000"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert faults_of_campaign(name, 10_000) == ""
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -19,7 +19,7 @@ from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.joined import Joined
-from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
+from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
@@ -84,14 +84,7 @@ def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps |
     """Makespan of the completed order without copies, in microseconds; infinite where no recompute fits."""
     if recompute_steps is None:
         return math.inf
-    return makespan_us(_complete(order, tables, recompute_steps), tables, recompute_steps)
-
-
-def _complete(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
-    """Insert the operations of vocabulary shards, if there are any and the order has none: copies are timed among them."""
-    if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
-        return order
-    return with_shards(order, tables, recompute_steps)
+    return makespan_us(completed_with_shards(order, tables, recompute_steps), tables, recompute_steps)
 
 
 def _is_worth(action: Action, tables: Tables) -> bool:
@@ -170,7 +163,7 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
         if found is None or found.short_bytes:
             return found
         (made,) = found.made
-        complete = _complete(order, tables, made.recompute_steps)
+        complete = completed_with_shards(order, tables, made.recompute_steps)
         played = play(complete, tables, made.recompute_steps, timed(made, tables))
         peaks = peaks_with_copies(complete, tables, made, played)
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]

@@ -139,13 +139,13 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     complete = [(one.makespan_us, replace(one.only, order=one.complete)) for one in found.near if one.complete]
     best_us, best = min(complete, key=itemgetter(0), default=(math.inf, better[0]))
     tried = [one.only for one in found.near if one.complete]
-    split, parts = replicas.splits_weight, SPLIT_PARTS
-    for one in [*better, *tried] if split else [one for one in better if one not in tried]:
+    split = replicas.splits_weight
+    for one in [*(one for one in better if one not in tried), *(tried if split else ())]:
         tables = one.tables(problem, costs)
         enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
         if best_us <= enough_us:
             continue
-        order, took_us = completed(one.order, tables, one.as_offload, problem.cap_bytes, split, enough_us, parts)
+        order, took_us = completed(one.order, tables, one.as_offload, problem.cap_bytes, split, enough_us, SPLIT_PARTS)
         if took_us < best_us:
             best, best_us = replace(one, order=order), took_us
     return best

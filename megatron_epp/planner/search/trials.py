@@ -117,6 +117,7 @@ class Trials:
         self._orders: dict[Aligned, set[Order]] = {}  # for several stages per rank, where rules may agree
         self.best_of: dict[OrderRule, Candidate] = {}
         self.fastest_us: dict[Aligned, float] = {}
+        self._last: tuple[Aligned, tuple[Tables, ...]] | None = None
         self._worth = 1 + PROVEN if replicas.is_lockstep else WORTH
 
     def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
@@ -162,11 +163,13 @@ class Trials:
         return self.rules.narrow[:1] if fastest_us <= NEARLY * self.best_us else ()
 
     def _tables(self, table: Aligned) -> tuple[Tables, ...]:
-        """Tabulate a table without KV offload, unless it is that of the best candidate."""
+        """Tabulate a table without KV offload, unless it is that of the best candidate or was the last one."""
         best = self.best
         if best is not None and best.table == table and not any(made.kv_offload for made in best.made):
             return best.tables
-        return self.replicas.tables(table)
+        if self._last is None or self._last[0] != table:
+            self._last = table, self.replicas.tables(table)
+        return self._last[1]
 
     def _better(self, tried: Candidate) -> bool:
         before = self.least_cap or math.inf

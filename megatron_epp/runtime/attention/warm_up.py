@@ -76,6 +76,12 @@ class WarmUp:
     offloads_kv: bool = False
     _warm: set[ShapeClass] = field(default_factory=set)
     _repeated: set[ShapeClass] = field(default_factory=set)
+    _active: Sequence[Heads] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Choose the calls to warm up: none on most devices, and then nothing is done between iterations."""
+        wanted = () if self.choice == "off" else self.heads
+        self._active = [heads for heads in wanted if self.choice == "on" or heads.kernel.builds_plans]
 
     def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
         """Run the classes of an iteration's chunks that have not run yet, and return their number.
@@ -86,7 +92,7 @@ class WarmUp:
             layouts: of the chunks.
             repeats: forwards of attention run again in backwards.
         """
-        if self.choice == "off":
+        if not self._active:
             return 0
         tables = [layout.table for layout in layouts]
         wanted = {table.shape_class for table in tables}
@@ -95,13 +101,12 @@ class WarmUp:
         missing = sorted(wanted - (self._repeated if repeats else self._warm))
         self._warm |= wanted
         self._repeated |= wanted if repeats else set()
-        active = [heads for heads in self.heads if self.choice == "on" or heads.kernel.builds_plans]
-        if not missing or not active:
-            return 0
-        self._run(missing, active, repeats)
+        if missing:
+            self._run(missing, repeats)
         return len(missing)
 
-    def _run(self, missing: Sequence[ShapeClass], active: Sequence[Heads], repeats: bool) -> None:
+    def _run(self, missing: Sequence[ShapeClass], repeats: bool) -> None:
+        active = self._active
         names = ", ".join(sorted({heads.kernel.name for heads in active}))
         begin_s = told_s = time.perf_counter()
         logger.info("warming up %s for %d classes of shapes", names, len(missing))

@@ -10,6 +10,8 @@ import random
 import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections import Counter
@@ -125,6 +127,12 @@ def run(name: str, form: Format, numbers: range, seed: int, folder: Path, most_s
             if took_s > tally.slowest_s:
                 tally.slowest_s, tally.slowest = took_s, f"{number} ({reader})"
     return tally
+
+
+def faults_of_campaign(name: str, count: int) -> str:
+    """Run the campaign of a format in a process whose memory is limited; return what it prints if there is a fault."""
+    done = subprocess.run([sys.executable, "-m", "tests.support.fuzz", name, str(count)], capture_output=True, text=True)
+    return done.stdout + done.stderr if done.returncode else ""
 
 
 def judge(form: Format, reader: str, folder: Path, origin: str, tally: Tally) -> None:

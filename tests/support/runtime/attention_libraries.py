@@ -114,7 +114,7 @@ def exact_transformer_engine(calls):
 
 
 def older_transformer_engine(calls):
-    """As above, by the names of 2.0 to 2.14: backward is told a type, and not where the diagonal is."""
+    """Attention by the names of 2.0 to 2.14: backward is told a type, and not where the diagonal is."""
     module = exact_transformer_engine(calls)
     newer = module.fused_attn_bwd
 

@@ -9,7 +9,7 @@ from megatron_epp.runtime.links.objects import Groups, ObjectGroup, gathered_by
 
 
 def exchanges(rank, links, named, largest):
-    """What an object group of the ranks that each rank names, with meshes of at most `largest`, gives to this rank."""
+    """Return what this rank gets from an object group of the ranks that each names, in meshes of at most `largest`."""
     group = ObjectGroup.create(named[rank], Groups(largest_mesh=largest))
     if not group.levels:
         return None
