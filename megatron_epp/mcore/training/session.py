@@ -79,7 +79,7 @@ class Session:
     vocabulary: RankVocabulary | None = None
     """This rank's shard of the output layer; None before `attach`, and if the last stage has all of it."""
     warm_up: WarmUp | None = None
-    """Warm-up of this rank's attention; None before `attach`."""
+    """Warm-up of this rank's attention; None before `attach`, and if there is nothing to warm up."""
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""
 

@@ -13,8 +13,8 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.runtime.attention.warm_up import Heads, WarmUp
 
 
-def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> WarmUp:
-    """Return the warm-up of attention in a rank's stages.
+def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> WarmUp | None:
+    """Return the warm-up of attention in a rank's stages; None if none of them needs one.
 
     Args:
         args: Megatron's arguments.
@@ -37,4 +37,5 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         for part in stage.decoder.modules()
         if isinstance(part, RelayAttention)
     }
-    return WarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")
+    made = WarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")
+    return made if made.is_active else None

@@ -83,6 +83,11 @@ class WarmUp:
         wanted = () if self.choice == "off" else self.heads
         self._active = [heads for heads in wanted if self.choice == "on" or heads.kernel.builds_plans]
 
+    @property
+    def is_active(self) -> bool:
+        """True if attention of some stage is warmed up."""
+        return bool(self._active)
+
     def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
         """Run the classes of an iteration's chunks that have not run yet, and return their number.
 
