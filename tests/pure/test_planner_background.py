@@ -12,7 +12,7 @@ import pytest
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import background
-from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner
+from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner, start_early
 from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -44,6 +44,24 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
         with caplog.at_level(logging.WARNING):
             assert plans(planner) == before
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
+
+
+@pytest.mark.parametrize("options", [Options(), Options(planner="zb-v")], ids=("default", "refused in loading"))
+def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
+    options: Options, planner: BackgroundPlanner
+):
+    early = BackgroundPlanner(pipeline(2), Options(), process=start_early(options))
+    assert plans(early) == plans(planner)
+    early.close()
+
+
+def test_an_early_process_that_has_ended_is_started_again(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+    process = start_early(Options())
+    process.close()
+    early = BackgroundPlanner(pipeline(2), Options(), process=process)
+    assert plans(early) == plans(planner)
+    assert "it is started again" in caplog.text
+    early.close()
 
 
 def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptureFixture):

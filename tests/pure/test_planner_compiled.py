@@ -11,6 +11,8 @@ import pytest
 from megatron_epp import COMPILED_VARIABLE
 from megatron_epp.planner.kernels.compiled import is_compiled
 
+NEEDS_NUMBA = pytest.mark.skipif(not is_compiled(), reason="needs numba: pip install 'megatron-epp[fast]'")
+
 PLANNING = """
 from dataclasses import replace
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
@@ -39,8 +41,30 @@ def plans(compiled: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.skipif(not is_compiled(), reason="needs numba, which is what is compared with: pip install 'megatron-epp[fast]'")
+@NEEDS_NUMBA
 def test_plans_are_equal_with_and_without_the_compiler():
     fast, plain = plans("1"), plans("0")
     assert (fast[0], plain[0]) == ("True", "False")
     assert fast[1:] == plain[1:]
+
+
+UNKEPT = """
+from megatron_epp.planner.kernels.compiled import compiled
+
+def doubled(number):
+    return 2 * number
+
+def halved(number):
+    return number // 2
+
+print(compiled(doubled)(21), compiled(halved)(42))
+"""
+
+
+@NEEDS_NUMBA
+def test_where_no_folder_can_keep_compiled_loops_they_are_compiled_again_and_a_line_says_so():
+    nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}  # which keeps only what is written in IPython
+    environment = {**os.environ, **nowhere, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", UNKEPT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "42 21\n"
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1

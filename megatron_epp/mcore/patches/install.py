@@ -109,8 +109,8 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that the layout is settled,
-    and whether the output layer is divided, since there is no model yet.
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that, since there is no
+    model yet, the layout is settled, and whether the output layer is divided; and the planning processes are started.
     """
     args = document_args()
     if args is None:
@@ -124,6 +124,9 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         from megatron_epp.mcore.training.vocabulary_choice import choose_vocabulary
 
         choose_vocabulary(args)
+    from megatron_epp.mcore.training.session import prepare
+
+    prepare(args)
     context = args.seq_length
     args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
     try:

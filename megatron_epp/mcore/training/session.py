@@ -43,9 +43,10 @@ from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
+from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.warm_up import WarmUp
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.links import Links
@@ -117,6 +118,7 @@ class Session:
         self._learning: str | None = None  # the step of learning costs that is under way
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
+        self._process = _take_process()
         self._can_plan = threading.Event()
         self._planning_ranks: ObjectGroup | None = None
 
@@ -232,7 +234,9 @@ class Session:
         self._can_plan.set()
 
     def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
-        return BackgroundPlanner(costs, options_from(self.args, training=True), self.lockstep_group, self.lockstep_groups)
+        process, self._process = self._process, None
+        options = options_from(self.args, training=True)
+        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, process)
 
     def _note_learning(self, step: str) -> None:
         self._learning = step
@@ -260,8 +264,9 @@ class Session:
             if self.watch is not None:
                 complete_at_end(self.watch.complete)
         finally:
-            if self._planner is not None:
-                self._planner.close()
+            for planning in (self._planner, self._process):
+                if planning is not None:
+                    planning.close()
             if self.learning is not None:
                 self.learning.close()
 
@@ -333,6 +338,22 @@ def _summary(lengths: tuple[int, ...]) -> str:
 
 
 _session: Session | None = None
+_process: Worker | None = None
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Start the planning process of the session to come, while there is no model yet. A collective call of all ranks."""
+    global _process
+    _, ranks = lockstep_groups()
+    if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
+        _process = start_early(options_from(args, training=True))
+
+
+def _take_process() -> Worker | None:
+    """Return the process that `prepare` started, for one session; None if there is none."""
+    global _process
+    process, _process = _process, None
+    return process
 
 
 def start(args: argparse.Namespace) -> Session:

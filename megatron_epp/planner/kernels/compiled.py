@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any, cast
@@ -9,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from megatron_epp import COMPILED_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 _njit: Any = None
 if os.environ.get(COMPILED_VARIABLE) != "0":
@@ -33,7 +37,7 @@ def compiled[F: Callable[..., Any]](function: F) -> F:
 
     No fast math: sums are taken in the order written, so results are equal to the last digit with and without.
     """
-    return function if _njit is None else cast(F, _njit(cache=True, nogil=True)(function))
+    return _compiled(function)
 
 
 def inlined[F: Callable[..., Any]](function: F) -> F:
@@ -41,7 +45,25 @@ def inlined[F: Callable[..., Any]](function: F) -> F:
 
     Without it a step of local search takes ten times as long.
     """
-    return function if _njit is None else cast(F, _njit(cache=True, nogil=True, forceinline=True)(function))
+    return _compiled(function, forceinline=True)
+
+
+def _compiled[F: Callable[..., Any]](function: F, **options: bool) -> F:
+    if _njit is None:
+        return function
+    try:
+        return cast(F, _njit(cache=True, nogil=True, **options)(function))
+    except RuntimeError:  # neither the package's folder nor the user's can be written to
+        _tell_not_kept()
+        return cast(F, _njit(nogil=True, **options)(function))
+
+
+@functools.cache
+def _tell_not_kept() -> None:
+    logger.warning(
+        "every process compiles the planner's loops again, for up to 25 s of a core: neither the package's folder nor ~/.cache "
+        "can be written to; set NUMBA_CACHE_DIR to a folder that can"
+    )
 
 
 def plain[F: Callable[..., Any]](function: F) -> F:

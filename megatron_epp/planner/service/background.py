@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -11,12 +12,13 @@ from dataclasses import replace
 
 from megatron_epp import planner
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Plan
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.exact.refine import Refiner
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.service.loading import load_planner
 from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
 from megatron_epp.planner.service.worker import EndedError, Worker
@@ -44,13 +46,23 @@ class BackgroundPlanner:
         options: the settings of the user.
         lockstep_group: index in `lockstep_groups` of the group to plan for.
         lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
+        process: of `start_early`, which this planner uses and ends; None to start one.
     """
 
     def __init__(
-        self, costs: Costs, options: Options, lockstep_group: int = 0, lockstep_groups: LockstepGroups = ((0,),)
+        self,
+        costs: Costs,
+        options: Options,
+        lockstep_group: int = 0,
+        lockstep_groups: LockstepGroups = ((0,),),
+        process: Worker | None = None,
     ) -> None:
-        self._start = functools.partial(Worker, _planning, costs, options, lockstep_group, lockstep_groups, niceness=NICENESS)
-        self._worker = self._start()
+        planning = (_planning, costs, options, lockstep_group, lockstep_groups)
+        self._start = functools.partial(Worker, *planning, niceness=NICENESS)
+        if process is not None:
+            with contextlib.suppress(EndedError):  # `plan` starts it again
+                process.send(*planning)
+        self._worker = process or self._start()
         self._is_closed = False
         self._lock, self._exchange = threading.Lock(), threading.Lock()
 
@@ -90,6 +102,16 @@ class BackgroundPlanner:
         with self._exchange:
             self._is_closed = True
             self._worker.close()
+
+
+def start_early(options: Options) -> Worker:
+    """Start a planning process before there are costs: it loads what it needs for some options while there is no model yet."""
+    return Worker(_load, options, niceness=NICENESS)
+
+
+def _load(options: Options) -> None:
+    with contextlib.suppress(EppError):  # told where a batch is planned
+        load_planner((options,))
 
 
 def _planning(

@@ -8,13 +8,10 @@ import subprocess
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from megatron_epp import planner
-from megatron_epp.cost import H100, ModelShape, analytic_costs
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.service.loading import load_planner
 from megatron_epp.planner.service.worker import Process, Worker
 
 
@@ -27,18 +24,6 @@ def fork_workers() -> None:
         return
     load_planner()
     Worker.start = staticmethod(forked)  # type: ignore[method-assign]
-
-
-def load_planner() -> None:
-    """Plan a small batch in several ways: the compiled loops are read from disk, which takes longer than most plans."""
-    shape = ModelShape(
-        num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4, vocab_size=128
-    )
-    costs = analytic_costs(shape, H100, [2, 2], state_bytes_per_parameter=8.0)
-    problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
-    free = planner.plan(problem, costs, Options(split_weight=True, steps=1))
-    cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
-    planner.plan(replace(problem, cap_bytes=cap_bytes), costs, Options(offload=True))
 
 
 def forked(serve: Callable[..., None], *args: object) -> tuple[Process, Connection]:

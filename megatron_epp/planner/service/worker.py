@@ -49,12 +49,13 @@ class Worker:
     starts.
 
     Args:
-        make: a function at the top level of a module; its result is called.
+        make: a function at the top level of a module; its result is called. It may prepare something and return None; then
+            another function and its arguments have to be sent.
         args: its arguments, in the process.
         niceness: added to the process's own, so that it takes only time that others leave.
     """
 
-    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
+    def __init__(self, make: Callable[..., Callable[..., Any] | None], *args: Any, niceness: int = 0) -> None:
         self._process, self._connection = self.start(serve, niceness)
         self.send(make, *args)
 
@@ -146,8 +147,10 @@ def serve(handle: int, niceness: int) -> None:
     connection = Connection(handle)
     calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
-    make, *args = calls.get()
-    work = make(*args)
+    work = None
+    while work is None:
+        make, *args = calls.get()
+        work = make(*args)
     while True:
         _send(connection, _outcome(work, calls.get()))
 
