@@ -23,7 +23,7 @@ from scripts.bench.orders.unit import Unit, fewest, unit_costs
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(
     ("ranks", "microbatches"),
-    [(4, 8), (5, 15), (8, 32), pytest.param(6, 24, marks=pytest.mark.slow), pytest.param(8, 64, marks=pytest.mark.slow)],
+    [(4, 8), (5, 15), (6, 24), (8, 32), (8, 64)],
 )
 def test_greedy_is_no_slower_than_an_order_with_as_much_memory(name: str, ranks: int, microbatches: int):
     unit = Unit(name, ranks, max(microbatches, fewest(name, ranks)))

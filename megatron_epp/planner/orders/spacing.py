@@ -23,6 +23,8 @@ CHUNK = 3
 """Units of time of a chunk on a stage: F, B and W."""
 UNITS = 1.0, 2.0
 """Units of time from rank to rank, of a forward and of a whole backward."""
+SPLIT_UNITS = 1.5, 1.5
+"""Those where weight gradients are split off: a backward needs none before it, so forwards and backwards share three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +91,28 @@ class Spaced:
 
     It keeps less than interleaved 1F1B and waits as long as 1F1B (ChronosPipe, 2503.03182). For other placements it is list
     scheduling.
+
+    Attributes:
+        units: of time from rank to rank, of a forward and of a backward.
     """
+
+    units: tuple[float, float] = UNITS
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
         own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
-        made = [whole_backwards(slice_groups(chunks), own)] if is_looped(problem) else []
+        made = [whole_backwards(slice_groups(chunks), own, self.units)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
 
 
-def whole_backwards(groups: Sequence[range], placement: Placement) -> Order:
+def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS) -> Order:
     """Return the order of least distances without W.
 
     Args:
         groups, placement: as for `Spacing.order`.
+        units: as for `Spacing.of`.
     """
-    made = Spacing.of(placement.num_ranks, placement.num_chunks, 1, UNITS).order(groups, placement)
+    made = Spacing.of(placement.num_ranks, placement.num_chunks, 1, units).order(groups, placement)
     return tuple(tuple(action for action in row if action.op is not Op.W) for row in made)
 
 

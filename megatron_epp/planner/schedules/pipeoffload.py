@@ -13,21 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_epp.planner.orders.spacing import Spacing
+from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spacing
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.copies import Shares
 from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.tables import Tables
-
-UNITS = 1.5, 1.5
-"""Units of time from rank to rank: a backward needs no weight gradient before it, so forwards and backwards share three."""
 
 
 def generalised_interleaved(batch: Batch) -> Iterator[Order]:
     """Yield the order of single chunks, which keeps least, and of groups of half as many as ranks and as many as ranks."""
     ranks, laps = batch.placement.num_ranks, batch.placement.num_chunks
     for group in dict.fromkeys((1, -(-ranks // 2), ranks)):
-        yield Spacing.of(ranks, laps, group, UNITS).order(batch.groups, batch.placement)
+        yield Spacing.of(ranks, laps, group, SPLIT_UNITS).order(batch.groups, batch.placement)
 
 
 def longest_lived_shares(tables: Tables) -> Shares:

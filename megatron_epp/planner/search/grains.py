@@ -91,8 +91,8 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
 
 
 def search_orders(trials: Trials, table: Aligned) -> None:
-    """Try one table with all rules; those of last resort only when nothing else fits."""
-    trials.better(table, (*trials.rules.first, *trials.rules.second))
+    """Try one table with all rules until one is proven best; those of last resort only when nothing else fits."""
+    trials.better(table, (*trials.rules.first, *trials.rules.second), close=0.0)
     if trials.best is None:
         trials.better(table, trials.rules.least)
 
@@ -124,7 +124,8 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     for count, table in _walk(trials, chunkers, counts, start, 1 if hint in counts else PATIENCE):
         tables[count] = table
     _refine(trials, chunkers)
-    for count in counts if trials.best is None else ():
+    # With a fixed recompute only an order that keeps little lets coarse tables fit, which may be faster than finer ones.
+    for count in counts if trials.best is None or trials.replicas.options.recompute != "auto" else ():
         tables[count] = _present(chunkers.table(chunks=count))
         trials.better(tables[count], rules.least)
         if trials.best is not None and trials.best.table == tables[count]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
-from megatron_epp.planner.orders.spacing import Spaced
+from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Problem
 
@@ -57,6 +57,8 @@ PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 """Further rules for every grain of looped placements."""
 LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 """Further rules for the best grain of looped placements."""
+SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS),)
+"""Those where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for the best grain of V placements with two stages per rank."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
@@ -115,11 +117,12 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
     if problem.has_one_stage_per_rank:
         return ONE_STAGE_PER_RANK
     more = SPLIT_LIST_SCHEDULES if split else ()
+    looped = (*LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
     return OrderRules(
         first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else (WIDE_V,)), *more[:1]),
         second=(
             *more[1:],
-            *(V_PATTERNS if is_v(problem) else LOOPED_PATTERNS if is_looped(problem) else ()),
+            *(V_PATTERNS if is_v(problem) else looped if is_looped(problem) else ()),
             *LIST_SCHEDULES[2:],
         ),
         least=LEAST_LISTED,
