@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
+import os
+import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
+from megatron_epp.planner.service.worker import Worker
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
@@ -54,6 +57,7 @@ def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print each part as soon as it is known. Raises `EppError`."""
     lengths, options = lengths_of(args), options_from(args)
     tell_sharing(args)
+    estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal, made = "", None
@@ -78,7 +82,7 @@ def run(args: Namespace) -> int:
         reaches = reaches or _reaches(args, problem, chosen.layout, options)
     if reaches and not args.json:
         _say_blocks([_reach_table(reaches)])
-    megatron = None if args.no_megatron else _megatrons(args, problem)
+    megatron = None if args.no_megatron else _megatrons(args, problem, estimator)
     if args.json:
         say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
         return 0
@@ -107,18 +111,29 @@ def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options
         }
 
 
-def _megatrons(args: Namespace, problem: Problem) -> dict[str, Any] | str:
-    """Megatron's own estimate, or why there is none."""
-    if args.costs is not None and args.model is None:
-        return "Megatron's own estimate: a cost profile does not tell the model; name it with --model"
+def _is_unknown_to_megatron(args: Namespace) -> bool:
+    return args.costs is not None and args.model is None
+
+
+def _estimator() -> Callable[..., dict[str, Any] | None]:
+    """Load Megatron's own estimator, in a process of its own: that takes longer than many plans, which are made meanwhile."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # for what Megatron and its libraries say of this machine
     try:
-        with progress("asking Megatron's own estimator"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron_epp.mcore.costs.estimate import estimate
+        from megatron_epp.mcore.costs.estimate import estimate
     except ImportError:
-        return _NO_MEGATRON
-    found: dict[str, Any] = estimate(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
-    return found
+        return lambda *_: None
+    return estimate
+
+
+def _megatrons(args: Namespace, problem: Problem, estimator: Worker | None) -> dict[str, Any] | str:
+    """Megatron's own estimate, or why there is none."""
+    if estimator is None:
+        return "Megatron's own estimate: a cost profile does not tell the model; name it with --model"
+    with progress("asking Megatron's own estimator"):
+        found: dict[str, Any] | None = estimator.call(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
+    estimator.close()
+    return _NO_MEGATRON if found is None else found
 
 
 def _plan_blocks(args: Namespace, account: Account, refusal: str) -> list[list[str]]:

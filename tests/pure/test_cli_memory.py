@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from megatron_epp.cli import memory
 from megatron_epp.cli.main import main
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner.search.limits import Limit, Reach
+from megatron_epp.planner.service.worker import Worker
 
 MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 --no-megatron")
 BATCH = ["--lengths", "8192,700,300", *MODEL]
@@ -95,8 +97,14 @@ def test_a_picture_is_drawn(report, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def without_megatron():
+    """The estimator's process where Megatron is not installed."""
+    sys.modules["megatron_epp.mcore.costs.estimate"] = None  # importing it is an ImportError
+    return memory._estimator()
+
+
 def test_without_megatron_one_line_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron_epp.mcore.costs.estimate", None)
+    monkeypatch.setattr(memory, "Worker", lambda _: Worker(without_megatron))
     assert main(["memory", *BATCH[:-1], "--quick"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
 
