@@ -20,6 +20,7 @@ from tests.support.runtime.launch_recorder import (
     RECEIVE,
     REDUCTION,
     SEND,
+    UPLOAD,
     WAIT,
     RecordedLaunch,
     RecordedStage,
@@ -36,7 +37,7 @@ PLANS = {
     "offload": lambda: _with_copies(planned(LENGTHS, (1, 1, 1), slices=4)),
 }
 _COPY_US = 300.0
-COLOURS = {SEND: "#E69F00", RECEIVE: "#F0C75E", REDUCTION: "#CC79A7", WAIT: "#888888"}
+COLOURS = {SEND: "#E69F00", RECEIVE: "#F0C75E", REDUCTION: "#CC79A7", UPLOAD: "#44AA99", WAIT: "#888888"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def _name(launches: Sequence[RecordedLaunch]) -> str:
 
 def _meaning(launch: RecordedLaunch) -> str:
     meanings = {SEND: "send", RECEIVE: "receive, from its start, and its wait for the other side", REDUCTION: "reduction"}
+    meanings[UPLOAD] = "upload"
     return meanings.get(launch.kind) or operation(launch.action.op).text
 
 
