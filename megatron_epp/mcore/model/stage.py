@@ -148,7 +148,7 @@ class MegatronStage:
         inputs = self._inputs(context.chunk)
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
-        with self._timed("forward-compute"), self._autocast(), loss:
+        with timed(self.config.timers, "forward-compute"), self._autocast(), loss:
             output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         scale_router_losses(self.config, output)
@@ -166,7 +166,7 @@ class MegatronStage:
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
         weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
-        with self._timed("backward-compute"), weights:
+        with timed(self.config.timers, "backward-compute"), weights:
             if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
                 custom_backward(output, grad)
             else:
@@ -174,7 +174,7 @@ class MegatronStage:
 
     def weight(self, chunk: int) -> None:
         assert self.weights is not None  # it kept them
-        with self._timed("backward-compute"):
+        with timed(self.config.timers, "backward-compute"):
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
@@ -217,23 +217,23 @@ class MegatronStage:
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`)."""
-        timers = self.config.timers
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=2).start()
-        try:
-            yield
-        finally:
-            timers(name).stop()
-
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+@contextmanager
+def timed(timers: Any, name: str) -> Iterator[None]:
+    """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`); `timers` may be None."""
+    if timers is None:
+        yield
+        return
+    timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
 
 
 class Snapshot:

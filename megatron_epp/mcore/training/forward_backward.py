@@ -18,6 +18,7 @@ from megatron.training import get_args
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
+from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
@@ -96,7 +97,8 @@ def forward_backward_elastic(
     session.attach(models, config)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    batch = _next_batch(batches, num_microbatches, session, forward_only)
+    with timed(config.timers, "batch-generator"):
+        batch = _next_batch(batches, num_microbatches, session, forward_only)
     _warm_up(session, batch)
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)

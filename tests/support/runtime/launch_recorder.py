@@ -180,11 +180,14 @@ class Reductions(nullcontext):
 
 
 class RecordedStage(PlainStage):
-    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do, bucket by bucket."""
+    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do, bucket by bucket.
 
-    def __init__(self, part, batch, log, number, num_buckets=1):
+    Megatron has buckets in the first of a rank's model chunks, which is its first stage; those of the others are one launch.
+    """
+
+    def __init__(self, part, batch, log, number, num_buckets=1, coalesces=True):
         super().__init__(part, batch)
-        self.log, self.number, self.num_buckets = log, number, num_buckets
+        self.log, self.number, self.num_buckets, self.coalesces = log, number, num_buckets, coalesces
         self.reductions, self.index = None, 0
 
     def before_last_gradient(self):
@@ -195,7 +198,7 @@ class RecordedStage(PlainStage):
 
     def start_reduction(self):
         text = f"{self.number}{Op.REDUCE}{self.log.action.chunk}"
-        for bucket in range(self.num_buckets):
+        for bucket in range(1 if self.coalesces and self.index else self.num_buckets):
             name = f"{text} bucket {bucket}" if bucket else text
             self.log.behind_current(name, REDUCTION, "reductions", ("reduce", self.number, bucket))
 

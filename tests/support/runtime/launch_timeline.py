@@ -50,17 +50,18 @@ class Span:
     end_us: float
 
 
-def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launches: launches) -> list[Span]:
+def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launches: launches, coalesces=True) -> list[Span]:
     """Record the replicas' plans and run all their ranks together.
 
     Args:
         plans: of the replicas of one pipeline, whose reductions join them.
         queues: hardware queues of each rank.
         reduce_us: time of the reduction of every bucket.
-        num_buckets: of every stage's gradients.
+        num_buckets: of the gradients of every rank's first stage.
         alter: changes the launches of a rank before they run.
+        coalesces: the gradients of a rank's other stages are reduced by one launch; else they have as many buckets.
     """
-    make_stage = partial(RecordedStage, num_buckets=num_buckets)
+    make_stage = partial(RecordedStage, num_buckets=num_buckets, coalesces=coalesces)
     recorded = [
         alter(record(plan, rank, number, make_stage).launches)
         for number, plan in enumerate(plans)
