@@ -74,7 +74,7 @@ class GlobalBatch:
         lengths: the positions each sequence trains.
         plan: the plan that runs them; None if the batch is used without a plan.
         plan_digest: its digest.
-        program: this rank's part of the plan, as the plan's source prepared it.
+        prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
         global_size: sequences of the whole batch, over all replicas.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
         planning_us: time of planning, on the planning rank.
@@ -91,7 +91,7 @@ class GlobalBatch:
     consumed_samples: int = 0
     planning_us: float = field(default=0.0, compare=False)
     plan_digest: str = field(default="", compare=False)
-    program: Any = field(default=None, repr=False, compare=False)
+    prepared: Any = field(default=None, repr=False, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import trained_parts
-from megatron_epp.plan import Action, EppError, Plan
-from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
+from megatron_epp.plan import Action, EppError
+from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
 MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...]], PackedPlans]
@@ -26,7 +26,7 @@ Item = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
 
 KNOWN = 2
-"""Number of plans sent when a batch is taken, its own included, if they are ready: the next is unpacked while this one runs."""
+"""Number of plans sent when a batch is taken, its own included, if they are ready: the next is prepared while this one runs."""
 
 
 class DisagreementError(EppError):
@@ -46,7 +46,8 @@ class PlanSource:
         agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
             planning failed; raises if replicas have divided it differently, or another's planning has failed.
         rank: this rank's index in the pipeline.
-        prepare: makes this rank's program from a plan and its lowered actions, in the background and ahead of the batch.
+        prepare: makes what this rank runs a planned batch with, given the batch and this rank's lowered actions. It is called
+            in a thread, while the batch before runs.
     """
 
     make: MakePlan | None
@@ -54,23 +55,23 @@ class PlanSource:
     position: int = 0
     agree: Callable[[int | None], None] = lambda checksum: None
     rank: int = 0
-    prepare: Callable[[Plan, tuple[Action, ...]], object] = lambda plan, actions: None
+    prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
-class _Unpacked(NamedTuple):
-    """A batch's plan, this rank's program for it, and the message that they come from."""
+class _Ready(NamedTuple):
+    """A replica's part of a batch with its plan, and the checksum of the batch's division."""
 
-    plan: Plan
-    program: object
-    packed: PackedPlan
+    batch: GlobalBatch
+    division: int
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
     """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
 
     A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
-    every rank of a replica must take its batches at the same points. Errors of planning are raised by all of them in place of
-    the batch, after the batches before it, and again at every later call.
+    every rank of a replica must take its batches at the same points. Another thread prepares the next batch while one runs.
+    Errors of planning are raised by all ranks in place of the batch, after the batches before it, and again at every later
+    call; those of preparing a batch by their own rank.
 
     Args:
         dataset: source of lengths and, later, of tokens.
@@ -96,8 +97,8 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
         self._is_closed = False
-        self._given: deque[Future[_Unpacked]] = deque()
-        self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
+        self._given: deque[Future[_Ready]] = deque()
+        self._look_ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-look-ahead")
 
     def __next__(self) -> GlobalBatch:
         if self._is_closed:
@@ -106,29 +107,31 @@ class PlannedBatches(Iterator[GlobalBatch]):
             batch = next(self._prefetched)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
         for item in self._plans.exchange(self._made()):
-            self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
+            self._given.append(self._look_ahead.submit(_ready, item, self._whole(item), self._plans))
         try:
-            plan, program, packed = self._given.popleft().result()
+            batch, division = self._given.popleft().result()
         except Exception:
             self._plans.agree(None)
             raise
-        self._plans.agree(packed.division)
-        whole = self._taken.popleft() if self._taken else next(self._prefetched)[0]
-        batch = whole.part([at for at in packed.share if at < whole.global_size])
-        if plan.lengths != batch.lengths:
-            raise DisagreementError(
-                f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
-                "All ranks need the same data files, seed, sequence length and batch size"
-            )
-        return replace(batch, plan=plan, plan_digest=packed.plan_digest, program=program, planning_us=packed.planning_us)
+        self._plans.agree(division)
+        return batch
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
         self._is_closed = True
         self._prefetched.close()
-        self._unpacker.shutdown(cancel_futures=True)
+        self._look_ahead.shutdown(cancel_futures=True)
         self._given.clear()
         self._taken.clear()
+
+    def _whole(self, item: Item) -> GlobalBatch | Exception:
+        """Return the whole batch that an item is about, or the error in place of it."""
+        if isinstance(item, Exception):
+            return item
+        try:
+            return self._taken.popleft() if self._taken else next(self._prefetched)[0]
+        except Exception as error:  # raised at the turn of the batch
+            return error
 
     def _made(self) -> list[Item]:
         """Items that the planning rank sends now: this batch's plan, unless sent before, and the next one if it is ready."""
@@ -178,12 +181,21 @@ def _portable(error: Exception) -> Exception:
     return portable
 
 
-def _unpacked(item: Item, source: PlanSource) -> _Unpacked:
+def _ready(item: Item, whole: GlobalBatch | Exception, source: PlanSource) -> _Ready:
+    """Return this replica's part of a whole batch with its plan, prepared for this rank."""
     if isinstance(item, Exception):
         raise item
+    if isinstance(whole, Exception):
+        raise whole
     mine = item[source.position]
-    plan = mine.plan()
-    return _Unpacked(plan, source.prepare(plan, mine.actions(source.rank)), mine)
+    plan, batch = mine.plan(), whole.part([at for at in mine.share if at < whole.global_size])
+    if plan.lengths != batch.lengths:
+        raise DisagreementError(
+            f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
+            "All ranks need the same data files, seed, sequence length and batch size"
+        )
+    batch = replace(batch, plan=plan, plan_digest=mine.plan_digest, planning_us=mine.planning_us)
+    return _Ready(replace(batch, prepared=source.prepare(batch, mine.actions(source.rank))), mine.division)
 
 
 def _some(lengths: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.offload.activations import Timed
+from megatron_epp.runtime.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,18 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's part of a plan: its actions in order, sends and receives included, and the layouts of all chunks."""
+    """One rank's part of a plan.
+
+    Attributes:
+        actions: its actions in order, sends and receives included.
+        layouts: layouts of all chunks.
+        upload: of what the actions read on the device, for which compute waits before the first of them; None if nothing was
+            uploaded ahead of them.
+    """
 
     actions: tuple[Action, ...]
     layouts: tuple[ChunkLayout, ...]
+    upload: Upload | None = None
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
-from megatron_epp.runtime.attention.layout import copy_offsets
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext, Mover, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
@@ -95,7 +94,7 @@ class Executor:
         }
         program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
-        self._actions, self._layouts = program.actions, program.layouts
+        self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
@@ -137,9 +136,8 @@ class Executor:
             RunError: an action failed otherwise. Names the action, the rank and the grid.
         """
         self.recorder.begin()
-        for device in {stage.message(1)[2] for stage in self.stages.values()}:
-            if device.type == "cuda":  # kernels of a CPU read them from the plan
-                copy_offsets([layout.table for layout in self._layouts], device)
+        if self._upload is not None:
+            self._upload.wait()
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():

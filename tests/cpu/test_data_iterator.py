@@ -171,10 +171,41 @@ def test_where_planning_fails_the_others_are_told():
     assert seen == [None]
 
 
-def test_batches_carry_the_program_that_was_prepared_from_their_plan_and_its_lowered_actions():
-    source = PlanSource(whole_sequences, prepare=lambda plan, actions: (plan, actions))
+def test_batches_carry_what_was_prepared_of_them_and_of_their_lowered_actions():
+    source = PlanSource(whole_sequences, prepare=lambda batch, actions: (batch.chunk(0).tokens.tolist(), actions))
     for batch in PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], source):
-        assert batch.program == (batch.plan, lower(batch.plan)[0])
+        assert batch.prepared == (batch.chunk(0).tokens.tolist(), lower(batch.plan)[0])
+
+
+def test_the_next_batch_is_prepared_while_one_runs():
+    planned, prepared = threading.Event(), threading.Event()
+
+    def sampler():
+        yield (0, 1)
+        yield (2,)
+        planned.set()  # both are waiting
+
+    def prepare(batch, actions):
+        if batch.indices == (2,):
+            prepared.set()
+
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), sampler(), PlanSource(whole_sequences, prepare=prepare))
+    assert planned.wait(timeout=60)
+    assert next(iterator).indices == (0, 1)
+    assert prepared.wait(timeout=60)
+    iterator.close()
+
+
+def test_a_batch_that_cannot_be_prepared_is_raised_in_its_place():
+    def prepare(batch, actions):
+        if batch.indices == (2,):
+            raise OSError("disk is gone")
+
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], PlanSource(whole_sequences, prepare=prepare))
+    assert next(iterator).indices == (0, 1)
+    with pytest.raises(OSError, match="disk is gone"):
+        next(iterator)
+    iterator.close()
 
 
 def test_a_finite_sampler_ends_the_iteration():
@@ -184,11 +215,11 @@ def test_a_finite_sampler_ends_the_iteration():
 def test_close_ends_the_threads_and_the_iteration():
     iterator = batches()
     next(iterator)
-    (unpacker,) = iterator._unpacker._threads
+    (look_ahead,) = iterator._look_ahead._threads
     iterator.close()
     iterator.close()
     assert not iterator._prefetched._thread.is_alive()
-    assert not unpacker.is_alive()
+    assert not look_ahead.is_alive()
     with pytest.raises(StopIteration):
         next(iterator)
 

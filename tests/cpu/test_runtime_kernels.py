@@ -5,7 +5,8 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import EXACT
-from megatron_epp.runtime.attention.layout import SegmentTable, copy_offsets
+from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
+from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 
 SCALE = 0.3
@@ -85,15 +86,14 @@ def test_offsets_are_made_once_per_device():
     assert table.cu_seqlens(torch.device("cpu"))[0].data_ptr() == queries.data_ptr()
 
 
-def test_offsets_of_many_chunks_go_to_the_device_at_once():
-    alone, tables, cpu = table_of("packed"), [table_of("packed"), table_of("hybrid, padded")], torch.device("cpu")
-    copy_offsets([*tables, tables[0]], cpu)
-    assert len({offsets.untyped_storage().data_ptr() for table in tables for offsets in table.cu_seqlens(cpu)}) == 1
-    assert [offsets.tolist() for offsets in tables[0].cu_seqlens(cpu)] == [
-        offsets.tolist() for offsets in alone.cu_seqlens(cpu)
-    ]
-    queries, keys = tables[1].cu_seqlens(cpu)
+def test_offsets_that_were_uploaded_are_not_copied_again():
+    table, cpu = table_of("hybrid, padded"), torch.device("cpu")
+    uploaded = Uploader(cpu).begin([offsets_of(table)])
+    table.take(cpu, *uploaded.tensors)
+    queries, keys = table.cu_seqlens(cpu)
     assert (queries.tolist(), keys.tolist()) == ([0, 9, 13, 16], [0, 20, 24, 27])
+    assert {each.untyped_storage().data_ptr() for each in (queries, keys)} == {uploaded.buffer.data_ptr()}
+    assert all(each.data_ptr() % 16 == 0 for each in (queries, keys))
 
 
 def test_strided_queries_keys_and_values_are_read_rightly():

@@ -7,7 +7,18 @@ import pytest
 
 from megatron_epp.plan import Op, lower, to_grid
 from tests.support.plan.queue_machine import Machine, launches, rows_of
-from tests.support.runtime.launch_recorder import COMPUTE, LOAD, OFFLOAD, RECEIVE, REDUCTION, SEND, WAIT, record
+from tests.support.runtime.launch_recorder import (
+    COMPUTE,
+    LOAD,
+    OFFLOAD,
+    RECEIVE,
+    REDUCTION,
+    SEND,
+    UPLOAD,
+    WAIT,
+    RecordedLaunch,
+    record,
+)
 from tests.support.runtime.launch_timeline import PLANS, picture, timeline
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, two_ranks
 
@@ -48,13 +59,42 @@ def test_the_gradients_of_a_stage_are_reduced_behind_its_last_send(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_stream_is_shared_by_loads_offloads_messages_and_reductions(case):
+def test_no_stream_is_shared_by_uploads_loads_offloads_messages_and_reductions(case):
     _, ranks = recorded(case)
     for row in ranks:
         kinds = {}
         for one in row:
             kinds.setdefault(one.stream, set()).add(one.kind)
         assert all(len(kinds[stream] - {WAIT}) <= 1 for stream in kinds)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_small_copies_to_the_device_are_one_upload_that_compute_waits_for_once_ahead_of_its_first_action(case):
+    _, ranks = recorded(case)
+    for row in ranks:
+        (upload,) = (number for number, one in enumerate(row) if one.kind == UPLOAD)
+        (wait,) = (number for number, one in enumerate(row) if upload in one.waits)
+        assert not row[upload].waits
+        assert row[wait].stream == COMPUTE
+        assert wait < min(number for number, one in enumerate(row) if one.kind == COMPUTE)
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("case", ["looped", "v", "offload"])
+def test_the_upload_of_the_next_batch_delays_nothing_wherever_a_thread_launches_it(case, queues):
+    plan = CASES[case]()
+    alone = _compute_ends_us(timeline([plan], queues))
+    for share in (0.0, 0.3, 0.7, 1.0):
+        assert _compute_ends_us(timeline([plan], queues, alter=functools.partial(_with_next_upload, share))) == alone
+
+
+def _with_next_upload(share, row):
+    """The launches of a rank with a further upload behind a share of them."""
+    (upload,) = (number for number, one in enumerate(row) if one.kind == UPLOAD)
+    at = upload + 1 + round(share * (len(row) - upload - 1))
+    for one in row:
+        one.waits = [number + (number >= at) for number in one.waits]
+    return [*row[:at], RecordedLaunch("upload of the next batch", row[upload].stream, [upload], kind=UPLOAD), *row[at:]]
 
 
 def test_an_offload_waits_for_a_load_only_if_it_is_given_the_memory_that_the_load_reads():
@@ -75,20 +115,20 @@ def test_a_stages_reduction_overlaps_with_the_cool_down_of_the_stages_before_it(
 
 
 @pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("num_buckets", [1, 2])
 @pytest.mark.parametrize("case", ["one stage per rank", "looped", "v", "split weight gradients"])
-def test_compute_never_waits_for_the_reduction_of_a_bucket_however_long_it_takes(case, queues):
-    plan = CASES[case]()
-    assert _compute_ends_us(timeline([plan], queues, LONG_US)) == _compute_ends_us(timeline([plan], queues, 0.0))
+def test_compute_never_waits_for_the_reduction_of_a_bucket_however_long_it_takes(case, num_buckets, queues):
+    ends_us = [_compute_ends_us(timeline([CASES[case]()], queues, time_us, num_buckets)) for time_us in (LONG_US, 0.0)]
+    assert ends_us[0] == ends_us[1]
 
 
 def test_on_one_queue_a_second_bucket_ahead_of_the_last_send_would_hold_the_pipeline_up():
     plan = CASES["one stage per rank"]()
-    assert _compute_ends_us(timeline([plan], 1, LONG_US, 2)) == _compute_ends_us(timeline([plan], 1, 0.0, 2))
     assert _compute_ends_us(timeline([plan], 1, LONG_US, 2, _reduced_before_the_last_send)) > LONG_US
 
 
-def test_on_one_queue_a_second_bucket_of_a_stage_holds_up_the_other_stages_of_its_rank():
-    assert _compute_ends_us(timeline([CASES["looped"]()], 1, LONG_US, 2)) > LONG_US
+def test_on_one_queue_buckets_of_a_ranks_later_stages_would_hold_up_its_first_one():
+    assert _compute_ends_us(timeline([CASES["looped"]()], 1, LONG_US, 2, coalesces=False)) > LONG_US
 
 
 def _compute_ends_us(spans):
@@ -136,5 +176,5 @@ def test_the_picture_has_a_lane_for_every_stream_that_is_used():
     spans = timeline([offloading(two_ranks(), 0.5)])
     (axis,) = picture(spans, "two ranks").axes
     lanes = [label.get_text() for label in axis.get_yticklabels()]
-    own = ["activations 0 to 1", "compute", "gradients 1 to 0", "loads", "offloads", "reductions"]
+    own = ["activations 0 to 1", "compute", "gradients 1 to 0", "loads", "offloads", "reductions", "uploads"]
     assert sorted(lanes) == [f"rank {rank} {name}" for rank in (0, 1) for name in own]

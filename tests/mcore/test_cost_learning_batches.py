@@ -68,6 +68,36 @@ def test_costs_are_learnt_once_after_the_last_measured_iteration(made: CostLearn
         assert learnt.layer_bytes_per_token == before.layer_bytes_per_token
 
 
+def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: CostLearning) -> None:
+    have_come = threading.Event()
+
+    class Late(Times):
+        def events(self) -> tuple[Any, ...]:
+            assert have_come.wait(30)
+            return super().events()
+
+    for _ in range(WARM_UP):
+        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
+    assert made.after(PLAN, Late()) is None  # type: ignore[arg-type]
+    have_come.set()
+    for _ in range(RECORDED - 2):
+        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
+    assert made.after(PLAN, Times()) is not None  # type: ignore[arg-type]
+    assert made.learner.recorded == RECORDED
+
+
+def test_an_error_of_reading_times_is_raised_at_the_next_iteration(made: CostLearning) -> None:
+    class Broken(Times):
+        def events(self) -> tuple[Any, ...]:
+            raise OSError("no times")
+
+    for _ in range(WARM_UP):
+        made.after(PLAN, Times())  # type: ignore[arg-type]
+    made.after(PLAN, Broken())  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no times"):
+        made.after(PLAN, Times())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(made: CostLearning, is_early: bool) -> None:
     by_formula, by_learnt, used = Planner(), Planner(), []

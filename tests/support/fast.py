@@ -29,6 +29,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_runtime_numa.py": (),
     "cpu/test_runtime_offload.py": ("test_gradients_are_those_without_offload_whenever_copies_happen",),
     "cpu/test_runtime_links.py": (),
+    "cpu/test_runtime_upload.py": (),
     "cpu/test_runtime_out_of_memory.py": ("test_the_run_ends_with_stage_chunk_bytes_and_two_flags",),
     "cpu/test_runtime_progress.py": (),
     "cpu/test_runtime_relay.py": (
@@ -96,6 +97,10 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_communicators.py": ("test_training_runs_collectives_only_on_groups_that_have_run_one_before",),
     "mcore/test_parity_short.py": (),
     "mcore/test_placement.py": ("test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere",),
+    "mcore/test_uploads.py": (
+        "test_an_iteration_has_one_upload_and_no_other_copy_to_the_device",
+        "test_a_scripts_own_microbatches_are_left_where_they_are",
+    ),
     "mcore/test_yaml_cfg.py": (
         "test_a_mistake_is_told_in_a_line",
         "test_it_trains_with_plans",

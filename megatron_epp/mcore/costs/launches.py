@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point
-from megatron_epp.mcore.costs.probe import Case, backward, forward, run_weights
+from megatron_epp.mcore.costs.probe import Case, backward, enter, run_weights
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.runtime.tools.profiling import Timer
 
@@ -46,8 +46,9 @@ def measure_launches(stage: MegatronStage, case: Case, timer: Timer) -> Launches
 
 
 def _launched(stage: MegatronStage, case: Case, timer: Timer) -> Launches:
+    context, hidden = enter(stage, case.chunk(0))
     start_us = timer.now_us()
-    _, output, context = forward(stage, case.chunk(0))
+    output = stage.forward(context, hidden)
     forward_us = timer.host_us() - start_us
     start_us = timer.now_us()
     backward(stage, output, context, keep_weights=stage.weights is not None)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_epp.cost import causal_pairs
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.data.batch import ChunkArrays
-from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
@@ -139,20 +138,29 @@ def measure_host_link(device: torch.device) -> tuple[float, float]:
     return line.fixed_us, line.per_token_us
 
 
-def _arrays(tokens: int) -> ChunkArrays:
+def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     """Return varied tokens, so that a router spreads them, all at position 0, since a model may have few positions."""
-    ids = torch.arange(tokens) % _VOCABULARY
-    return ChunkArrays(ids, ids.clone(), torch.ones(tokens), torch.zeros_like(ids))
+    device, own = stage.message(1)[2], tokens // stage.config.context_parallel_size
+    ids = torch.arange(own, device=device)[None] % _VOCABULARY
+    return ChunkInputs(ids, torch.zeros_like(ids), ids.clone(), torch.ones(1, own, device=device))
+
+
+def enter(
+    stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute: Recompute = NO_RECOMPUTE
+) -> tuple[ChunkContext, Tensor | None]:
+    """Return the context of a chunk and its hidden states, which a run has on the device before its forward."""
+    tokens = chunk.num_tokens
+    inputs = _inputs(stage, tokens)
+    stage.begin(lambda _: inputs)
+    shape, dtype, device = stage.message(tokens)
+    hidden = None if stage.is_first else ReceiveLeaf().enter(torch.randn(shape, dtype=dtype, device=device))
+    return ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute), hidden
 
 
 def forward(
     stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute: Recompute = NO_RECOMPUTE
 ) -> tuple[Tensor | None, Tensor, ChunkContext]:
-    tokens = chunk.num_tokens
-    stage.begin(lambda _: _arrays(tokens))
-    shape, dtype, device = stage.message(tokens)
-    hidden = None if stage.is_first else ReceiveLeaf().enter(torch.randn(shape, dtype=dtype, device=device))
-    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute)
+    context, hidden = enter(stage, chunk, view, recompute)
     return hidden, stage.forward(context, hidden), context
 
 

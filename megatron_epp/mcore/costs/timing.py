@@ -17,7 +17,17 @@ from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.learning import shared
 from megatron_epp.mcore.costs.launches import measure_launches, of_device, with_launches
-from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, cases_of, forward, run_weights, watched
+from megatron_epp.mcore.costs.probe import (
+    LONGEST_CONTEXT,
+    MULTIPLE,
+    Case,
+    backward,
+    cases_of,
+    enter,
+    forward,
+    run_weights,
+    watched,
+)
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -180,9 +190,10 @@ def _begin(stage: MegatronStage, number: int, case: Case, recompute: Recompute) 
     if view is not None:
         _fill(stage, view)
     one = _Alive(_timer(stage))
+    one.context, one.hidden = enter(stage, case.chunk(number), view, recompute)
     with watched([stage.decoder], one.note):
         one.note("forward")
-        one.hidden, one.output, one.context = forward(stage, case.chunk(number), view, recompute)
+        one.output = stage.forward(one.context, one.hidden)
         one.note("forward end")
     return one
 

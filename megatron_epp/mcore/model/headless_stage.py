@@ -10,8 +10,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays
-from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -50,24 +49,24 @@ class HeadlessStage(MegatronStage):
         """Return the input of the output layer of a chunk, ``[tokens / shards, hidden]``, after its forward."""
         return self._outputs[chunk].detach().flatten(0, 1)
 
-    def finish(self, chunk: int, arrays: ChunkArrays, rows: Tensor | None, losses: Tensor, gradient: Tensor | None) -> None:
+    def finish(self, chunk: int, inputs: ChunkInputs, losses: Tensor, gradient: Tensor | None) -> None:
         """Sum the losses of a chunk's tokens as Megatron does, for the report and for the backward.
 
         Args:
             chunk: the chunk.
-            arrays: this rank's part of its arrays.
-            rows: the tokens that have passed the output layer; None for all.
-            losses: of these, ``[rows]``.
+            inputs: its inputs.
+            losses: of the tokens that have passed the output layer, ``[rows]``.
             gradient: of the output layer's input for tokens of weight one, ``[rows, hidden]`` in fp32; with tensor parallelism
                 this rank's part of it. None if no backward follows.
         """
-        output, mask = self._outputs[chunk], self.on_device(arrays.loss_mask)
+        output, mask, rows = self._outputs[chunk], inputs.loss_mask, inputs.rows
+        assert mask is not None  # on a rank with a shard
         if rows is not None:
-            losses = losses.new_zeros(len(mask)).index_copy_(0, rows, losses)
+            losses = losses.new_zeros(mask.numel()).index_copy_(0, rows, losses)
         if gradient is None:
             del self._outputs[chunk]
         else:
-            losses = _Losses.apply(output, losses, *self._of_own_tokens(gradient, rows, len(mask)), self._sequence_shards)
+            losses = _Losses.apply(output, losses, *self._of_own_tokens(gradient, rows, mask.numel()), self._sequence_shards)
         self._finished[chunk] = self._loss(losses, mask)
         if gradient is None:
             del self._finished[chunk]

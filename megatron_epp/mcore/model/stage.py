@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -23,7 +22,6 @@ from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
-from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
@@ -38,6 +36,30 @@ def _add_to_gradients(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """Inputs of a rank's stages for one chunk: this context-parallel rank's part, on the device. None where no stage reads it.
+
+    Attributes:
+        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`.
+        labels: int64 ``[1, tokens / ranks]``.
+        loss_mask: float32 ``[1, tokens / ranks]``.
+        rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
+    """
+
+    tokens: Tensor | None = None
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def output_share(self) -> float:
+        """Share of the chunk's tokens that pass the output layer. The host does not wait for the device."""
+        assert self.labels is not None  # the rank has the output layer, or a shard of it
+        return 1.0 if self.rows is None else self.rows.numel() / self.labels.numel()
 
 
 class MegatronStage:
@@ -66,7 +88,7 @@ class MegatronStage:
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
-        self._arrays: Callable[[int], ChunkArrays] | None = None
+        self._inputs: Callable[[int], ChunkInputs] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(unwrap_model(model), "cut_layers", None)
@@ -111,31 +133,28 @@ class MegatronStage:
 
     def begin(
         self,
-        arrays: Callable[[int], ChunkArrays],
+        inputs: Callable[[int], ChunkInputs],
         before_last_gradient: Callable[[], None] = lambda: None,
         reduce_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an iteration. `arrays` gives the arrays of a chunk; the others are methods of `Stage`."""
-        self._arrays = arrays
+        """Start an iteration. `inputs` gives the inputs of a chunk; the others are methods of `Stage`."""
+        self._inputs = inputs
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""
-        assert self._arrays is not None
-        with self._timed("batch-generator"):
-            arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
+        assert self._inputs is not None
+        inputs = self._inputs(context.chunk)
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
-        part = None if arrays is None else self.part(arrays)
-        inputs, rows = self.inputs(part), self._rows(part)
-        loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(rows)
-        with self._timed("forward-compute"), self._autocast(), loss:
-            output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
+        loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
+        with timed(self.config.timers, "forward-compute"), self._autocast(), loss:
+            output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         scale_router_losses(self.config, output)
         if not self.has_loss:
             return output
-        return self._loss(output, inputs["loss_mask"])
+        return self._loss(output, inputs.loss_mask)
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
         """Run the backward of a chunk (see `runtime.context.Stage`); `grad` is ``[tokens / shards, 1, hidden]``.
@@ -147,7 +166,7 @@ class MegatronStage:
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
         weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
-        with self._timed("backward-compute"), weights:
+        with timed(self.config.timers, "backward-compute"), weights:
             if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
                 custom_backward(output, grad)
             else:
@@ -155,7 +174,7 @@ class MegatronStage:
 
     def weight(self, chunk: int) -> None:
         assert self.weights is not None  # it kept them
-        with self._timed("backward-compute"):
+        with timed(self.config.timers, "backward-compute"):
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
@@ -165,47 +184,22 @@ class MegatronStage:
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
-    def part(self, arrays: ChunkArrays) -> ChunkArrays:
-        """Return this context-parallel rank's part of a chunk's arrays."""
-        return arrays.part(context_parallel.of_group(mpu.get_context_parallel_group()).shard(len(arrays.tokens)))
-
-    def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
-        """Return a `part` of a chunk's arrays as inputs of the model.
-
-        They are ``[1, tokens / ranks]`` on the device; None where this stage does not need them.
-        """
-        if arrays is None:
-            return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
-
-        def row(x: Tensor) -> Tensor:
-            return self.on_device(x).unsqueeze(0)
-
+    def arguments(self, inputs: ChunkInputs) -> dict[str, Tensor | None]:
+        """Return the inputs of a chunk as arguments of the model; None where this stage does not need them."""
+        is_end = self.is_first or self.is_last
         return {
-            "input_ids": row(arrays.tokens),
-            "position_ids": row(arrays.position_ids),
-            "labels": row(arrays.labels) if self.is_last else None,
-            "loss_mask": row(arrays.loss_mask) if self.is_last else None,
+            "input_ids": inputs.tokens if is_end else None,
+            "position_ids": inputs.position_ids if is_end else None,
+            "labels": inputs.labels if self.is_last else None,
+            "loss_mask": inputs.loss_mask if self.is_last else None,
         }
 
-    def _rows(self, arrays: ChunkArrays | None) -> Tensor | None:
-        """Return which tokens of a `part` of a chunk the last stage multiplies with the output layer; None for all."""
-        if arrays is None or not self.has_loss or self._loss_of_rows is None:
+    def rows(self, loss_mask: Tensor) -> Tensor | None:
+        """Return the tokens that a last stage multiplies with the output layer, given their mask on the CPU; None for all."""
+        if not self.has_loss or self._loss_of_rows is None:
             return None
         layer: Any = get_attr_wrapped_model(self.model, "output_layer")
-        rows = rows_to_compute(arrays.loss_mask, layer.output_size_per_partition, layer.input_size)
-        return None if rows is None else self.on_device(rows)
-
-    def output_share(self, arrays: ChunkArrays) -> float:
-        """Return the share of a chunk's tokens that pass the output layer, on the last stage."""
-        part = self.part(arrays)
-        rows = self._rows(part)
-        return 1.0 if rows is None else len(rows) / len(part.tokens)
-
-    def on_device(self, x: Tensor) -> Tensor:
-        """Copy a CPU tensor to the stage's device."""
-        if self._device.type == "cuda":
-            x = x.pin_memory()  # or the host would wait for the copy
-        return x.to(self._device, non_blocking=True)
+        return rows_to_compute(loss_mask, layer.output_size_per_partition, layer.input_size)
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
         assert loss_mask is not None  # on the last stage
@@ -214,28 +208,32 @@ class MegatronStage:
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
         return loss
 
-    def check(self) -> None:
-        """Let Megatron check the iteration's loss for NaN, once, since a check of every chunk would make the host wait."""
+    def end(self) -> None:
+        """Let go of the iteration's inputs, and let Megatron check its loss for NaN.
+
+        The loss is checked once, since a check of every chunk would make the host wait.
+        """
+        self._inputs = None
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`)."""
-        timers = self.config.timers
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=2).start()
-        try:
-            yield
-        finally:
-            timers(name).stop()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+@contextmanager
+def timed(timers: Any, name: str) -> Iterator[None]:
+    """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`); `timers` may be None."""
+    if timers is None:
+        yield
+        return
+    timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
 
 
 class Snapshot:

@@ -10,10 +10,10 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
+from megatron_epp.mcore.model.stage import ChunkInputs
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
@@ -54,17 +54,21 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             for own in map(get_model_config, models):
                 own.recompute_granularity, own.recompute_method = "full", "block"
                 own.recompute_num_layers = int(args.epp_recompute)
-        if not call["forward_only"]:
-            count_tokens(batch)
-        report = IterationReport.begin(session, batch, call["forward_only"])
         multiple = args.seq_length if fixed else token_multiple(args)
-        data = [((chunk, batch.chunk_of(chunk.segments, multiple)) for chunk in chunks) for _ in models]
+        tables = [SegmentTable.build(chunk, chunk.padded_tokens(multiple)) for chunk in chunks]
+        assert session.inputs is not None  # since `attach`
+        inputs = session.inputs.upload((batch.chunk_of(one.segments, multiple) for one in chunks), batch.lengths, tables)
+        inputs.upload.wait()
+        if not call["forward_only"]:
+            count_tokens(inputs)
+        report = IterationReport.begin(session, batch, call["forward_only"])
+        data = [((table, inputs.chunk(number)) for number, table in enumerate(tables)) for _ in models]
         call |= {
             "forward_step_func": forward_step,
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        with report.measuring():
+        with report.measuring(inputs.upload.buffer):
             losses = stock(**call)
         report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses
@@ -73,19 +77,13 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_step(
-    data_iterator: Iterator[tuple[Chunk, ChunkArrays]], model: torch.nn.Module
+    data_iterator: Iterator[tuple[SegmentTable, ChunkInputs]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run one microbatch through this stage, as a forward step function of Megatron's schedules."""
     session = sessions.current()
     stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
-    chunk, arrays = next(data_iterator)
-    own = session.stages[stage]
-    inputs = own.inputs(own.part(arrays))
-    if session.args.epp_schedule == "stock":
-        params = None
-    else:
-        table = SegmentTable.build(chunk, arrays.tokens.numel())
-        params = ChunkParams(ChunkContext(0, table, KVRelay()))
-    output = model(**inputs, attention_mask=None, packed_seq_params=params)
-    loss_mask: Any = inputs["loss_mask"]  # which the last stage has, where Megatron calls the loss
+    table, inputs = next(data_iterator)
+    params = None if session.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, KVRelay()))
+    output = model(**session.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
+    loss_mask: Any = inputs.loss_mask  # which the last stage has, where Megatron calls the loss
     return output, partial(token_loss, loss_mask)

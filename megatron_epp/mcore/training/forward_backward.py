@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.training import get_args
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
+from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
@@ -25,7 +27,6 @@ from megatron_epp.mcore.training.reduction import Reduction, gather_parameters, 
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.context import chunk_layouts
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
@@ -96,12 +97,14 @@ def forward_backward_elastic(
     session.attach(models, config)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    batch = _next_batch(batches, num_microbatches, session, forward_only)
+    with timed(config.timers, "batch-generator"):
+        batch = _next_batch(batches, num_microbatches, session, forward_only)
     _warm_up(session, batch)
-    report = IterationReport.begin(session, batch, forward_only)
+    # Reports are made while later batches are on the device, where this one's inputs must not be kept.
+    report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
     _run(session, models, config, batch, report)
     if not forward_only:
-        count_tokens(batch)
+        count_tokens(batch.prepared.inputs)
         if session.args.epp_batch_tokens is not None:
             # To which Megatron's loop adds the sequences that it has asked for.
             session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
@@ -125,28 +128,32 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     """Run this rank's part of the batch's plan, and start the reduction of gradients."""
     args = session.args
     assert batch.plan is not None
+    program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
+    uploaded = batch.prepared.inputs.upload.buffer
     out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
     vocabulary, host = session.vocabulary, session.host
     tied = None if vocabulary is None else vocabulary.tied
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
     reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
-    with reduction, report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
+    with reduction, report.measuring(uploaded), torch.set_grad_enabled(not batch.plan.forward_only):
         if not batch.plan.forward_only:
             gather_parameters(config, models)
         for index, stage in enumerate(session.stages.values()):
             reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
-            stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), reduce)
+            stage.begin(inputs, partial(reduction.before_last_gradient, index), reduce)
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
         with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
-            handlers = None if vocabulary is None else vocabulary.begin(batch.chunk)
+            handlers = None if vocabulary is None else vocabulary.begin(inputs)
         running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
-        Executor(*running, handlers, exchanges_for(batch.plan, config, args), batch.program).run()
+        Executor(*running, handlers, exchanges_for(batch.plan, config, args), program).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
                 tied.add_gradients()
             reduction.reduce(0)
     for stage in session.stages.values():
-        stage.check()
+        stage.end()
+    if vocabulary is not None:
+        vocabulary.end()
 
 
 def _nothing() -> None:
@@ -156,8 +163,8 @@ def _nothing() -> None:
 def _warm_up(session: Session, batch: GlobalBatch) -> None:
     """Build kernel plans for chunks of new shapes, on all ranks at once."""
     if session.warm_up is not None and batch.plan is not None:
-        layouts = chunk_layouts(batch.plan) if batch.program is None else batch.program.layouts
         with session.watchdog.watch(lambda: f"rank {session.rank} warms up attention (--epp-wait-limit-seconds)"):
+            layouts = batch.prepared.program.layouts
             session.warm_up.before(layouts, any(one.attention_layers for row in batch.plan.recompute for one in row))
 
 

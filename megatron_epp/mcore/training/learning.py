@@ -6,6 +6,8 @@ import argparse
 import logging
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.side_thread import SideThread
 from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)
@@ -45,24 +48,29 @@ class CostLearning:
         self._batch = 0  # the last that was planned
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
+        self._thread = SideThread("epp-cost-learning")
+        self._added: Future[None] | None = None  # of the last iteration
 
     def after(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None = None) -> PipelineCosts | None:
         """Add a training iteration; return the learnt costs after the last one that is measured, in a collective call.
+
+        Its times are read in a thread while the next iteration runs. Only those of the last one are waited for, since the plan
+        of a certain batch is made by what was learnt.
 
         Args:
             plan: of the iteration.
             recorder: times of its actions.
             output_share: of its chunks, on a rank with the output layer or a shard of it.
         """
+        if self._added is not None:
+            self._added.result()  # raises the error with which it ended
         if self.learner.is_done:
             return None
-        if self.learner.is_recording:
-            collectives = recorder.collectives()
-            self.learner.add(plan, recorder.events(), {}, output_share=output_share, collectives=collectives)
-        else:
-            self.learner.add(plan, (), {})
-        if not self.learner.is_done:
+        is_last = self.learner.seen == WARM_UP + RECORDED - 1
+        self._added = self._thread.submit(partial(self._add, plan, recorder, output_share))
+        if not is_last:
             return None
+        self._added.result()
         everyone = from_each(self.learner.learnt)
         costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))
         if dist.get_rank() == 0:
@@ -75,6 +83,14 @@ class CostLearning:
             )
         keep(self._args, KeptCosts(costs, self._learnt_with))
         return costs
+
+    def _add(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None) -> None:
+        """Add an iteration. On a GPU this waits for the device."""
+        if not self.learner.is_recording:
+            self.learner.add(plan, (), {})
+            return
+        collectives = recorder.collectives()
+        self.learner.add(plan, recorder.events(), {}, output_share=output_share, collectives=collectives)
 
     def plan_with(self, planner: BackgroundPlanner) -> None:
         """Set the planner by learnt costs; only on a rank that plans."""

@@ -24,6 +24,10 @@ class Reduction:
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
     stage to the first. The rank's chunks are given by ascending stage.
+
+    On one hardware queue a second collective of a stage starts behind the end of the first, and all that is launched later
+    waits for it. Megatron launches one for each model chunk of a rank but its first (`disable_bucketing`), whose buckets are
+    reduced last, when the rank has no compute left; experts' gradients are reduced on another communicator.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:

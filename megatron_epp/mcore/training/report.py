@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import features
 from megatron_epp.mcore.training import loggers as loggers
+from megatron_epp.mcore.training.inputs import BatchInputs
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
 from megatron_epp.plan.account import Account
@@ -96,8 +97,12 @@ class IterationReport:
         return IterationReport(session, batch, session.iteration, forward_only, collects, start, session.plan_wait_us)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure the iteration: a context around all that builds or frees graphs."""
+    def measuring(self, uploaded: torch.Tensor) -> Iterator[None]:
+        """Measure the iteration: a context around all that builds or frees graphs.
+
+        Args:
+            uploaded: memory of the batch's inputs, which are on the device throughout and not counted with a chunk.
+        """
         self.recorder = Recorder(enabled=self.collects or (self.session.records and not self.is_evaluation))
         copies = () if self.batch.plan is None else self.batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
@@ -108,7 +113,7 @@ class IterationReport:
                 of_shard = 0 if vocabulary is None else vocabulary.num_bytes
                 return sum(stage.relay.num_bytes for stage in stages) + of_shard
 
-            self.saved = SavedTensors(parameters, others)
+            self.saved = SavedTensors([*parameters, uploaded], others)
             self.offload = None if self.session.host is None else Offload(self.saved, self.session.host)
         with self.saved or contextlib.nullcontext():
             yield
@@ -251,11 +256,8 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
     }
 
 
-def count_tokens(batch: GlobalBatch) -> None:
+def count_tokens(inputs: BatchInputs) -> None:
     """Pass the true lengths to Megatron's throughput log, which otherwise assumes `--seq-length` tokens per sequence."""
     count = features.sequence_length_counter()
-    if count is not None:
-        ends = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)
-        if torch.cuda.is_initialized():  # Megatron adds up on the GPU, and would wait for a copy of ordinary memory
-            ends = ends.pin_memory().to("cuda", non_blocking=True)
-        count(ends)
+    if count is not None:  # which adds up on the device
+        count(inputs.sequence_ends)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible_on_device, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.report_folder import ReportFolder
 from megatron_epp.mcore.training.reports import Reports
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.mcore.training.warm_up import warm_up
-from megatron_epp.plan import UNLIMITED_BYTES, EppError
+from megatron_epp.plan import UNLIMITED_BYTES, Action, EppError
 from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
@@ -48,7 +49,6 @@ from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.warm_up import WarmUp
-from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
@@ -99,6 +99,8 @@ class Session:
         """True if this rank plans, which is the first rank of its group."""
         self.stages: dict[int, MegatronStage] = {}
         """This rank's stages by their number in the pipeline; empty before `attach`."""
+        self.inputs: RankInputs | None = None
+        """Upload of batches to this rank's device; None before `attach`."""
         self.links: Links | None = None
         self.costs: PipelineCosts | None = None
         """Costs of the pipeline; None before `attach`, and if the schedule needs no plans."""
@@ -157,6 +159,7 @@ class Session:
         self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, used, options)
         last_rank = self.placement.last_rank
         self.vocabulary = rank_vocabulary(self.args, models, self.stages, config, last_rank, groups, options)
+        self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self._lockstep_ranks], groups)
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
@@ -210,8 +213,9 @@ class Session:
         """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
-        output = self.vocabulary or (last if last is not None and last.has_loss else None)
-        share = None if output is None else cache(lambda chunk: output.output_share(batch.chunk(chunk)))
+        has_output = self.vocabulary is not None or (last is not None and last.has_loss)
+        inputs = batch.prepared.inputs
+        share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
             if self.learning is not None and (learnt := self.learning.after(plan, recorder, share)) is not None:
                 self.costs = learnt
@@ -255,7 +259,7 @@ class Session:
         """Return the source of this rank's plans, for training or for evaluation."""
         make = partial(self._plan, forward_only=forward_only) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange, member, self._agree, self.rank, program_of)
+        return PlanSource(make, self._exchange, member, self._agree, self.rank, self._prepare)
 
     def close(self) -> None:
         """Complete what threads do and end planning. Any thread that still waits for a plan gets an error."""
@@ -283,6 +287,10 @@ class Session:
             raise possible_on_device(error).within(
                 after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING
             ) from error
+
+    def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
+        assert self.inputs is not None  # batches are taken after `attach`
+        return self.inputs.prepare(batch, actions)
 
     def _exchange(self, items: list[Item]) -> list[Item]:
         assert self.links is not None

@@ -13,11 +13,10 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
-from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.model.tied_table import TiedTable
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
 from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
@@ -30,8 +29,6 @@ from megatron_epp.runtime.loss.background import Background, SideStream
 from megatron_epp.runtime.loss.pipeline_shards import ShardGroups, Targets, VocabularyShards
 from megatron_epp.runtime.loss.shards import Shard
 from megatron_epp.runtime.side_thread import SideThread
-
-Arrays = Callable[[int], ChunkArrays]
 
 
 class RankVocabulary:
@@ -63,24 +60,26 @@ class RankVocabulary:
         self.hidden_size, self.token_ranks = config.hidden_size, args.context_parallel_size
         self._block_tokens = block_tokens_of(args)
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
-        self._arrays: Arrays | None = None
+        self._inputs: Callable[[int], ChunkInputs] | None = None
         self._shards: VocabularyShards | None = None
-        self._spread: dict[int, tuple[Tensor | None, ChunkArrays]] = {}  # rows and arrays, if the last stage is here
         self.tied: TiedTable | None = None
         if tied_group is not None:
             table = first.embedding.word_embeddings if first.pre_process else None
             self.tied = TiedTable(self._shard, table, dist.get_process_group_ranks(tied_group), tied_group)
             self._any_stage.more_weights = self.tied.parameters
 
-    def begin(self, arrays: Arrays) -> Mapping[Op, Handler]:
-        """Start an iteration, whose chunks have the `arrays`; return the handlers of the operations on shards."""
-        self._arrays = arrays
-        self._spread.clear()
+    def begin(self, inputs: Callable[[int], ChunkInputs]) -> Mapping[Op, Handler]:
+        """Start an iteration, whose chunks have the `inputs`; return the handlers of the operations on shards."""
+        self._inputs = inputs
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
         self._shards = VocabularyShards(self, self.groups, last, self._background)
         return self._shards.handlers()
+
+    def end(self) -> None:
+        """Let go of the iteration's inputs."""
+        self._inputs = None
 
     @property
     def num_bytes(self) -> int:
@@ -90,33 +89,26 @@ class RankVocabulary:
     # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).
 
     def targets(self, chunk: int) -> Targets:
-        """Read a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
-        assert self._arrays is not None
-        stage, arrays = self._any_stage, self._any_stage.part(self._arrays(chunk))
-        rows = self._rows(arrays)
-        labels, weights, num_tokens = arrays.labels, arrays.loss_mask, len(arrays.labels)
+        """Return a chunk's labels and mask, which every rank has in its batch, so that only the hidden states are broadcast."""
+        assert self._inputs is not None
+        inputs = self._inputs(chunk)
+        rows = inputs.rows
+        assert inputs.labels is not None  # on a rank with a shard
+        assert inputs.loss_mask is not None
+        labels, weights = inputs.labels[0], inputs.loss_mask[0]
+        num_tokens = len(labels)
         if rows is not None:
-            labels, weights = labels[rows], weights[rows]
-            rows = stage.on_device(rows)
-        weights = stage.on_device(weights)
+            labels, weights = labels.index_select(0, rows), weights.index_select(0, rows)
         if self._config.grad_scale_func is not None:
             weights = weights * self._config.grad_scale_func(torch.ones((), device=weights.device))
-        if self._last is not None:
-            self._spread[chunk] = rows, arrays
         parts = self.num_parts
         count = num_tokens // parts if parts > 1 or rows is None else len(rows)
         whole = partial(_gathered, rows) if parts > 1 else _same
-        return Targets((count, self.hidden_size), stage.on_device(labels), weights, whole)
+        return Targets((count, self.hidden_size), labels, weights, whole)
 
-    def _rows(self, arrays: ChunkArrays) -> Tensor | None:
-        """Return the tokens of this rank's part of a chunk that pass the output layer, on the CPU; None for all."""
-        return rows_to_compute(arrays.loss_mask, self._entries, self.hidden_size)
-
-    def output_share(self, arrays: ChunkArrays) -> float:
-        """Return the share of a chunk's tokens that pass the output layer."""
-        part = self._any_stage.part(arrays)
-        rows = self._rows(part)
-        return 1.0 if rows is None else len(rows) / len(part.tokens)
+    def rows(self, loss_mask: Tensor) -> Tensor | None:
+        """Return the tokens that pass the output layer, given their mask ``[tokens]`` on the CPU; None for all."""
+        return rows_to_compute(loss_mask, self._entries, self.hidden_size)
 
     def message(self) -> tuple[torch.dtype, torch.device]:
         _, dtype, device = self._any_stage.message(1)
@@ -133,13 +125,14 @@ class RankVocabulary:
 
     def spread(self, chunk: int) -> Tensor:
         assert self._last is not None
-        (rows, _), output = self._spread[chunk], self._last.output(chunk)
+        assert self._inputs is not None
+        rows, output = self._inputs(chunk).rows, self._last.output(chunk)
         return output.contiguous() if rows is None or self.num_parts > 1 else output.index_select(0, rows)
 
     def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
         assert self._last is not None
-        rows, arrays = self._spread.pop(chunk)
-        self._last.finish(chunk, arrays, rows, losses, gradient)
+        assert self._inputs is not None
+        self._last.finish(chunk, self._inputs(chunk), losses, gradient)
 
     @property
     def num_parts(self) -> int:

@@ -4,10 +4,10 @@ tensors a layer caches of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -140,17 +140,23 @@ class SegmentTable:
         return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
 
     def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers (see `copy_offsets`).
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`, copied there once for all layers unless `take` has put
+        them there.
 
         Args:
             device: of the offsets.
             num_segments: n, up to the class of the number of segments: the further ones are empty. By default, no empty ones.
         """
         if device not in self._on_device:
-            copy_offsets([self], device)
+            offsets = offsets_of(self)
+            self.take(device, offsets.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else offsets)
         end = max(num_segments, len(self.segments)) + 1
         queries, keys = self._on_device[device]
         return queries[:end], keys[:end]
+
+    def take(self, device: torch.device, offsets: Tensor) -> None:
+        """Use `offsets` of this table (`offsets_of`) that are on a device, or on their way there with what uses them."""
+        self._on_device[device] = offsets
 
     @cached_property
     def _on_device(self) -> dict[torch.device, Tensor]:
@@ -168,20 +174,12 @@ class SegmentTable:
         return SegmentTable(tuple(segments), query_starts, key_starts)
 
 
-def copy_offsets(tables: Sequence[SegmentTable], device: torch.device) -> None:
-    """Copy the offsets of many tables to a device at once, those excepted that are there.
+def offsets_of(table: SegmentTable) -> Tensor:
+    """Return the offsets of queries and of keys of a table, int32 ``[2, width]`` on the CPU.
 
-    A copy for each chunk, made when its first layer runs, would wait behind offloaded activations for the link to the host.
-    Offsets are followed by those of empty segments, up to the class of the number of segments. Rows begin at multiples of 16
+    They are followed by those of empty segments, up to the class of the number of segments. Both rows begin at multiples of 16
     bytes.
     """
-    missing = [table for table in tables if device not in table._on_device]
-    widths = [-(-(segment_class(len(table.segments)) + 1) // 4) * 4 for table in missing]
-    pairs = [((table.query_starts, table.key_starts), width) for table, width in zip(missing, widths, strict=True)]
-    rows = [[(*row, *repeat(row[-1], width - len(row))) for row in both] for both, width in pairs]
-    flat = torch.tensor([*chain.from_iterable(chain.from_iterable(rows))], dtype=torch.int32)
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([2 * width for width in widths])
-    for table, part in zip(missing, parts, strict=True):
-        table._on_device[device] = part.view(2, -1)
+    width = -(-(segment_class(len(table.segments)) + 1) // 4) * 4
+    rows = [(*row, *repeat(row[-1], width - len(row))) for row in (table.query_starts, table.key_starts)]
+    return torch.tensor(rows, dtype=torch.int32)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.cost.library import load_flags
 from megatron_epp.mcore.model.adopt import PositionedRotary
-from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
@@ -86,7 +86,7 @@ def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Coun
 
 
 def _forward(stage: MegatronStage, chunk: Chunk, view: SliceView | None) -> tuple[ChunkContext, torch.Tensor, Counted]:
-    stage.begin(lambda _: None)  # type: ignore[arg-type,return-value]
+    stage.begin(lambda _: ChunkInputs())
     shape, dtype, device = stage.message(chunk.num_tokens)
     hidden = ReceiveLeaf().enter(torch.empty(shape, dtype=dtype, device=device))
     context = ChunkContext(0, SegmentTable.build(chunk, chunk.num_tokens), stage.relay, view)

@@ -81,6 +81,7 @@ def of_batches(executor, batches):
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.plan import lower
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import Offload
 
@@ -105,13 +106,16 @@ def of_batches(executor, batches):
                 batch = GlobalBatch(
                     indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
                 )
-                parameters = (p for stage in self.stages.values() for p in stage.parameters)
-                saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
+                prepared = session.inputs.prepare(batch, lower(plan)[self.rank])
+                others = [p for stage in self.stages.values() for p in stage.parameters]
+                others.append(prepared.inputs.upload.buffer)
+                saved = SavedTensors(others, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
                 offload = Offload(saved, session.host)
                 for stage in self.stages.values():
-                    stage.begin(batch.chunk)
+                    stage.begin(prepared.inputs.chunk)
                 with saved:
-                    executor(plan, self.rank, self.stages, self.links, None, None, offload, host=session.host).run()
+                    running = plan, self.rank, self.stages, self.links, None, None, offload
+                    executor(*running, host=session.host, program=prepared.program).run()
                 caches = [stage.relay.offloaded for stage in self.stages.values() if stage.relay.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(

@@ -19,7 +19,7 @@ from scripts.random_documents import write_documents
 ITERATIONS = 5
 TIED = "gpt2"
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
 
 ALONE = Cell()
 SLICED = "--epp-slices 3"
@@ -32,8 +32,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     load_megatron()
-    gathers = folder / "gathers"
-    record_gathers(gathers)
+    gathers, reductions = folder / "gathers", folder / "reductions"
+    record_calls(gathers, reductions)
     common = common_flags(ITERATIONS, CONTEXT, 8, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
@@ -62,22 +62,35 @@ def main() -> None:
         for name, runs in parts.items()
     }
     report["gathers"] = len(gathers.read_text())
+    report["reductions"] = [[int(number) for number in line.split()] for line in reductions.read_text().splitlines()]
     (folder / "report.json").write_text(json.dumps(report))
 
 
-def record_gathers(path: Path) -> None:
-    """Append a letter to a file for every call of a chunk's `param_sync_func`, which gets parameters as an argument."""
+def record_calls(gathers: Path, reductions: Path) -> None:
+    """Append to files for every call of a chunk's `param_sync_func` and `grad_sync_func`, which get parameters as an argument.
+
+    For a gather it is a letter; for a reduction a line with pipeline rank, number of the chunk, and number of collectives.
+    """
+    from megatron.core import mpu
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.utils import get_attr_wrapped_model
 
-    original = DistributedDataParallel.start_param_sync
+    start_param_sync, start_grad_sync = DistributedDataParallel.start_param_sync, DistributedDataParallel.start_grad_sync
 
-    def start_param_sync(self: Any, *parameters: Any, **named: Any) -> Any:
+    def gather(self: Any, *parameters: Any, **named: Any) -> Any:
         if parameters:
-            with path.open("a") as file:
+            with gathers.open("a") as file:
                 file.write("g")
-        return original(self, *parameters, **named)
+        return start_param_sync(self, *parameters, **named)
 
-    DistributedDataParallel.start_param_sync = start_param_sync
+    def reduce(self: Any, *parameters: Any, **named: Any) -> Any:
+        if parameters:
+            with reductions.open("a") as file:
+                chunk, rank = get_attr_wrapped_model(self, "vp_stage"), mpu.get_pipeline_model_parallel_rank()
+                file.write(f"{rank} {chunk} {len(self.bucket_groups)}\n")
+        return start_grad_sync(self, *parameters, **named)
+
+    DistributedDataParallel.start_param_sync, DistributedDataParallel.start_grad_sync = gather, reduce
 
 
 def apart(whole: Run, runs: list[Run]) -> float:

@@ -121,8 +121,8 @@ def by_levels(executor):
                 model.zero_grad_buffer()
             calls.clear()
             host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.relay for stage in self.stages.values()]
-            parameters = (p for stage in self.stages.values() for p in stage.parameters)
-            with SavedTensors(parameters, lambda: sum(relay.num_bytes for relay in relays)) as saved:
+            others = [self._upload.buffer, *(p for stage in self.stages.values() for p in stage.parameters)]
+            with SavedTensors(others, lambda: sum(relay.num_bytes for relay in relays)) as saved:
                 offload = Offload(saved, host)
                 self.again(variant, offload, host).run()
             caches = [relay.offloaded for relay in relays if relay.offloaded is not None]

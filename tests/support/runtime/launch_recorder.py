@@ -1,4 +1,4 @@
-"""Records what a rank launches: the real executor, links, offload and host memory on streams and messages that only take notes.
+"""Records what a rank launches: executor, links, upload, offload and host memory as they are, on streams that only take notes.
 
 Nothing of the runtime is replaced but what it calls of torch: `torch.cuda`'s streams, as `CopyStreams` takes them, and the two
 functions that start messages. A rank runs alone, in this process and on a CPU; the messages that it receives are zeros.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import torch
@@ -17,17 +17,21 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
+from megatron_epp.runtime.attention.layout import offsets_of
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.copy_streams import CopyStreams
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.upload import Uploader
 from tests.support.plan.queue_machine import Launch
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
-COMPUTE, WAIT, SEND, RECEIVE, OFFLOAD, LOAD, REDUCTION = "compute", "wait", "send", "receive", "offload", "load", "reduction"
+COMPUTE, WAIT, SEND, RECEIVE, REDUCTION = "compute", "wait", "send", "receive", "reduction"
+OFFLOAD, LOAD, UPLOAD = "offload", "load", "upload"
 
 
 @dataclass
@@ -106,7 +110,7 @@ class Work:
 
 
 class RecordedCopies(CopyStreams):
-    """The streams of copies, on a log that is told their direction."""
+    """The streams of offloads and loads, on a log that is told their direction."""
 
     def __init__(self, log):
         super().__init__(log)
@@ -114,11 +118,11 @@ class RecordedCopies(CopyStreams):
 
     @contextmanager
     def copying(self, out, *after):
-        with super().copying(out, *after), _EachCopy(self.log, OFFLOAD if out else LOAD):
+        with super().copying(out, *after), EachCopy(self.log, OFFLOAD if out else LOAD):
             yield
 
 
-class _EachCopy(TorchFunctionMode):
+class EachCopy(TorchFunctionMode):
     """Notes every copy, which is made at once: the first of an action under its name, with its time."""
 
     def __init__(self, log, kind):
@@ -127,7 +131,7 @@ class _EachCopy(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.copy_:
-            is_own = self.log.action.op in (Op.O, Op.L) and not self.number
+            is_own = self.log.action is not None and self.log.action.op in (Op.O, Op.L) and not self.number
             text = str(self.log.action) if is_own else f"{self.kind} at launch {len(self.log.launches)}"
             self.log.launch(text, self.kind, self.log.current_stream())
             self.number += 1
@@ -176,11 +180,14 @@ class Reductions(nullcontext):
 
 
 class RecordedStage(PlainStage):
-    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do, bucket by bucket."""
+    """Reduces gradients on a communicator, which all replicas join, when its rank's `Reductions` do, bucket by bucket.
 
-    def __init__(self, part, batch, log, number, num_buckets=1):
+    Megatron has buckets in the first of a rank's model chunks, which is its first stage; those of the others are one launch.
+    """
+
+    def __init__(self, part, batch, log, number, num_buckets=1, coalesces=True):
         super().__init__(part, batch)
-        self.log, self.number, self.num_buckets = log, number, num_buckets
+        self.log, self.number, self.num_buckets, self.coalesces = log, number, num_buckets, coalesces
         self.reductions, self.index = None, 0
 
     def before_last_gradient(self):
@@ -191,7 +198,7 @@ class RecordedStage(PlainStage):
 
     def start_reduction(self):
         text = f"{self.number}{Op.REDUCE}{self.log.action.chunk}"
-        for bucket in range(self.num_buckets):
+        for bucket in range(1 if self.coalesces and self.index else self.num_buckets):
             name = f"{text} bucket {bucket}" if bucket else text
             self.log.behind_current(name, REDUCTION, "reductions", ("reduce", self.number, bucket))
 
@@ -217,6 +224,16 @@ class _Messages:
         self.counts[way, group] += 1
         name = f"{group} {way[0]} to {way[1]}"
         return self.log.behind_current(str(self.log.action), kind, name, ("message", way, group, number, self.replica))
+
+
+def _uploaded(program, batch, log):
+    """The program with the upload of its segment tables, and of the tokens and loss masks of its chunks."""
+    sent = [offsets_of(layout.table) for layout in program.layouts]
+    for arrays in map(batch.chunk, range(len(program.layouts))):
+        sent += [arrays.tokens, arrays.loss_mask]
+    with EachCopy(log, UPLOAD):
+        upload = Uploader(torch.device("cpu"), log).begin(sent)
+    return replace(program, upload=upload)
 
 
 def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Reductions):
@@ -247,7 +264,8 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
         patch.object(dist, "irecv", messages.irecv),
     ):
         offload = Offload(saved, host) if any(plan.copies) else None
-        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, host=host)
+        program = _uploaded(prepare(plan, rank), batch, log)
+        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, host=host, program=program)
         executor.log = log
         executor.run()
     return log

@@ -20,6 +20,7 @@ from tests.support.runtime.launch_recorder import (
     RECEIVE,
     REDUCTION,
     SEND,
+    UPLOAD,
     WAIT,
     RecordedLaunch,
     RecordedStage,
@@ -36,7 +37,7 @@ PLANS = {
     "offload": lambda: _with_copies(planned(LENGTHS, (1, 1, 1), slices=4)),
 }
 _COPY_US = 300.0
-COLOURS = {SEND: "#E69F00", RECEIVE: "#F0C75E", REDUCTION: "#CC79A7", WAIT: "#888888"}
+COLOURS = {SEND: "#E69F00", RECEIVE: "#F0C75E", REDUCTION: "#CC79A7", UPLOAD: "#44AA99", WAIT: "#888888"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,18 @@ class Span:
     end_us: float
 
 
-def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launches: launches) -> list[Span]:
+def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launches: launches, coalesces=True) -> list[Span]:
     """Record the replicas' plans and run all their ranks together.
 
     Args:
         plans: of the replicas of one pipeline, whose reductions join them.
         queues: hardware queues of each rank.
         reduce_us: time of the reduction of every bucket.
-        num_buckets: of every stage's gradients.
+        num_buckets: of the gradients of every rank's first stage.
         alter: changes the launches of a rank before they run.
+        coalesces: the gradients of a rank's other stages are reduced by one launch; else they have as many buckets.
     """
-    make_stage = partial(RecordedStage, num_buckets=num_buckets)
+    make_stage = partial(RecordedStage, num_buckets=num_buckets, coalesces=coalesces)
     recorded = [
         alter(record(plan, rank, number, make_stage).launches)
         for number, plan in enumerate(plans)
@@ -113,6 +115,7 @@ def _name(launches: Sequence[RecordedLaunch]) -> str:
 
 def _meaning(launch: RecordedLaunch) -> str:
     meanings = {SEND: "send", RECEIVE: "receive, from its start, and its wait for the other side", REDUCTION: "reduction"}
+    meanings[UPLOAD] = "upload"
     return meanings.get(launch.kind) or operation(launch.action.op).text
 
 

@@ -1,0 +1,122 @@
+"""Inputs of a rank's stages on their device, uploaded for all chunks of an iteration at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from megatron.core import mpu
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
+from megatron_epp.mcore.training.vocabulary import RankVocabulary
+from megatron_epp.plan import Action
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
+from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
+from megatron_epp.runtime.context import Program, program_of
+from megatron_epp.runtime.upload import Upload, Uploader
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    """Inputs of a rank for all chunks of a batch.
+
+    Attributes:
+        upload: by which they come to the device.
+        chunks: inputs of each chunk; empty on a rank whose stages read none.
+        sequence_ends: int64 ``[sequences + 1]``, offsets of the batch's sequences when they are laid one after the other.
+    """
+
+    upload: Upload
+    chunks: tuple[ChunkInputs, ...]
+    sequence_ends: Tensor
+
+    def chunk(self, chunk: int) -> ChunkInputs:
+        """Return the inputs of a chunk; without tensors on a rank whose stages read none."""
+        return self.chunks[chunk] if self.chunks else ChunkInputs()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """Program of a rank for a planned batch, and its inputs, which are on their way to the device."""
+
+    program: Program
+    inputs: BatchInputs
+
+
+RowsOf = Callable[[Tensor], Tensor | None]
+"""Function from a loss mask ``[tokens]`` on the CPU to the tokens that pass the output layer, None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInputs:
+    """Reads what a rank's stages need of a batch, and uploads it, by one copy. Its methods may be called in any thread.
+
+    Attributes:
+        uploader: of the rank's device.
+        device: the device.
+        context_parallel: how ranks share a chunk's tokens.
+        reads_tokens: the rank has the first or the last stage.
+        rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
+    """
+
+    uploader: Uploader
+    device: torch.device
+    context_parallel: ContextParallel = NOT_SHARED
+    reads_tokens: bool = True
+    rows_of: RowsOf | None = None
+
+    def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
+        """Prepare a rank's part of a planned batch, whose lowered actions are given; start to upload what it reads.
+
+        Raises `EppError`, or an error of the operating system, if the tokens cannot be read.
+        """
+        assert batch.plan is not None
+        program = program_of(batch.plan, actions)
+        arrays = (batch.chunk(chunk) for chunk in range(len(batch.plan.chunks)))
+        tables = [layout.table for layout in program.layouts]
+        inputs = self.upload(arrays, batch.lengths, tables)
+        return PreparedBatch(replace(program, upload=inputs.upload), inputs)
+
+    def upload(self, arrays: Iterable[ChunkArrays], lengths: Sequence[int], tables: Sequence[SegmentTable] = ()) -> BatchInputs:
+        """Start to upload the inputs of chunks.
+
+        Args:
+            arrays: of each chunk; not read where no stage of the rank needs them.
+            lengths: of the batch's sequences.
+            tables: segment tables, whose offsets come to the device with them.
+        """
+        given = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
+        columns = [self._columns(each) for each in arrays] if self.reads_tokens or self.rows_of is not None else []
+        sent = [column for each in columns for column in each if column is not None]
+        upload = self.uploader.begin([*given, *sent])
+        ends, *received = upload.tensors
+        for table, offsets in zip(tables, received, strict=False):
+            table.take(self.device, offsets)
+        rest = iter(received[len(tables) :])
+        chunks = tuple(ChunkInputs(*(None if column is None else next(rest) for column in each)) for each in columns)
+        return BatchInputs(upload, chunks, ends)
+
+    def _columns(self, arrays: ChunkArrays) -> tuple[Tensor | None, ...]:
+        """Return the values of a chunk's `ChunkInputs`, on the CPU."""
+        own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
+        tokens = (own.tokens[None], own.position_ids[None]) if self.reads_tokens else (None, None)
+        if self.rows_of is None:
+            return (*tokens, None, None, None)
+        return (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
+
+
+def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
+    """Return the inputs of a rank with these stages, and with a shard of the output layer if there is one."""
+    last = next((stage for stage in stages.values() if stage.is_last), None)
+    _, _, device = next(iter(stages.values())).message(1)
+    return RankInputs(
+        Uploader(device, torch.cuda if device.type == "cuda" else None),
+        device,
+        of_group(mpu.get_context_parallel_group()),
+        reads_tokens=any(stage.is_first or stage.is_last for stage in stages.values()),
+        rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
+    )

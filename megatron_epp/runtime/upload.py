@@ -1,0 +1,89 @@
+"""Upload of what an iteration reads on its device: many small tensors in one buffer, by one copy on a stream of its own.
+
+A copy for each of them would cost a call each, and wait behind offloaded activations where it shares their stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 16
+"""Alignment of every tensor in the buffer, of which kernels that load several elements at once make use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Tensors that are on their way to the device, or there.
+
+    Attributes:
+        buffer: bytes on the device, which all tensors are views of.
+        tensors: the tensors, in the order in which they were given.
+        wait: makes the current stream, not the host, wait for the copy. Called once, before the first use.
+    """
+
+    buffer: Tensor
+    tensors: tuple[Tensor, ...]
+    wait: Callable[[], None]
+
+
+class Uploader:
+    """Copies tensors to a device. Uploads may be begun in any thread.
+
+    Tensors of all types share one buffer of bytes, so an iteration has one copy and one event whatever it uploads.
+
+    Args:
+        device: the device; with its index, if it is a GPU. On a CPU the copy is made at once.
+        cuda: makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream` and `stream`. None for a CPU.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = None) -> None:
+        self._device, self._cuda = device, cuda
+        self._stream: Any = None if cuda is None else cuda.Stream()
+
+    def begin(self, tensors: Sequence[Tensor]) -> Upload:
+        """Start to copy tensors of the CPU to the device.
+
+        Pinned memory comes from torch's cache, which gives it out again when its copy has ended.
+        """
+        starts, pieces = _laid_out(tensors)
+        size = sum(len(piece) for piece in pieces)
+        with nullcontext() if self._cuda is None else self._cuda.stream(self._stream):
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            if pieces:
+                torch.cat(pieces, out=host)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            buffer.copy_(host, non_blocking=True)
+            done = None if self._stream is None else self._stream.record_event()
+        views = tuple(
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        )
+        return Upload(buffer, views, lambda: self._wait(buffer, done))
+
+    def _wait(self, buffer: Tensor, done: Any) -> None:
+        if self._cuda is None:
+            return
+        stream = self._cuda.current_stream()
+        stream.wait_event(done)
+        if buffer.is_cuda:  # its memory is of another stream, which must not take it back while this one reads it
+            buffer.record_stream(stream)
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Return where each tensor starts in a buffer, and the pieces of bytes that fill it: tensors, and padding between them."""
+    starts, pieces, size = list[int](), list[Tensor](), 0
+    padding = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
+    for tensor in tensors:
+        starts.append(size)
+        pieces.append(tensor.reshape(-1).view(torch.uint8))
+        unused = -tensor.nbytes % _ALIGNMENT_BYTES
+        if unused:
+            pieces.append(padding[:unused])
+        size += tensor.nbytes + unused
+    return starts, pieces
