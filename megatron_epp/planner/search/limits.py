@@ -24,8 +24,8 @@ LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
 BATCHES = 16
 """Largest multiple of the batch that is tried."""
-LARGE = 1 << 14
-"""Stages times chunks of a plan above which the smallest cap is not lowered byte by byte: each proof takes seconds."""
+LARGE = 640
+"""Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: a plan takes 2 s."""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
@@ -121,8 +121,8 @@ class Limits:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
         Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
-        messages may need less than was set aside for them; that lowers it further, down to the last byte unless plans are
-        large.
+        messages may need less than was set aside for them; that lowers it further, down to the last byte, unless plans are
+        large: then it is less than a thousandth.
 
         Args:
             step: bytes between the caps tried with offload; None for about a thousandth of the answer.
@@ -135,7 +135,7 @@ class Limits:
         if not self.options.offload:
             made = self._plan_of_cap(lengths, named)
             if made.num_stages * len(made.chunks) > LARGE:
-                return Limit(max(made.predicted.peak_bytes)), made
+                return Limit(named), made
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
                     made, named = self._plan_of_cap(lengths, peak), peak
