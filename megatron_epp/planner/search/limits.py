@@ -25,7 +25,7 @@ LONGEST = 1 << 25
 BATCHES = 16
 """Largest multiple of the batch that is tried."""
 LARGE = 640
-"""Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: a plan takes 2 s."""
+"""Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: plans take 2 s."""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
