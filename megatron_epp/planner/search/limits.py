@@ -117,15 +117,12 @@ class Limits:
 
         return self._proven(taken, Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths)))
 
-    def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
+    def cap(self) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
         Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
         messages may need less than was set aside for them; that lowers it further, down to the last byte unless plans are
         large.
-
-        Args:
-            step: bytes between the caps tried with offload; None for about a thousandth of the answer.
 
         Raises:
             InfeasibleError: no cap is high enough: memory is not the obstacle.
@@ -140,7 +137,7 @@ class Limits:
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
                     made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
-        step = step or 1 << max(0, named.bit_length() - 11)
+        step = 1 << max(0, named.bit_length() - 11)  # about a thousandth of the answer
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
