@@ -231,8 +231,22 @@ class Tables:
     @property
     def input_us(self) -> Times:
         """Backward times without the weight gradient."""
-        rows = zip(self.backward_us, self.spared_us, strict=True)
-        return [[whole - spared for whole, spared in zip(*row, strict=True)] for row in rows]
+        return less(self.backward_us, self.spared_us)
+
+    def busy_us(self, rank: int, backward_us: Times) -> float:
+        """Time that a rank computes: the sum of the forwards and backwards of its stages, in microseconds.
+
+        Args:
+            rank: the rank.
+            backward_us: of each backward, ``[stage][chunk]``; no rows in a forward-only plan.
+        """
+        return sum(sum(times[stage]) for times in (self.forward_us, backward_us) if times for stage in self.stages_of[rank])
+
+
+def less(whole_us: Times, parts_us: Times) -> Times:
+    """Subtract times, entry by entry ``[stage][chunk]``."""
+    rows = zip(whole_us, parts_us, strict=True)
+    return [[whole - part for whole, part in zip(*row, strict=True)] for row in rows]
 
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:

@@ -170,7 +170,7 @@ class Chunker:
             time_us: time aimed at for a chunk, without its fixed part.
         """
         lengths = self.problem.lengths
-        long = sorted((q for q, length in enumerate(lengths) if length > ends[0]), key=lambda q: (-lengths[q], q))
+        long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
         cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
         tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
         shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
@@ -210,6 +210,11 @@ def slowest_line(problem: Problem, costs: Costs) -> Line:
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
     """One sequence per chunk, in batch order."""
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
+    return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
 
 
 def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:

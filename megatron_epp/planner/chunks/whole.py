@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.chunker import Chunker, whole_sequences
+from megatron_epp.planner.chunks.chunker import Chunker, longest_first, whole_sequences
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Problem
 
@@ -32,11 +32,11 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
         chunk_tokens: most padded tokens of a chunk; None for no limit.
     """
     lengths = problem.lengths
-    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    falling = longest_first(lengths)
     if chunk_tokens is not None and max(lengths) > chunk_tokens:
         return
     for count in range(1, min(MOST_WHOLE, len(lengths) - 1) + 1):
-        whole, others = longest_first[:count], longest_first[count:]
+        whole, others = falling[:count], falling[count:]
         alone = tuple(Chunk((Segment(q, 0, lengths[q]),)) for q in whole)
         chunker = Chunker.of(problem.part(others), costs, chunk_tokens)
         for share in CHUNKS_PER_STAGE:

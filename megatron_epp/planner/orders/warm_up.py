@@ -49,6 +49,16 @@ def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
 
 
+def descending(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the chunks in the order of their backwards: group by group, the last slice of each first."""
+    return [c for group in groups for c in reversed(group)]
+
+
+def without_weights(order: Order) -> Order:
+    """Return an order without its weight gradients (W)."""
+    return tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
+
+
 def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
     """1F1B over slices (Seq1F1B) of sequences with unequal numbers of them (InfiniPipe, section III-D).
 
@@ -78,14 +88,14 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
         ahead: the numbers of forwards before the backwards of a stage.
     """
     total = groups[-1].stop if groups else 0
-    descending = [c for group in groups for c in reversed(group)]
+    backwards = descending(groups)
     orders = []
     for stage in range(num_stages):
         forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
         if forward_only:
             orders.append(tuple(forward))
             continue
-        backward = map(Action, repeat(Op.B), repeat(stage), descending)
+        backward = map(Action, repeat(Op.B), repeat(stage), backwards)
         orders.append(tuple(merged(forward, backward, ahead(stage))))
     return tuple(orders)
 

@@ -67,11 +67,8 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
         found = trials.result()
         tables, same = found.tables[0], (grain for grain, table in zip(grains, cut, strict=False) if table == found.table)
         backward_us = backward_times(tables, found.only.recompute_steps)
-        busy_us = tuple(
-            sum(sum(times[stage]) for times in (tables.forward_us, backward_us) if times for stage in stages)
-            for stages in tables.stages_of
-        )
-        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), busy_us)
+        busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
+        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), tuple(busy_us))
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
