@@ -193,7 +193,7 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
-        modes = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
+        modes = ((count, self._known_mode(stage, name)) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
@@ -224,7 +224,7 @@ class PipelineCosts:
     def _layer_per_token(self, stage: int, work: ChunkWork, mode: str) -> TimeColumn:
         if mode == "":
             return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        return self._level(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
+        return self._known_mode(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
@@ -233,7 +233,7 @@ class PipelineCosts:
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
 
-    def _level(self, stage: int, name: str) -> ModeCosts:
+    def _known_mode(self, stage: int, name: str) -> ModeCosts:
         if (mode := self.stages[stage].mode(name)) is None:
             raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
         return mode

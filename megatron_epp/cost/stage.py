@@ -216,6 +216,16 @@ class StageCosts(LayerCosts):
         return self.weight.scaled(self.num_layers) + self.half.weight + self.extra_weight
 
     @property
+    def stage_input(self) -> Line:
+        """Time of a backward whose weight gradients are split off."""
+        return self.stage_backward.without(self.stage_weight)
+
+    @property
+    def extra_input(self) -> Line:
+        """Time of the extras in such a backward."""
+        return self.extra_backward.without(self.extra_weight)
+
+    @property
     def stage_exchange(self) -> Line:
         """Time of the exchange in the stage's forward, and of that in its backward; a half layer has half of a layer's."""
         return self.exchange.scaled(self.num_halves / 2)
