@@ -39,9 +39,9 @@ class Chunker:
             stage sets the pace, so its time is the one that should not vary from chunk to chunk.
         token_cap: most tokens of a chunk, a multiple of the padding.
         total_us: time of the whole batch.
-        is_even: slices are of equal length where those of equal time would exceed the token cap. Else all take as little time
-            as the first may with as many tokens: many times as many slices where the cap is far below the longest sequence, for
-            a token takes the longer the more there are before it.
+        is_even: slices are of equal length where slices of equal time would exceed the token cap. If not, the token cap bounds
+            the time of the first slice, and with it that of all. Tokens late in a sequence take longer, so where the cap is far
+            below the longest sequence, that makes many times as many slices.
     """
 
     problem: Problem

@@ -22,9 +22,9 @@ CHUNKS_PER_STAGE = (2, 4, 8, 16)
 
 
 def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Iterator[tuple[Chunk, ...]]:
-    """Tables in which the longest sequences run whole and the others are sliced and packed as ever.
+    """Yield tables in which the longest sequences run whole, and the others are sliced and packed as in other tables.
 
-    The whole ones come last, or amid the batched chunks: what comes before keeps the ranks busy while the first of them passes.
+    The whole ones come last, or in the middle of the batched chunks: earlier chunks keep the ranks busy while the first passes.
 
     Args:
         problem: the batch and its padding.
@@ -47,8 +47,8 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
             yield rest[:middle] + alone + rest[middle:]
 
 
-def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
-    """Whole sequences, one per chunk: longest first, and shortest first."""
+def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
+    """Return two tables of whole sequences, one per chunk: longest first, and shortest first."""
     chunks = whole_sequences(lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
     return [rising[::-1], rising]

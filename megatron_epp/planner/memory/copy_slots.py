@@ -27,8 +27,8 @@ class Chosen(NamedTuple):
     """A copy, when it is to start, and the compute action it waits for.
 
     Attributes:
-        position: in the rank's list, of the last action that must have ended: of copies that start together, those that wait
-            for less come first, for a backward that waits for a load may take no time.
+        position: of the last action of the rank that must have ended. Copies that start at the same time are ordered by it,
+            since a backward that waits for a load may take no time.
     """
 
     start_us: float
@@ -171,7 +171,7 @@ class Chooser:
 
 
 class Busy:
-    """Times at which something is taken."""
+    """Intervals of time in which a rank's copies, or a direction of a link, are busy."""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]

@@ -21,7 +21,7 @@ class ListScheduling:
     """Order rule for any placement: a free rank takes what is ready, deepest stage first.
 
     Of a forward and a backward that are both ready it takes the backward, or with `alternating` the kind that it did not run
-    last. The first keeps less alive, the second lets ranks starve less; which is faster depends on the batch.
+    last. The first keeps less alive, with the second ranks wait less; which is faster depends on the batch.
 
     Every stage runs forwards in the order of the table and backwards sequence by sequence with descending slices, so messages
     never cross. A rank starts no further chunk on its first stage while `window` times the ranks (plus the slices of the

@@ -144,14 +144,14 @@ class OneStagePerRank:
 class WarmUp:
     """1F1B with an elastic warm-up window: one stage per rank, each rank some backwards ahead of the next.
 
-    Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
-    (`minimal`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r
-    above the last runs before its k-th backward what the last rank runs before its backward ``k + lead * r``. So all ranks run
-    their forwards in the same runs, and none starves another.
+    Let backward k belong to a sequence of n slices. With `minimal` the last rank runs before it the forwards up to the end of
+    that sequence and no more; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the
+    last runs before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their
+    forwards in the same groups, and no rank has to wait for forwards that another has put off.
 
-    With `minimal` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that
-    the ranks below need next. A lead of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
-    on all ranks. With a lead of 2 a rank has as many chunks waiting for the next as it has ranks below it.
+    `minimal` keeps the fewest chunks alive: while the backwards of a long sequence run, the only forwards in between are those
+    that later ranks need next. A lead of 1 is 1F1B, without slack: all ranks wait wherever two chunks differ in time. With a
+    lead of 2, as many chunks wait between a rank and the next as there are ranks after it.
 
     Attributes:
         lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.

@@ -9,7 +9,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.whole import plainly
+from megatron_epp.planner.chunks.whole import by_length
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -109,7 +109,7 @@ def _few(
     fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
     is_few = len(problem.lengths) <= FEW and grains == CHUNKS_PER_RANK
     if problem.has_one_stage_per_rank and options.slices is None and is_few and fits_whole:
-        trials.better(Aligned((plainly(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
+        trials.better(Aligned((by_length(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
         trials.better(table, rules.least)
     trials.result()

@@ -14,7 +14,7 @@ from megatron_epp.planner.assemble import written
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
-from megatron_epp.planner.chunks.whole import plainly
+from megatron_epp.planner.chunks.whole import by_length
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
@@ -77,7 +77,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
     if options.slices is None and max(problem.lengths) <= token_cap and problem.has_one_stage_per_rank:
         plain = Trials(replicas)
         plain.best_us = trials.best_us
-        for whole in plainly(problem.lengths):
+        for whole in by_length(problem.lengths):
             plain.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)

@@ -1,8 +1,8 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Found by trying, with the planner itself, or where that says the same with one order of every chunk table (`search.least`).
-Which sizes fit is a little ragged at the edge, for planners search tables of chunks and not all of them; what is named fits,
-and one step more does not.
+Sizes are tried with the planner itself, or, where the result is the same, with one order of every chunk table
+(`search.least`). A size that fits is proven by a plan. Larger sizes than the limit may fit again here and there, since planners
+search only some chunk tables; the size one step above the limit does not.
 """
 
 from __future__ import annotations
