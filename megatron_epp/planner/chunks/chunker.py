@@ -171,7 +171,7 @@ class Chunker:
         """
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
-        cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
+        cuts = cuts_at(ends, long, lengths)
         tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
         shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
         buckets = pack(tails, shorts, time_us, self._token_limit(ends[0], shorts, time_us))
@@ -215,6 +215,17 @@ def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
     return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+
+
+def cuts_at(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Cut sequences at the same tokens: the start of each, and the end of each of its slices.
+
+    Args:
+        ends: of the slices of the longest sequence.
+        sequences: to cut, in forward order.
+        lengths: tokens of every sequence of the batch.
+    """
+    return {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in sequences}
 
 
 def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:

@@ -68,8 +68,6 @@ def choose(
             _, at = heapq.heappop(turns)
             for time_us in islice(walks[at], 1):
                 heapq.heappush(turns, (time_us, at))
-        for chooser in choosers:
-            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
         yield list(zip(ranks, choosers, strict=True))
 
 
@@ -100,6 +98,12 @@ class Chooser:
         self.excess = excess
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.own, (self.out, self.back), self.shared = Busy(), link, shared
+
+    @property
+    def copies(self) -> tuple[tuple[Action, Action | None], ...]:
+        """What it has chosen, in order, each with the compute action that it waits for."""
+        ordered = sorted(self.chosen, key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
+        return tuple((copy.action, copy.after) for copy in ordered)
 
     def walk(self) -> Iterator[float]:
         """Walk along the rank's list; wherever it is above the aim, copy away the live chunk that is needed again last.

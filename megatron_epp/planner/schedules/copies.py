@@ -105,9 +105,7 @@ def _in_time(order: Order, tables: Tables, steps: RecomputeSteps, wanted: Shares
             action, position, share, needed_us, 0.0
         ):
             shares[stage][c] = share
-    for chooser in choosers:
-        chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
-    copies = tuple(tuple((copy.action, copy.after) for copy in chooser.chosen) for chooser in choosers)
+    copies = tuple(chooser.copies for chooser in choosers)
     return Offload(steps, tuple(map(tuple, shares)), copies)
 
 
