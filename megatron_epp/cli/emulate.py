@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if faults := check(plan):
         raise PlanError(f"{args.plan}: {faults[0].reason}; see `megatron-epp check {args.plan}`")
     try:
-        from megatron_epp.runtime.tools.emulate import rehearse as emulate
+        from megatron_epp.runtime.tools.emulate import emulate
     except ImportError as error:
         raise EppError(f"emulate needs torch: {error}") from error
     simulated_us = simulate(plan).makespan_us

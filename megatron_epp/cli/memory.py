@@ -117,8 +117,8 @@ def _is_unknown_to_megatron(args: Namespace) -> bool:
 
 def _estimator() -> Callable[..., dict[str, Any] | None]:
     """Load Megatron's own estimator, in a process of its own: that takes longer than many plans, which are made meanwhile."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # for what Megatron and its libraries say of this machine
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), sys.stderr.fileno())  # for what Megatron and its libraries say of this machine
     try:
         from megatron_epp.mcore.costs.estimate import estimate
     except ImportError:

@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +60,14 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.output, profile.to_json() + "\n")
     say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
-        rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]
-        say("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
+        say("\n".join(["", *residual_table(residuals)]))
     return 0
+
+
+def residual_table(residuals: Mapping[str, Any]) -> list[str]:
+    """Format the errors of a profile's fits, by kind of measurement."""
+    rows = [[kind, str(one["points"]), f"{one['median']:.1%}", f"{one['worst']:.1%}"] for kind, one in residuals.items()]
+    return table(("kind", "points", "median error of the fit", "worst"), rows)
 
 
 def _by_formula(args: argparse.Namespace) -> Profile:

@@ -120,17 +120,15 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     overhead = Line(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
-    exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
+    exchange = exchange_line(shape.exchanged_bytes_per_token, rates)
     moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
-    width = shape.query_width / shape.ranks
-    attention_forward = _attention(4 * width / rates.attention_forward_flops, rates)
-    attention_backward = _attention(10 * width / rates.attention_backward_flops, rates)
+    attention_forward, attention_backward = _core_attention(shape, rates)
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return Part(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
-        exchange=Line(0.0, MICROSECONDS * shape.tensor_exchanged_bytes_per_token / rates.exchange_bytes),
+        exchange=exchange_line(shape.tensor_exchanged_bytes_per_token, rates),
         recompute={
             "selective": ModeCosts(
                 launch_forward + overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token
@@ -151,22 +149,12 @@ def _attention_part(shape: ModelShape, rates: Rates) -> Part:
     """Costs of a layer's attention with its norm and projections, as parts of those of `_layer`."""
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
-    exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)
+    exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
     moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
-    width = shape.query_width / shape.ranks
+    attention_forward, attention_backward = _core_attention(shape, rates)
     return Part(
-        forward=launch_forward
-        + overhead
-        + linear
-        + moved.scaled(2)
-        + exchange
-        + _attention(4 * width / rates.attention_forward_flops, rates),
-        backward=launch_backward
-        + overhead
-        + linear.scaled(2)
-        + moved.scaled(3)
-        + exchange
-        + _attention(10 * width / rates.attention_backward_flops, rates),
+        forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
+        backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=shape.attended_bytes_per_token,
         weight_bytes_per_token=shape.attention_weight_bytes_per_token,
@@ -231,6 +219,15 @@ def _linear(parameters_per_token: float, rates: Rates) -> Line:
     return Line(rates.saturation_tokens * per_token_us, per_token_us)
 
 
-def _attention(pair_s: float, rates: Rates) -> Line:
-    per_pair_us = MICROSECONDS * pair_s
-    return Line(0.0, rates.attention_tile / 2 * per_pair_us, per_pair_us)
+def exchange_line(bytes_per_token: float, rates: Rates) -> Line:
+    """Time of exchanging so many bytes per token between ranks that share a layer."""
+    return Line(0.0, MICROSECONDS * bytes_per_token / rates.exchange_bytes)
+
+
+def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
+    """Time of the forward and of the backward of core attention, with two and five products over the pairs."""
+    width = shape.query_width / shape.ranks
+    seconds = 4 * width / rates.attention_forward_flops, 10 * width / rates.attention_backward_flops
+    forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
+    tile = rates.attention_tile / 2
+    return Line(0.0, tile * forward_us, forward_us), Line(0.0, tile * backward_us, backward_us)

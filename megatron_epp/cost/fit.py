@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile
+from megatron_epp.cost.analytic import analytic_profile, exchange_line
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
@@ -82,7 +82,7 @@ def fit_profile(
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
     formula = analytic_profile(shape, rates)
-    exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
+    exchange = exchange_line(shape.exchanged_bytes_per_token, rates)
     layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
     profile = replace(
         formula,
@@ -126,7 +126,7 @@ def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Map
     """Attention's part of a layer; None if its linear layers were not measured. No time of it exceeds the layer's."""
     if "projections forward" not in fits or formula.attention is None:
         return None
-    exchange = Line(0.0, MICROSECONDS * shape.attention_exchanged_bytes_per_token / rates.exchange_bytes)
+    exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
     forward, backward, weight = (
         fits[f"projections {name}"].line.within(fits[f"linear {name}"].line) for name in ("forward", "backward", "weight")
     )
@@ -152,5 +152,5 @@ def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: 
     exchanged = {PROJECTIONS: shape.attention_exchanged_bytes_per_token, MLP: shape.mlp_exchanged_bytes_per_token}
     share, num_bytes = (sum(each[part] for part in each if part in parts) for each in (parameters, exchanged))
     line = linear.scaled(share / shape.parameters_per_token)
-    line += Line(0.0, MICROSECONDS * num_bytes / rates.exchange_bytes)
+    line += exchange_line(num_bytes, rates)
     return line + attention if MODES[mode].repeats_attention else line

@@ -16,15 +16,7 @@ import numpy as np
 
 from megatron_epp.cost.attention import SeparateAttention, attention_of, in_backward, without_attention
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
-from megatron_epp.cost.memory import (
-    CACHE_GRADIENT,
-    HEAD,
-    INPUTS,
-    LAYERS,
-    LOSS_BLOCK,
-    RECOMPUTE_MODE_ITEMS,
-    WORKING,
-)
+from megatron_epp.cost.memory import CACHE_GRADIENT, HEAD, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.serialize import Form
 from megatron_epp.cost.stage import ATTENTION, NO_HALF, StageCosts, check_stage
 from megatron_epp.cost.vocabulary import VocabularyShards
@@ -127,33 +119,38 @@ class PipelineCosts:
         return own.stage_backward + self._not_trained(stage, own.extra_backward).scaled(trained_share - 1)
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        return self._time_us(stage, "forward", work)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_forward, own.extra_forward, work)
 
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the backward, with the weight gradient and without recompute."""
-        return self._time_us(stage, "backward", work)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_backward, own.extra_backward, work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
-        return self._time_us(stage, "weight", work)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_weight, own.extra_weight, work)
 
     def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time by which B is shorter if W is split off: that of W, or less where the host bounds B without it."""
-        if not self.stages[stage].stage_backward.launch_us:
+        own = self.stages[stage]
+        if not own.stage_backward.launch_us:
             return self.weight_us(stage, work)
-        return self.backward_us(stage, work) - self._time_us(stage, "input", work)
+        return self.backward_us(stage, work) - self._time_us(stage, own.stage_input, own.extra_input, work)
 
     def exchange_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of tensor parallelism's exchange in a forward, and as much in a backward, less what launching takes of both."""
         own = self.stages[stage]
         times_us = [own.stage_exchange.time_us(work.tokens, work.pairs)]
-        launches = {name: getattr(own, f"stage_{name}").launch_us for name in ("forward", "backward", "input")}
-        times_us += [self._time_us(stage, name, work) - launch_us for name, launch_us in launches.items() if launch_us]
+        backwards = (own.stage_backward, own.extra_backward), (own.stage_input, own.extra_input)
+        for whole, extra in ((own.stage_forward, own.extra_forward), *backwards):
+            if whole.launch_us:
+                times_us.append(self._time_us(stage, whole, extra, work) - whole.launch_us)
         return np.asarray(np.minimum.reduce(times_us), dtype=np.float64)
 
-    def _time_us(self, stage: int, name: str, work: ChunkWork) -> TimeColumn:
+    def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
         """Time of a pass, less that of its extras for tokens that do not pass the output layer of the last stage."""
-        whole, extra = (getattr(self.stages[stage], f"{part}_{name}") for part in ("stage", "extra"))
         device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
         if work.trained is not None:
             device_us = device_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
@@ -193,7 +190,7 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
-        modes = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
+        modes = ((count, self._known_mode(stage, name)) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
@@ -224,7 +221,7 @@ class PipelineCosts:
     def _layer_per_token(self, stage: int, work: ChunkWork, mode: str) -> TimeColumn:
         if mode == "":
             return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        return self._level(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
+        return self._known_mode(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
@@ -233,7 +230,7 @@ class PipelineCosts:
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
 
-    def _level(self, stage: int, name: str) -> ModeCosts:
+    def _known_mode(self, stage: int, name: str) -> ModeCosts:
         if (mode := self.stages[stage].mode(name)) is None:
             raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
         return mode

@@ -64,13 +64,17 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
+        return self.num_attention_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
         """Width of the keys, which is also that of the values."""
-        groups = self.num_query_groups or self.num_attention_heads
-        return groups * (self.kv_channels or self.hidden_size // self.num_attention_heads)
+        return (self.num_query_groups or self.num_attention_heads) * self.head_width
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's queries, which is also that of its keys and values."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def cached_width(self) -> int:

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_typ
 
 from megatron_epp.cost.work import Line
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, nearest, number, parse_json, printable, shown, whole
+from megatron_epp.plan.reading import (
+    MOST_LAYERS,
+    MOST_NUMBER,
+    MOST_WHOLE,
+    nearest,
+    number,
+    of_type,
+    parse_json,
+    printable,
+    shown,
+    whole,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -57,9 +68,7 @@ class Form(NamedTuple):
             EppError: the text is something else.
         """
         try:
-            body = parse_json(text, "the text")
-            if not isinstance(body, dict):
-                raise EppError(f"{shown(body)} is not a JSON object")
+            body = of_type(dict, parse_json(text, "the text"), "a JSON object")
             if (found := (body.get("schema"), body.get("version"))) != (self.schema, self.version):
                 what, version = map(shown, found)
                 raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
@@ -126,8 +135,8 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     readers: dict[Any, Callable[[], Any]] = {
         float: lambda: number(value, _LEAST.get(name, 0), _MOST.get(name, MOST_NUMBER)),
         int: lambda: whole(value, int(_LEAST.get(name, 0)), int(_MOST.get(name, MOST_WHOLE))),
-        str: lambda: _of(str, value, "text"),
-        dict: lambda: _of(dict, value, "an object with names"),
+        str: lambda: of_type(str, value, "text"),
+        dict: lambda: of_type(dict, value, "an object with names"),
     }
     read = readers.get(get_origin(hint) or hint)
     if read is None:
@@ -139,9 +148,3 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if get_origin(hint) is dict and (entries := get_args(hint)[1]) is not Any:
         return {key: build(entries, entry, f"{where}.{printable(key)}") for key, entry in found.items()}
     return found
-
-
-def _of[T](kind: type[T], value: Any, words: str) -> T:
-    if not isinstance(value, kind):
-        raise EppError(f"{shown(value)} is not {words}")
-    return value

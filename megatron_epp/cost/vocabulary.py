@@ -51,7 +51,7 @@ class VocabularyShards:
         """Return the time of a pass of the whole vocabulary without `PASS_US`, given that of a rank's."""
         return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
-    def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
+    def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
         """Bytes of chunks between `S` and `T` on a rank, ``[chunk]``.
 
         Args:
@@ -62,7 +62,7 @@ class VocabularyShards:
         per_token = self.shares[rank] * self.kept_bytes_per_token + self.input_bytes_per_token
         return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
 
-    def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float = 0.0) -> IntColumn:
+    def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
         """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as of `kept_bytes`."""
         passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
         more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)

@@ -198,6 +198,19 @@ def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
     return value
 
 
+def of_type[T](kind: type[T], value: Any, words: str) -> T:
+    """Return a value of a type. Raises `EppError` for any other.
+
+    Args:
+        kind: the type.
+        value: from a file.
+        words: the type in the error, as in "is not text".
+    """
+    if not isinstance(value, kind):
+        raise EppError(f"{shown(value)} is not {words}")
+    return value
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is infinite or not a number, which JSON has no word for")
 

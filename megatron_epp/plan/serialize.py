@@ -13,7 +13,7 @@ from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
-from megatron_epp.plan.reading import infinite_at, naming, number, parse_json, read_text, shown, whole
+from megatron_epp.plan.reading import infinite_at, naming, number, of_type, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
 from megatron_epp.plan.writing import write_text
@@ -237,45 +237,33 @@ def _plan(document: dict[str, Any]) -> Plan:
         cap_bytes=field("cap_bytes", _int_row),
         host_cap_bytes=field("host_cap_bytes", _int_row, ()),
         predicted=field("predicted", _prediction),
-        token_multiple=field("token_multiple", _int, 1),
+        token_multiple=field("token_multiple", whole, 1),
         forward_only=field("forward_only", _bool, False),
         costs=field("costs", _str, "analytic"),
         planner=field("planner", _str, "greedy"),
-        seed=field("seed", _int, 0),
+        seed=field("seed", whole, 0),
         notes=field("notes", lambda row: tuple(map(_str, row)), ()),
     )
     for name, count in (("num_stages", plan.num_stages), ("num_ranks", plan.num_ranks)):
-        if field(name, _int, count) != count:
+        if field(name, whole, count) != count:
             raise PlanError(f"{name} is {document[name]}, but the plan lists {count}")
     return plan
 
 
-def _int(value: Any) -> int:
-    return whole(value)
-
-
-def _float(value: Any) -> float:
-    return number(value)
-
-
 def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} is not text")
-    return value
+    return of_type(str, value, "text")
 
 
 def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{shown(value)} is not true or false")
-    return value
+    return of_type(bool, value, "true or false")
 
 
 def _int_row(row: Any) -> tuple[int, ...]:
-    return tuple(_int(value) for value in row)
+    return tuple(map(whole, row))
 
 
 def _float_row(row: Any) -> tuple[float, ...]:
-    return tuple(_float(value) for value in row)
+    return tuple(map(number, row))
 
 
 def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
@@ -298,9 +286,9 @@ def _messages(value: Any) -> Messages:
 
 def _context_groups(value: Any) -> ContextGroups:
     of_chunk = tuple(
-        tuple(Group(_int(first), _int(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"]
+        tuple(Group(whole(first), whole(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"]
     )
-    return ContextGroups(_int(value["num_ranks"]), of_chunk, _int_row(value["rank_tokens"]))
+    return ContextGroups(whole(value["num_ranks"]), of_chunk, _int_row(value["rank_tokens"]))
 
 
 def _chunk(value: Any) -> Chunk:
@@ -310,7 +298,7 @@ def _chunk(value: Any) -> Chunk:
 def _step(value: Any) -> Step:
     text, time, alloc, free = value
     action, *also = map(Action.parse, _str(text).split("+"))
-    return Step(action, _float(time), _int(alloc), _int(free), tuple(also))
+    return Step(action, number(time), whole(alloc), whole(free), tuple(also))
 
 
 def _copy(value: Any) -> Copy:
@@ -323,6 +311,6 @@ def _step_table(rows: Any) -> tuple[tuple[Step, ...], ...]:
 
 
 def _prediction(value: Any) -> Prediction:
-    numbers = (_float(value[name]) for name in ("makespan_us", "lower_bound_us", "bubble_fraction"))
+    numbers = (number(value[name]) for name in ("makespan_us", "lower_bound_us", "bubble_fraction"))
     makespan_us, lower_bound_us, bubble_fraction = numbers
     return Prediction(makespan_us, lower_bound_us, _int_row(value["peak_bytes"]), bubble_fraction)

@@ -79,8 +79,8 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         return Anytime(costs, options).plan(problem)
     with uncollected():
         small = replace(options, wide_windows=False)
-        plainly = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
-        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), plainly)
+        smaller = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
+        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller)
 
 
 def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, Times
+from megatron_epp.planner.tables import Tables, Times, less
 
 
 def lower_bound_us(
@@ -48,7 +48,8 @@ def lower_bound_us(
         options: whether weight gradients are split off and copies allowed.
     """
     split = options.split_weight and bool(tables.backward_us)
-    backward = _least_backwards(tables) if split else tables.backward_us
+    # With split weight gradients, a backward and its weight gradient take no longer than the backward that is not split.
+    backward = less(tables.backward_us, tables.weight_us) if split else tables.backward_us
     last_us = tables.weight_us[0] if split else [0.0] * len(tables.message_us)
     arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
     if backward:
@@ -65,7 +66,7 @@ def lower_bound_us(
     for rank, stages in enumerate(tables.stages_of):
         start_us = min(min(arrive[stage]) for stage in stages)
         end_us = min(min(leave[stage]) for stage in stages)
-        busy_us = sum(sum(row) for table in (tables.forward_us, backward) if table for row in map(table.__getitem__, stages))
+        busy_us = tables.busy_us(rank, backward)
         late_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
         if shards is not None and backward:
             busy_us += sum(shards.time_us[rank])
@@ -77,12 +78,6 @@ def lower_bound_us(
             pieces = _forced(tables, chunks, groups, starts, rank, problem.cap_bytes[rank], options.offload)
         bound = max(bound, _with_copies(start_us + busy_us + max(late_us, end_us), pieces, per_byte))
     return bound
-
-
-def _least_backwards(tables: Tables) -> Times:
-    """Backward times less the weight gradients': with these, both take no longer than the backward that is not split."""
-    rows = zip(tables.backward_us, tables.weight_us, strict=True)
-    return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
 
 
 def _forced(

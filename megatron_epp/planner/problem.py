@@ -134,10 +134,11 @@ def require_one_stage_per_rank(problem: Problem, options: Options) -> None:
         )
 
 
-def require_whole(problem: Problem, options: Options, tokens: int) -> None:
+def require_whole(options: Options, tokens: int) -> None:
     """Raise `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
 
     Args:
+        options: the user's settings.
         tokens: of that planner's longest chunk, padded.
     """
     if options.chunk_tokens is not None and tokens > options.chunk_tokens:

@@ -53,17 +53,18 @@ class Tables:
             gradient if it is the sequence's first slice, less their gradient if it is the last.
         backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
         backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
-        backward_half_peak: bytes that it needs for a moment at that attention, before it frees anything of a layer.
-        first_mlp: bytes that it holds until its end of the layer that it comes to first, an MLP at the stage's start and an
-            attention at its end, if that layer keeps everything.
+        backward_half_peak: bytes that a backward needs only while it passes the attention half at the end of its stage, before
+            it frees anything of a layer.
+        first_mlp: bytes of the MLP at the start of a stage, where it counts as one layer with the attention at the stage's end
+            and that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
         passing: bytes held only while a pass of the chunk runs, of which `static` has those of the largest pass.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
         split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
-        static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were; and
-            `message_room` and `shard_room`.
+        static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
+            pass, `message_room` and `shard_room`.
         message_bytes: of each chunk's message, ``[chunk]``.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
         shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`; part of `static`.
@@ -231,8 +232,22 @@ class Tables:
     @property
     def input_us(self) -> Times:
         """Backward times without the weight gradient."""
-        rows = zip(self.backward_us, self.spared_us, strict=True)
-        return [[whole - spared for whole, spared in zip(*row, strict=True)] for row in rows]
+        return less(self.backward_us, self.spared_us)
+
+    def busy_us(self, rank: int, backward_us: Times) -> float:
+        """Time that a rank computes: the sum of the forwards and backwards of its stages, in microseconds.
+
+        Args:
+            rank: the rank.
+            backward_us: of each backward, ``[stage][chunk]``; no rows in a forward-only plan.
+        """
+        return sum(sum(times[stage]) for times in (self.forward_us, backward_us) if times for stage in self.stages_of[rank])
+
+
+def less(whole_us: Times, parts_us: Times) -> Times:
+    """Subtract times, entry by entry ``[stage][chunk]``."""
+    rows = zip(whole_us, parts_us, strict=True)
+    return [[whole - part for whole, part in zip(*row, strict=True)] for row in rows]
 
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:

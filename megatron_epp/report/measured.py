@@ -20,7 +20,7 @@ from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, told
+from megatron_epp.plan.reading import naming, number, of_type, parse_json, read_text, shown, told
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.plan.writing import write_text
@@ -98,9 +98,7 @@ class Measured:
     def from_json(text: str) -> Measured:
         """Read `to_json`. Raises `PlanError` if the text is not a measurement of a version this package reads."""
         try:
-            data = parse_json(text, "the text")
-            if not isinstance(data, dict):
-                raise EppError(f"{shown(data)} is not a JSON object")
+            data = of_type(dict, parse_json(text, "the text"), "a JSON object")
             if (found := (data.get("schema"), data.get("version"))) != (SCHEMA, VERSION):
                 raise EppError(f"schema {shown(found[0])} version {shown(found[1])}")
             if not isinstance(claimed := data.get("plan_digest"), str):

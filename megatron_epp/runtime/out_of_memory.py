@@ -29,15 +29,15 @@ _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class PoolExhaustedError(EppError):
-    """Memory other than the device's is exhausted, such as host memory. `advice` has flags that may help, best first."""
+class HostMemoryError(EppError):
+    """Host memory for offload is exhausted. `advice` has flags that may help, best first."""
 
-    def __init__(self, message: str, advice: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, advice: tuple[str, ...]) -> None:
         super().__init__(message)
         self.advice = advice
 
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError)
+OUT_OF_MEMORY = (torch.OutOfMemoryError, HostMemoryError)
 """Exceptions that an action raises when it runs out of memory."""
 
 
@@ -85,14 +85,14 @@ class OutOfMemoryReport:
         lines = (
             f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
             f"planned for the rank at this action: {_gib(planned)}, with {_cap(plan.cap_bytes[rank])}; {_found(usage, wanted)}",
-            *((str(error),) if isinstance(error, PoolExhaustedError) else ()),
+            *((str(error),) if isinstance(error, HostMemoryError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
         )
         return "\n".join(lines)
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """Return the two changes most likely to help, by the error and the memory in use."""
-        found = list(error.advice) if isinstance(error, PoolExhaustedError) else []
+        found = list(error.advice) if isinstance(error, HostMemoryError) else []
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             found.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:

@@ -1,4 +1,4 @@
-"""Work in a thread of its own, one piece after another."""
+"""Work in the background of a rank's actions, one piece after another: in a thread, or on a side stream of a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from megatron_epp.runtime.failures import PATIENCE_S
 
 logger = logging.getLogger(__name__)
+
+
+class Background(Protocol):
+    """Queue of work on another stream or thread. What uses a result calls what `start` has returned."""
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work, whose inputs are computed, and return a function that waits for its end.
+
+        Args:
+            work: launches kernels and collectives; no other thread may use its communicators.
+
+        Returns:
+            function that makes what follows wait for the work, and raises the error with which it ended, if any.
+        """
 
 
 class SideThread:
@@ -37,6 +53,20 @@ class SideThread:
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
         """Queue work, and return a function that waits for its end and raises the error with which it ended, if any."""
         return self.submit(work).result
+
+
+class SideStream:
+    """Work on a side stream of a GPU; launches are made at once, and waiting is left to the device."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+            event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
 
 def complete_at_end(complete: Callable[[float | None], None]) -> None:

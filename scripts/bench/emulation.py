@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megatron_epp.plan import Plan
-from megatron_epp.runtime.tools.emulate import rehearse
+from megatron_epp.runtime.tools.emulate import emulate
 
 TIMEOUT_S = 300.0
 
 
 def emulated_us(plan: Plan, scale: float) -> float:
     """Emulate a plan, with `scale` seconds of waiting per planned second; return its makespan in the plan's time."""
-    emulated = rehearse(plan, scale, TIMEOUT_S)
+    emulated = emulate(plan, scale, TIMEOUT_S)
     return max(end_us for events in emulated.events for _, _, end_us in events)

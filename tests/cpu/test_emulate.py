@@ -14,14 +14,14 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.report.measured import Measured
-from megatron_epp.runtime.tools.emulate import rehearse
+from megatron_epp.runtime.tools.emulate import emulate
 from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
 
 
-def assert_follows(rehearsed, plan):
+def assert_follows(emulated, plan):
     """Every rank ran its list, no action was shorter than planned, and none began before what it needs and its message."""
     started, ended = {}, {}
-    for rank, events in enumerate(rehearsed.events):
+    for rank, events in enumerate(emulated.events):
         copies = [str(copy.action) for copy in plan.copies[rank]] if plan.copies else []
         assert [text for text, _, _ in events if text in copies] == copies
         events = [event for event in events if event[0] not in copies]
@@ -44,24 +44,24 @@ def assert_follows(rehearsed, plan):
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_planned_batch_runs_as_planned_and_no_faster(forward_only):
     plan = planned((900, 200, 120, 60), [1, 1, 1], slices=3, forward_only=forward_only)
-    rehearsed = rehearse(plan, scale=3.0, timeout_s=120)
-    assert_follows(rehearsed, plan)
-    measured_us = max(end for events in rehearsed.events for _, _, end in events)
+    emulated = emulate(plan, scale=3.0, timeout_s=120)
+    assert_follows(emulated, plan)
+    measured_us = max(end for events in emulated.events for _, _, end in events)
     assert measured_us >= simulate(plan).makespan_us * (1 - 1e-6)
-    assert rehearsed.late_us > 0
+    assert emulated.late_us > 0
 
 
 @pytest.mark.parametrize("make", [two_ranks, v_shape])
 def test_other_placements_run_too(make):
     plan = make()
-    assert_follows(rehearse(plan, scale=1000.0, timeout_s=120), plan)
+    assert_follows(emulate(plan, scale=1000.0, timeout_s=120), plan)
 
 
 def test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them():
     plan = replace(offloading(two_ranks(), 0.5), host_links=(0, 0))
-    rehearsed = rehearse(plan, scale=2000.0, timeout_s=120)
-    assert_follows(rehearsed, plan)
-    at = {text: (start, end) for events in rehearsed.events for text, start, end in events}
+    emulated = emulate(plan, scale=2000.0, timeout_s=120)
+    assert_follows(emulated, plan)
+    at = {text: (start, end) for events in emulated.events for text, start, end in events}
     for op in "OL":
         lane = sorted(at[f"{stage}{op}{chunk}"] for stage in (0, 1) for chunk in (0, 1, 2))
         assert all(before[1] <= after[0] for before, after in pairwise(lane))
@@ -73,7 +73,7 @@ def test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them():
 
 def test_a_rehearsal_that_takes_too_long_is_ended():
     with pytest.raises(EppError, match="2 of 2 ranks have not ended after 1 s"):
-        rehearse(two_ranks(), scale=1e8, timeout_s=1)
+        emulate(two_ranks(), scale=1e8, timeout_s=1)
 
 
 def test_the_command_reports_measured_against_simulated_and_writes_the_run(tmp_path, capsys):
@@ -110,9 +110,9 @@ def test_shards_of_the_vocabulary_wait_for_their_collectives(forward_only):
     costs = analytic_profile(shape, CPU).costs([1, 1, 1], vocabulary_shares=[1 / 3] * 3)
     problem = Problem((900, 200, 120, 60), (0, 1, 2), (UNLIMITED_BYTES,) * 3, forward_only=forward_only)
     plan = make_plan(problem, costs, Options(slices=3))
-    rehearsed = rehearse(plan, scale=100.0, timeout_s=120)
-    events = {Action.parse(text): (start, end) for row in rehearsed.events for text, start, end in row}
-    assert [text for text, _, _ in rehearsed.events[1]] == [str(action) for action in plan.actions(1)]
+    emulated = emulate(plan, scale=100.0, timeout_s=120)
+    events = {Action.parse(text): (start, end) for row in emulated.events for text, start, end in row}
+    assert [text for text, _, _ in emulated.events[1]] == [str(action) for action in plan.actions(1)]
     spread, gather = (plan.messages.collective_times(op) for op in (Op.SPREAD, Op.GATHER))
     for chunk in range(len(plan.chunks)):
         shards = [events[Action(Op.S, rank, chunk)] for rank in range(3)]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import Action, Op, PlanError, simulate
-from megatron_epp.runtime.offload.host import HostMemoryError
-from megatron_epp.runtime.out_of_memory import LEAST_SHARE, OutOfMemoryReport, Usage, lower_cap
+from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
 from tests.support.runtime.out_of_memory_runs import run_short
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import planned, two_ranks

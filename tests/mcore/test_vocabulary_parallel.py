@@ -232,7 +232,7 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     shape = ModelShape(num_layers=4, hidden_size=width, ffn_hidden_size=16, num_attention_heads=2, vocab_size=entries)
     costs = with_shard_bytes(args, analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=vocabulary_shares(args)))
     assert costs.vocabulary is not None
-    planned = costs.vocabulary.kept_bytes(1, np.array([tokens], dtype=np.float64))
+    planned = costs.vocabulary.kept_bytes(1, np.array([tokens], dtype=np.float64), 0.0)
     weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)

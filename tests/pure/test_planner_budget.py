@@ -12,7 +12,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.search.budget import FIRST_STEPS, Anytime, improved
-from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.greedy import candidates, finished, greedy
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.trials import Trials
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
@@ -137,7 +137,8 @@ def test_what_fits_nothing_is_said_without_any_local_search(monkeypatch: pytest.
 def test_a_warm_start_tries_less_and_finds_about_the_same(monkeypatch: pytest.MonkeyPatch):
     tried = tries(monkeypatch)
     given, costs, warm = [problem(web_lengths(200, seed), 4, 40 * GIB) for seed in range(6)], pipeline(4), Warm()
-    warmed = [build_plan(each, costs, Options(), greedy(each, costs, Options(), warm)) for each in given]
+    found = [finished(candidates(each, costs, Options(), warm), each, costs, Options()) for each in given]
+    warmed = [build_plan(each, costs, Options(), made) for each, made in zip(given, found, strict=True)]
     warm_tries = len(tried)
     tried.clear()
     cold = [plan(each, costs) for each in given]

@@ -11,7 +11,7 @@ from megatron_epp.cli.doctor import text as doctor_text
 from megatron_epp.cli.first_run.gain import layout_of, question_of
 from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
-from megatron_epp.cli.profile import measure_profile, measured_device
+from megatron_epp.cli.profile import measure_profile, measured_device, residual_table
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.writing import write_text
@@ -112,9 +112,8 @@ def profile(setting: Setting) -> Outcome:
     path = Path(setting.folder, "profile.json")
     write_text(path, made.to_json() + "\n")
     residuals = made.origin["residuals"]
-    rows = [[kind, str(one["points"]), f"{one['median']:.1%}", f"{one['worst']:.1%}"] for kind, one in residuals.items()]
     off = [kind for kind, one in residuals.items() if one["median"] > _GOOD_FIT]
-    found = [*table(("kind", "points", "median error of the fit", "worst"), rows), f"written to {path}"]
+    found = [*residual_table(residuals), f"written to {path}"]
     if setting.is_reduced or not off:
         return Outcome(PASSED, tuple(found), "", {"residuals": residuals})
     todo = f"{', '.join(off)} fit badly: was the machine busy? measure at more sizes with `megatron-epp profile`"

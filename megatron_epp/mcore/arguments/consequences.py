@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import MegatronFlag, Number
-from megatron_epp.mcore.arguments.layout import apply_layout, layout_problems
+from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
@@ -167,9 +167,8 @@ def refuse_restart(args: argparse.Namespace) -> None:
 
 
 def _check_patterns(args: argparse.Namespace) -> None:
-    for name in ("layer", "override"):
-        if pattern := getattr(args, f"hybrid_{name}_pattern", None):
-            check_pattern(pattern)
+    if pattern := hybrid_pattern(args):
+        check_pattern(pattern)
 
 
 def _splits(args: argparse.Namespace) -> bool:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
 """Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
+HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Names of a hybrid model's pattern of layers: the flag of Megatron, and that of older releases."""
 EVEN = "even"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
@@ -59,12 +61,17 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
     return Layout(halves, Placement(args.epp_placement, ranks, chunks))
 
 
+def hybrid_pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern of a hybrid model's layers, which flags of older releases name otherwise; None for another model."""
+    return next((pattern for name in HYBRID_PATTERNS if (pattern := getattr(args, name, None))), None)
+
+
 def layout_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None:
         return
     given = f"{FLAG} {args.epp_layout}"
-    if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+    if hybrid_pattern(args):
         yield f"{given} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
         return
     try:

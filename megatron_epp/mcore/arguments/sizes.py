@@ -7,7 +7,7 @@ import argparse
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
-from megatron_epp.mcore.arguments.layout import asked_chunks
+from megatron_epp.mcore.arguments.layout import asked_chunks, hybrid_pattern
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -117,7 +117,7 @@ def check_stages(args: argparse.Namespace) -> None:
     }
     if len(flags) > 1:
         raise ArgumentError(f"{' and '.join(flags)} each say how many stages a rank has: give one of them")
-    if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+    if hybrid_pattern(args):
         return  # there the pattern says it, and Megatron checks it
     flag, value = next(iter(flags.items()), ("", None))
     if getattr(args, "epp_layout", None) is None:

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100_NODE, Line, PipelineCosts, StageCosts, Static, analytic_profile, on_device
+from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
-from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.costs.shape import formulas, model_shape
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.costs.vocabulary import Measured, check_shares, with_measured_shards, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
@@ -63,7 +63,7 @@ def pipeline_costs(
         check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
-    profile = given or analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)
+    profile = given or formulas(args)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))

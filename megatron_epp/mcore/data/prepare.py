@@ -24,6 +24,7 @@ from megatron_epp.plan.writing import sync
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 10.0
+_BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +228,14 @@ def _open_writer(partial: str, tokenizer: Tokenizer, opened: ExitStack, *, has_m
     return _Writer(builder, opened.enter_context(open(partial + MASK_SUFFIX, "wb")), tokenizer)
 
 
-def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
+def histogram(lengths: np.ndarray) -> list[str]:
     """Return lines with the number of documents, and their share of all tokens, in bins of length that grow fourfold."""
     bins = np.log2(lengths).astype(int) // 2
     counts = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)
     lines = [f"{'tokens':>23}  {'documents':>11}  of all tokens"]
     for number in range(bins.min(), len(counts)):
-        bar = "#" * int(np.ceil(width * counts[number] / counts.max()))
+        bar = "#" * int(np.ceil(_BAR_WIDTH * counts[number] / counts.max()))
         share = tokens[number] / tokens.sum()
         lines.append(f"{4**number:>10,} - {4 ** (number + 1) - 1:>10,}  {counts[number]:>11,}  {share:>12.1%}  {bar}".rstrip())
     return lines

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.arguments.consequences import placement_of
+from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS
 from megatron_epp.mcore.arguments.sizes import check_pattern
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
@@ -47,7 +48,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     model = rest[0]
     vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
-        check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
+        check_pattern(next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None))
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
     model_chunks.check_stage(call.arguments["config"], args, vp_stage)
     layers = model_chunks.cut_layers(args, vp_stage)
@@ -65,7 +66,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
 
 def _placed_hybrid(given: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
     """Return the arguments of a hybrid model's constructor that follow the placement: the pattern and the stack's spec."""
-    name = next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if given.get(name))
+    name = next(name for name in HYBRID_PATTERNS if given.get(name))
     spec = next(name for name in _SPECS if name in given)
     stack = hybrid_stages.placed_stack(given[spec], given[name], placement, given.get("vp_stage"))
     return {name: hybrid_stages.placed_pattern(given[name], placement), spec: stack}

@@ -18,7 +18,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_epp.mcore.arguments.consequences import placement_of
-from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout
+from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, hybrid_pattern
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
@@ -67,7 +67,7 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
 
 def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that this replaces. Megatron's stay if they say it all."""
-    if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override")):
+    if hybrid_pattern(args):
         return  # which the segments of the pattern say
     asked = getattr(args, "epp_layout", None)
     if placement_of(args).is_looped and asked is None:

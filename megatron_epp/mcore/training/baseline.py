@@ -48,7 +48,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
         config.variable_seq_lengths = not fixed
         if len(models) > 1 and not torch.cuda.is_initialized():
-            # Megatron's interleaved schedule lets go of a message while it is on its way, which only NCCL has waited for.
+            # Megatron's interleaved schedule frees a message while it is on its way, which only NCCL has waited for.
             config.deallocate_pipeline_outputs = False
         if args.epp_recompute not in ("auto", "0"):
             for own in map(get_model_config, models):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import CPU, H100_NODE, PipelineCosts, Profile, analytic_profile, on_device
+from megatron_epp.cost import PipelineCosts, Profile, on_device
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.costs.shape import formulas
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
@@ -124,11 +124,6 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
         len(batches),
     )
     return found.layout
-
-
-def formulas(args: argparse.Namespace) -> Profile:
-    """Return the costs of the run's model by formula."""
-    return analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:

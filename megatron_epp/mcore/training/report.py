@@ -17,6 +17,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import features
+from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.inputs import BatchInputs
 from megatron_epp.mcore.training.session import Session
@@ -229,7 +230,7 @@ class IterationReport:
         session = self.session
         if len(session.batches_seen) == _BATCHES:
             return ""
-        if getattr(session.args, "hybrid_layer_pattern", None) or getattr(session.args, "moe_layer_freq", 1) != 1:
+        if hybrid_pattern(session.args) or getattr(session.args, "moe_layer_freq", 1) != 1:
             return ""
         session.batches_seen.append(plan.lengths)
         if len(session.batches_seen) < _BATCHES:

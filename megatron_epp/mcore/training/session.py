@@ -37,8 +37,7 @@ from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
-from megatron_epp.mcore.training.report_folder import ReportFolder
-from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import UNLIMITED_BYTES, Action, EppError

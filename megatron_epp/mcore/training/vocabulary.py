@@ -25,10 +25,9 @@ from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import Groups, Options
-from megatron_epp.runtime.loss.background import Background, SideStream
 from megatron_epp.runtime.loss.pipeline_shards import ShardGroups, Targets, VocabularyShards
 from megatron_epp.runtime.loss.shards import Shard
-from megatron_epp.runtime.side_thread import SideThread
+from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
 
 
 class RankVocabulary:

@@ -12,8 +12,9 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.layout import asked_layout
 from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
+from megatron_epp.mcore.costs.shape import formulas
 from megatron_epp.mcore.costs.stored import named, of_first
-from megatron_epp.mcore.training.layout import first_batches, formulas, sample_of
+from megatron_epp.mcore.training.layout import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.layouts.search import fastest
 

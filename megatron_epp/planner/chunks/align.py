@@ -22,7 +22,7 @@ class Aligned:
     Attributes:
         chunks: the table of every replica.
         runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence; empty for one replica,
-            whose table says it.
+            where the table has them.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
@@ -79,7 +79,7 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
     chunks = units[unit]
     first, *rest = chunks[at].segments
-    if len(chunks) > 1 and rest:  # a tail lets go of what rides with it
+    if len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
         units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
         units.append((Chunk(tuple(rest)),))
     elif rest:

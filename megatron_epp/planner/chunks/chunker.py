@@ -39,9 +39,9 @@ class Chunker:
             stage sets the pace, so its time is the one that should not vary from chunk to chunk.
         token_cap: most tokens of a chunk, a multiple of the padding.
         total_us: time of the whole batch.
-        is_even: slices are of equal length where those of equal time would exceed the token cap. Else all take as little time
-            as the first may with as many tokens: many times as many slices where the cap is far below the longest sequence, for
-            a token takes the longer the more there are before it.
+        is_even: slices are of equal length where slices of equal time would exceed the token cap. If not, the token cap bounds
+            the time of the first slice, and with it that of all. Tokens late in a sequence take longer, so where the cap is far
+            below the longest sequence, that makes many times as many slices.
     """
 
     problem: Problem
@@ -170,8 +170,8 @@ class Chunker:
             time_us: time aimed at for a chunk, without its fixed part.
         """
         lengths = self.problem.lengths
-        long = sorted((q for q, length in enumerate(lengths) if length > ends[0]), key=lambda q: (-lengths[q], q))
-        cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
+        long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
+        cuts = cuts_at(ends, long, lengths)
         tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
         shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
         buckets = pack(tails, shorts, time_us, self._token_limit(ends[0], shorts, time_us))
@@ -210,6 +210,22 @@ def slowest_line(problem: Problem, costs: Costs) -> Line:
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
     """One sequence per chunk, in batch order."""
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
+    return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+
+
+def cuts_at(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Cut sequences at the same tokens: the start of each, and the end of each of its slices.
+
+    Args:
+        ends: of the slices of the longest sequence.
+        sequences: to cut, in forward order.
+        lengths: tokens of every sequence of the batch.
+    """
+    return {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in sequences}
 
 
 def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:

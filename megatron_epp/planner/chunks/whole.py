@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.chunker import Chunker, whole_sequences
+from megatron_epp.planner.chunks.chunker import Chunker, longest_first, whole_sequences
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Problem
 
@@ -22,9 +22,9 @@ CHUNKS_PER_STAGE = (2, 4, 8, 16)
 
 
 def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Iterator[tuple[Chunk, ...]]:
-    """Tables in which the longest sequences run whole and the others are sliced and packed as ever.
+    """Yield tables in which the longest sequences run whole, and the others are sliced and packed as in other tables.
 
-    The whole ones come last, or amid the batched chunks: what comes before keeps the ranks busy while the first of them passes.
+    The whole ones come last, or in the middle of the batched chunks: earlier chunks keep the ranks busy while the first passes.
 
     Args:
         problem: the batch and its padding.
@@ -32,11 +32,11 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
         chunk_tokens: most padded tokens of a chunk; None for no limit.
     """
     lengths = problem.lengths
-    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    falling = longest_first(lengths)
     if chunk_tokens is not None and max(lengths) > chunk_tokens:
         return
     for count in range(1, min(MOST_WHOLE, len(lengths) - 1) + 1):
-        whole, others = longest_first[:count], longest_first[count:]
+        whole, others = falling[:count], falling[count:]
         alone = tuple(Chunk((Segment(q, 0, lengths[q]),)) for q in whole)
         chunker = Chunker.of(problem.part(others), costs, chunk_tokens)
         for share in CHUNKS_PER_STAGE:
@@ -47,8 +47,8 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
             yield rest[:middle] + alone + rest[middle:]
 
 
-def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
-    """Whole sequences, one per chunk: longest first, and shortest first."""
+def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
+    """Return two tables of whole sequences, one per chunk: longest first, and shortest first."""
     chunks = whole_sequences(lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
     return [rising[::-1], rising]

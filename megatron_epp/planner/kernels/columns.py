@@ -160,16 +160,15 @@ def need_columns(
     return integers(starts), integers(np.concatenate(needs)), floats(np.concatenate(times_us))
 
 
-def code_of(action: Action, num_chunks: int, kinds: Kinds = KINDS) -> int:
+def code_of(action: Action, num_chunks: int) -> int:
     """Return the number of an action (see `Codes`).
 
     Args:
-        action: of a kind among `kinds`.
+        action: a forward, a backward or a weight gradient; every order numbers these operations alike.
         num_chunks: of the chunk table.
-        kinds: operations of the order.
     """
     op, site, c = action
-    return (site * num_chunks + c) << KIND_BITS | kinds.index(op)
+    return (site * num_chunks + c) << KIND_BITS | KINDS.index(op)
 
 
 def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KINDS) -> Codes:

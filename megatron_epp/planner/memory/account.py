@@ -18,18 +18,16 @@ from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.account import Account, Items
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
-from megatron_epp.plan.simulate import Timeline
 from megatron_epp.planner.memory.kv_offload import without_caches
 from megatron_epp.planner.tabulate import static_items
 
 
-def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Account:
+def account_of(plan: Plan, costs: Costs) -> Account:
     """Split the bytes of a plan into items.
 
     Args:
         plan: made with `costs`.
         costs: time and memory of every stage.
-        timeline: of the plan; None to simulate it.
     """
     work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
@@ -39,7 +37,7 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
     return Account(
-        timeline or simulate(plan),
+        simulate(plan),
         tuple(
             static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size}
             for rank, size in enumerate(plan.message_bytes or (0,) * plan.num_ranks)

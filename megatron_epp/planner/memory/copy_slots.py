@@ -27,8 +27,8 @@ class Chosen(NamedTuple):
     """A copy, when it is to start, and the compute action it waits for.
 
     Attributes:
-        position: in the rank's list, of the last action that must have ended: of copies that start together, those that wait
-            for less come first, for a backward that waits for a load may take no time.
+        position: of the last action of the rank that must have ended. Copies that start at the same time are ordered by it,
+            since a backward that waits for a load may take no time.
     """
 
     start_us: float
@@ -68,8 +68,6 @@ def choose(
             _, at = heapq.heappop(turns)
             for time_us in islice(walks[at], 1):
                 heapq.heappush(turns, (time_us, at))
-        for chooser in choosers:
-            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
         yield list(zip(ranks, choosers, strict=True))
 
 
@@ -100,6 +98,12 @@ class Chooser:
         self.excess = excess
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.own, (self.out, self.back), self.shared = Busy(), link, shared
+
+    @property
+    def copies(self) -> tuple[tuple[Action, Action | None], ...]:
+        """Chosen copies in order, each with the compute action that it waits for."""
+        ordered = sorted(self.chosen, key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
+        return tuple((copy.action, copy.after) for copy in ordered)
 
     def walk(self) -> Iterator[float]:
         """Walk along the rank's list; wherever it is above the aim, copy away the live chunk that is needed again last.
@@ -171,7 +175,7 @@ class Chooser:
 
 
 class Busy:
-    """Times at which something is taken."""
+    """Intervals of time in which a rank's copies, or a direction of a link, are busy."""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]

@@ -44,13 +44,13 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     return tuple(_PER_NEIGHBOUR * count * max(message_bytes, default=0) for count in sides)
 
 
-def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly: Callable[[Problem], T] | None = None) -> T:
+def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None = None) -> T:
     """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
 
     Args:
         problem: what to plan.
         make: plans a problem; raises `MessageRoomError` where messages do not fit.
-        plainly: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
+        smaller: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
             not fit.
 
     Raises:
@@ -63,8 +63,8 @@ def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly
         except MessageRoomError as short:
             problem, is_short = _with_room(problem, short), True
         except InfeasibleError as error:
-            if is_short and plainly is not None:
-                return planned_with_room(first, plainly)
+            if is_short and smaller is not None:
+                return planned_with_room(first, smaller)
             if not error.least_cap_bytes:
                 raise
             try:
@@ -74,7 +74,7 @@ def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly
             except InfeasibleError:
                 raise error from None
             else:
-                if problem is first or not (missing := _missing_bytes(first, error.least_cap_bytes, make, plainly)):
+                if problem is first or not (missing := _missing_bytes(first, error.least_cap_bytes, make, smaller)):
                     raise
                 room = problem.message_bytes or (0,) * problem.num_ranks
                 problem = replace(problem, message_bytes=tuple(size + missing for size in room))
@@ -82,17 +82,17 @@ def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], plainly
 
 
 def _missing_bytes[T](
-    problem: Problem, cap_bytes: int, make: Callable[[Problem], T], plainly: Callable[[Problem], T] | None
+    problem: Problem, cap_bytes: int, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None
 ) -> int:
     """Return how many bytes more than a cap it takes to plan: the first room tried there is another, and so may be the plans.
 
     Args:
         problem: what to plan.
         cap_bytes: of every rank that has less.
-        make, plainly: as for `planned_with_room`.
+        make, smaller: as for `planned_with_room`.
     """
     raised, missing = replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), 0
-    for attempt in filter(None, (make, plainly)):
+    for attempt in filter(None, (make, smaller)):
         asked = raised
         for _ in range(ROUNDS):
             try:

@@ -239,7 +239,7 @@ def _chosen(
         for rank, chooser in choosers:
             for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
                 shares[stage][c], most[stage][c] = share, recompute_steps[stage][c]
-            copies[rank] = tuple((copy.action, copy.after) for copy in chooser.chosen)
+            copies[rank] = chooser.copies
             if not fit_with_copies(codes, tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
                 return None
     return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))

@@ -13,7 +13,7 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, Codes
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.recompute import step_bytes
-from megatron_epp.planner.orders.warm_up import Order, WarmUp, run_ahead, slice_groups, window_ahead
+from megatron_epp.planner.orders.warm_up import Order, WarmUp, descending, run_ahead, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -60,7 +60,7 @@ def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: fl
     """
     total, stages = groups[-1].stop if groups else 0, problem.num_stages
     forwards = np.arange(total) << KIND_BITS | FORWARD
-    backwards = np.array([c for group in groups for c in reversed(group)], dtype=np.int64) << KIND_BITS | BACKWARD
+    backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
     firsts = np.arange(stages)[:, None] * (total << KIND_BITS)
     every = Codes(
         integers((firsts + np.concatenate((forwards, backwards))).ravel()),

@@ -11,7 +11,7 @@ from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.planner.kernels import ready
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, WEIGHT, Codes, decode
 from megatron_epp.planner.kernels.compiled import floats, integers, numbers
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -21,7 +21,7 @@ class ListScheduling:
     """Order rule for any placement: a free rank takes what is ready, deepest stage first.
 
     Of a forward and a backward that are both ready it takes the backward, or with `alternating` the kind that it did not run
-    last. The first keeps less alive, the second lets ranks starve less; which is faster depends on the batch.
+    last. The first keeps less alive, with the second ranks wait less; which is faster depends on the batch.
 
     Every stage runs forwards in the order of the table and backwards sequence by sequence with descending slices, so messages
     never cross. A rank starts no further chunk on its first stage while `window` times the ranks (plus the slices of the
@@ -81,7 +81,7 @@ def _ready(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> rea
         backward_us=backward_us,
         weight_us=times_us[WEIGHT * items :],
         hop_us=floats(chain(*tables.hops, tables.turn_us)),
-        backwards=integers([c for group in groups for c in reversed(group)] if trains else []),
+        backwards=integers(descending(groups) if trains else []),
         ahead=integers([*ahead, total] if trains else [total] * (total + 1)),
         alternating=int(rule.alternating),
         most_waiting=max(1, math.ceil((rule.waiting or 0) * ranks)) if is_split else 0,

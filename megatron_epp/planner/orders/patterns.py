@@ -11,7 +11,7 @@ from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import Order, merged, slice_groups, window_ahead
+from megatron_epp.planner.orders.warm_up import Order, descending, merged, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -38,7 +38,7 @@ class Interleaved:
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
-        own, groups = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks), slice_groups(chunks)
+        own, groups = looped(problem), slice_groups(chunks)
         made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         made += [one_warm_up(groups, own)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
@@ -94,10 +94,14 @@ class Block:
         )
 
 
+def looped(problem: Problem) -> Placement:
+    """Return the looped placement with as many stages and ranks as the problem has."""
+    return Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+
+
 def is_looped(problem: Problem) -> bool:
     """Return True if the placement is looped and the batch is trained on."""
-    own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
-    return problem.placement == own.rank_of and not problem.forward_only
+    return problem.placement == looped(problem).rank_of and not problem.forward_only
 
 
 def is_v(problem: Problem) -> bool:
@@ -160,11 +164,6 @@ def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int]) -> list[tuple
     starts = range(0, max(1, len(chunks) - size + 1), size)
     stops = [*starts[1:], len(chunks)]
     return [(lap, c) for start, stop in zip(starts, stops, strict=True) for lap in laps for c in chunks[start:stop]]
-
-
-def descending(groups: Sequence[range]) -> list[int]:
-    """Return the chunks in the order of their backwards."""
-    return [c for group in groups for c in reversed(group)]
 
 
 def one_warm_up(groups: Sequence[range], own: Placement) -> Order:

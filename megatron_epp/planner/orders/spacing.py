@@ -14,8 +14,8 @@ from itertools import count
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.orders.patterns import descending, is_looped, running
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.orders.patterns import is_looped, looped, running
+from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups, without_weights
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -100,8 +100,7 @@ class Spaced:
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
-        own = Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
-        made = [whole_backwards(slice_groups(chunks), own, self.units)] if is_looped(problem) else []
+        made = [whole_backwards(slice_groups(chunks), looped(problem), self.units)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
 
 
@@ -113,7 +112,7 @@ def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[
         units: as for `Spacing.of`.
     """
     made = Spacing.of(placement.num_ranks, placement.num_chunks, 1, units).order(groups, placement)
-    return tuple(tuple(action for action in row if action.op is not Op.W) for row in made)
+    return without_weights(made)
 
 
 def _coprime(least: int, laps: int) -> int:

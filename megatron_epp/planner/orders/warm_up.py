@@ -49,6 +49,16 @@ def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
 
 
+def descending(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the chunks in the order of their backwards: group by group, the last slice of each first."""
+    return [c for group in groups for c in reversed(group)]
+
+
+def without_weights(order: Order) -> Order:
+    """Return an order without its weight gradients (W)."""
+    return tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
+
+
 def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
     """1F1B over slices (Seq1F1B) of sequences with unequal numbers of them (InfiniPipe, section III-D).
 
@@ -78,14 +88,14 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
         ahead: the numbers of forwards before the backwards of a stage.
     """
     total = groups[-1].stop if groups else 0
-    descending = [c for group in groups for c in reversed(group)]
+    backwards = descending(groups)
     orders = []
     for stage in range(num_stages):
         forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
         if forward_only:
             orders.append(tuple(forward))
             continue
-        backward = map(Action, repeat(Op.B), repeat(stage), descending)
+        backward = map(Action, repeat(Op.B), repeat(stage), backwards)
         orders.append(tuple(merged(forward, backward, ahead(stage))))
     return tuple(orders)
 
@@ -134,14 +144,14 @@ class OneStagePerRank:
 class WarmUp:
     """1F1B with an elastic warm-up window: one stage per rank, each rank some backwards ahead of the next.
 
-    Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
-    (`minimal`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r
-    above the last runs before its k-th backward what the last rank runs before its backward ``k + lead * r``. So all ranks run
-    their forwards in the same runs, and none starves another.
+    Let backward k belong to a sequence of n slices. With `minimal` the last rank runs before it the forwards up to the end of
+    that sequence and no more; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the
+    last runs before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their
+    forwards in the same groups, and no rank has to wait for forwards that another has put off.
 
-    With `minimal` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that
-    the ranks below need next. A lead of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
-    on all ranks. With a lead of 2 a rank has as many chunks waiting for the next as it has ranks below it.
+    `minimal` keeps the fewest chunks alive: while the backwards of a long sequence run, the only forwards in between are those
+    that later ranks need next. A lead of 1 is 1F1B, without slack: all ranks wait wherever two chunks differ in time. With a
+    lead of 2, as many chunks wait between a rank and the next as there are ranks after it.
 
     Attributes:
         lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.

@@ -23,9 +23,8 @@ from megatron_epp.planner.schedules.helixpipe import helixpipe
 from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
-from megatron_epp.planner.schedules.one_f_one_b import one_f_one_b
 from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved, longest_lived_shares
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b
+from megatron_epp.planner.schedules.seq1f1b import one_f_one_b, seq1f1b
 from megatron_epp.planner.schedules.slimpipe import slimpipe
 from megatron_epp.planner.schedules.sppo import sequence_aware_shares
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, round_up
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, longest_first, round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.memory.recompute import is_within, peaks_bytes
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -34,7 +34,7 @@ class Contest:
     def enter(self, made: Decisions, tables: Tables) -> bool:
         """Judge a candidate: True if it fits the caps, whether or not it is the fastest. Otherwise its peak is recorded."""
         peaks = peaks_bytes(made.order, tables, made.recompute_steps)
-        if any(peak > cap for peak, cap in zip(peaks, self.problem.cap_bytes, strict=True)):
+        if not is_within(peaks, self.problem.cap_bytes):
             self.would_do(max(peaks))
             return False
         took_us = makespan_us(made.order, tables, made.recompute_steps)
@@ -105,8 +105,7 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
 
 def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
     """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
-    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-    return joined({}, first_fit(longest_first, lengths, room), lengths)
+    return joined({}, first_fit(longest_first(lengths), lengths, room), lengths)
 
 
 def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:

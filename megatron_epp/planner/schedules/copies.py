@@ -15,7 +15,7 @@ from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.copy_slots import Busy, Chooser
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.orders.warm_up import Order, without_weights
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
@@ -60,8 +60,7 @@ def copied(
 
 def _within_caps(order: Order, tables: Tables, problem: Problem, wanted: Shares) -> Offload | None:
     """Choose copies, and recompute of chunks that stay where ranks are above their caps; None if that does not suffice."""
-    whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
-    codes, aims = encode(whole, len(tables.message_us)), problem.cap_bytes
+    codes, aims = encode(without_weights(order), len(tables.message_us)), problem.cap_bytes
     most = by_stage(tables.columns.most, len(tables.message_us))
     steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
     for _ in range(ROUNDS):
@@ -74,8 +73,7 @@ def _within_caps(order: Order, tables: Tables, problem: Problem, wanted: Shares)
         aims = tuple(aim - more for aim, more in zip(aims, above, strict=True)) if any(map(any, steps)) else aims
         steps = [*map(list, steps)]
         for rank, away in enumerate(away_bytes(tables, made, played)):
-            without_weights = (num_bytes for action, num_bytes in zip(order[rank], away, strict=True) if action.op is not Op.W)
-            caps = [aims[rank] + num_bytes for num_bytes in without_weights]
+            caps = [aims[rank] + moved for action, moved in zip(order[rank], away, strict=True) if action.op is not Op.W]
             if not fit_with_copies(codes, tables, rank, caps, most, steps):
                 return None
     return None
@@ -107,9 +105,7 @@ def _in_time(order: Order, tables: Tables, steps: RecomputeSteps, wanted: Shares
             action, position, share, needed_us, 0.0
         ):
             shares[stage][c] = share
-    for chooser in choosers:
-        chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
-    copies = tuple(tuple((copy.action, copy.after) for copy in chooser.chosen) for chooser in choosers)
+    copies = tuple(chooser.copies for chooser in choosers)
     return Offload(steps, tuple(map(tuple, shares)), copies)
 
 

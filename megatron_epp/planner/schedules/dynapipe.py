@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.chunks.chunker import Chunker, joined, round_up, slowest_line
-from megatron_epp.planner.orders.patterns import descending
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.chunks.chunker import Chunker, cuts_at, joined, longest_first, round_up, slowest_line
+from megatron_epp.planner.orders.warm_up import Order, descending
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.fixed_order import Batch, ChunkTable
 from megatron_epp.planner.schedules.partition import Times, least_latency
@@ -43,8 +42,8 @@ def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Ite
     """
     chunker, lengths = Chunker.of(problem, costs, options.chunk_tokens), problem.lengths
     ends = chunker.mesh(chunker.grain(slices=options.slices or 1).slices)
-    falling = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-    cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in falling if lengths[q] > ends[0]}
+    falling = longest_first(lengths)
+    cuts = cuts_at(ends, [q for q in falling if lengths[q] > ends[0]], lengths)
     whole = falling[len(cuts) :]
     times_us, tokens = _times(problem, costs, [lengths[q] for q in whole])
     found: dict[ChunkTable, None] = {}

@@ -20,6 +20,7 @@ from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.groups import ContextGroups, Group
+from megatron_epp.planner.chunks.chunker import longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.recompute import fit_recompute
 from megatron_epp.planner.orders.warm_up import slice_groups
@@ -95,18 +96,14 @@ def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None
 
 def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield ways to divide the sequences, longest first, into consecutive microbatches of about equally many tokens."""
-    longest_first = sorted(range(len(problem.lengths)), key=lambda q: (-problem.lengths[q], q))
-    total = sum(problem.lengths)
+    falling, total = longest_first(problem.lengths), sum(problem.lengths)
     for share in MICROBATCHES_PER_RANK:
-        count = min(share * problem.num_ranks, len(longest_first))
-        before = accumulate((problem.lengths[q] for q in longest_first), initial=0)
+        count = min(share * problem.num_ranks, len(falling))
+        before = accumulate((problem.lengths[q] for q in falling), initial=0)
         parts = [
-            min(count - 1, (done + problem.lengths[q] // 2) * count // total)
-            for q, done in zip(longest_first, before, strict=False)
+            min(count - 1, (done + problem.lengths[q] // 2) * count // total) for q, done in zip(falling, before, strict=False)
         ]
-        yield tuple(
-            tuple(q for q, _ in own) for _, own in groupby(zip(longest_first, parts, strict=True), key=lambda one: one[1])
-        )
+        yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(falling, parts, strict=True), key=lambda one: one[1]))
 
 
 def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, Line], fullest: float) -> Divided:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.orders.patterns import descending
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.orders.warm_up import Order, descending
 from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.schedules.rows import actions
 

@@ -1,8 +1,12 @@
-"""Seq1F1B with chunks of one fixed size and uniform recompute: the strongest rival InfiniPipe measures itself against."""
+"""1F1B (PipeDream-Flush, arXiv 2006.09503, section 3.1) over slices of sequences: Seq1F1B (2406.03488, section 3).
+
+Two planners have this order. `seq1f1b` is the paper's: chunks of one size and uniform recompute. `one_f_one_b` keeps the order
+alone: chunks are of unequal length, and chunk tables and recompute are chosen for every batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
@@ -10,9 +14,10 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.orders.patterns import one_each
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.common import Contest, chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.schedules.rows import actions
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -34,6 +39,11 @@ def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     for size in chunk_sizes(problem, options):
         enter_uniform(contest, fixed_size_chunks(problem.lengths, size))
     return contest.result()
+
+
+def one_f_one_b(batch: Batch) -> Iterator[Order]:
+    """Yield Seq1F1B's order of a chunk table."""
+    yield seq1f1b_order(batch.groups, batch.placement.num_ranks)
 
 
 def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: int | None = None) -> None:
@@ -73,8 +83,8 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
     """
     window = max(map(len, groups))
     ascending = [c for group in groups for c in group]
-    descending = [] if forward_only else [c for group in groups for c in reversed(group)]
+    backwards = [] if forward_only else descending(groups)
     return tuple(
-        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, descending), num_stages - stage - 2 + window)
+        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, backwards), num_stages - stage - 2 + window)
         for stage in range(num_stages)
     )

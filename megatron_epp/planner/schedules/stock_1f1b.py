@@ -25,7 +25,7 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
-    require_whole(problem, options, row)
+    require_whole(options, row)
     enter_uniform(contest, whole_sequences(problem.lengths), row)
     return contest.result()
 
@@ -45,7 +45,7 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
-    require_whole(problem, options, round_up(max(problem.lengths), problem.token_multiple))
+    require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
     if options.chunk_tokens is not None:
         row = min(row, options.chunk_tokens // problem.token_multiple * problem.token_multiple)
     enter_uniform(contest, pack_whole(problem.lengths, row))

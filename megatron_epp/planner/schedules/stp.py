@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron_epp.plan import Action, PlanError
 from megatron_epp.planner.orders.joined import JoinedOrder
-from megatron_epp.planner.orders.patterns import descending
+from megatron_epp.planner.orders.warm_up import descending
 from megatron_epp.planner.schedules.fixed_order import Batch
 from megatron_epp.planner.schedules.rows import LetterRow
 

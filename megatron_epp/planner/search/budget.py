@@ -84,11 +84,11 @@ class Anytime:
             # Under larger caps than those given it is planned only to name the least that would do, which takes no budget.
             return self._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
 
-        def plainly(asked: Problem) -> Plan:
+        def smaller(asked: Problem) -> Plan:
             small = Anytime(self.costs, replace(self.options, wide_windows=False), self.clock)
             return small._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
 
-        return planned_with_room(problem, make, plainly)
+        return planned_with_room(problem, make, smaller)
 
     def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)

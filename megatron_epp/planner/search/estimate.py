@@ -9,7 +9,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.whole import plainly
+from megatron_epp.planner.chunks.whole import by_length
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -67,11 +67,8 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
         found = trials.result()
         tables, same = found.tables[0], (grain for grain, table in zip(grains, cut, strict=False) if table == found.table)
         backward_us = backward_times(tables, found.only.recompute_steps)
-        busy_us = tuple(
-            sum(sum(times[stage]) for times in (tables.forward_us, backward_us) if times for stage in stages)
-            for stages in tables.stages_of
-        )
-        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), busy_us)
+        busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
+        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), tuple(busy_us))
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
@@ -112,7 +109,7 @@ def _few(
     fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
     is_few = len(problem.lengths) <= FEW and grains == CHUNKS_PER_RANK
     if problem.has_one_stage_per_rank and options.slices is None and is_few and fits_whole:
-        trials.better(Aligned((plainly(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
+        trials.better(Aligned((by_length(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
         trials.better(table, rules.least)
     trials.result()

@@ -20,7 +20,7 @@ from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, 
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.orders.warm_up import Order, without_weights
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
 
@@ -64,7 +64,7 @@ def fitted(
     tables = made.tables(problem, costs)
     order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
     made = replace(made, order=order)
-    whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
+    whole = without_weights(order)
     fit = _fit(made, whole, tables, problem.cap_bytes, options)
     best_us = _makespan_us(order, tables, fit.recompute_steps)
     copied = None

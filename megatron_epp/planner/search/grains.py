@@ -13,7 +13,7 @@ from itertools import permutations
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
 from megatron_epp.planner.chunks.starts import started
-from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
+from megatron_epp.planner.chunks.whole import by_length, tables_with_whole
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers
@@ -132,7 +132,7 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
             trials.better(tables[count], rules.second)
     is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
     if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and _whole_may_fit(trials):
-        longest_first = plainly(problem.lengths)[0]
+        longest_first = by_length(problem.lengths)[0]
         trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
         # The bound is the same for every order.
         if len(problem.lengths) <= HANDFUL and trials.may_be_better(Aligned((longest_first,))):
@@ -257,7 +257,7 @@ def _coarser(table: Aligned, trials: Trials, chunkers: Chunkers) -> Aligned | No
 
 
 def _search_unsliced(trials: Trials) -> None:
-    """Try tables in which the longest sequences run whole: with ranks that never starve, and if need be with least alive."""
+    """Try tables in which the longest sequences run whole: in orders that keep ranks busy, then with least alive."""
     replicas, rules = trials.replicas, trials.rules
     if not _whole_may_fit(trials):
         return

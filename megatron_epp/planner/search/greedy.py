@@ -14,7 +14,7 @@ from megatron_epp.planner.assemble import written
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
-from megatron_epp.planner.chunks.whole import plainly
+from megatron_epp.planner.chunks.whole import by_length
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
@@ -35,22 +35,20 @@ SPLIT_PARTS = 8
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
 
-def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Decisions:
+def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
     among the candidates where the token cap lets them, so the result is never slower than those. The order of the batch never
-    matters. With `options.slices` there is one grain and nothing to search. With `warm` the search begins at the grain of a
-    batch of like shape and ends sooner.
+    matters. With `options.slices` there is one grain and nothing to search.
 
     Args:
         problem, costs, options: as for `plan`.
-        warm: grains that earlier batches chose.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
-    return finished(candidates(problem, costs, options, warm), problem, costs, options)
+    return finished(candidates(problem, costs, options), problem, costs, options)
 
 
 class Candidates(NamedTuple):
@@ -69,7 +67,8 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
     Args:
-        problem, costs, options, warm: as for `greedy`.
+        problem, costs, options: as for `greedy`.
+        warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
     """
     replicas = Replicas((problem,), costs, options)
     trials = Trials(replicas)
@@ -78,7 +77,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
     if options.slices is None and max(problem.lengths) <= token_cap and problem.has_one_stage_per_rank:
         plain = Trials(replicas)
         plain.best_us = trials.best_us
-        for whole in plainly(problem.lengths):
+        for whole in by_length(problem.lengths):
             plain.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
@@ -177,7 +176,7 @@ def baseline(schedule: Schedule) -> Planner:
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
         require_one_stage_per_rank(problem, options)
-        require_whole(problem, options, round_up(max(problem.lengths), problem.token_multiple))
+        require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
         trials = Trials(Replicas((problem,), costs, options))
         trials.better(Aligned((whole_sequences(problem.lengths),)), (OneStagePerRank(schedule),))
         return trials.result(options.planner).only

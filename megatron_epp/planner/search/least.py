@@ -18,7 +18,7 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
+from megatron_epp.planner.chunks.whole import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -28,7 +28,7 @@ from megatron_epp.planner.search.trials import Trials
 
 
 def is_told_by_one_order(problem: Problem, options: Options) -> bool:
-    """Return True if this order of every chunk table tells what fits."""
+    """Return True if a chunk table that does not fit in the order of `OrderRules.least` fits in no order."""
     return options.planner == "greedy" and not options.offload and problem.has_one_stage_per_rank
 
 
@@ -149,7 +149,7 @@ def _tables(replicas: Replicas, trials: Trials) -> Iterator[Aligned]:
         yield from dict.fromkeys(_cut(chunkers, problem, options))
     if options.slices is None:
         if max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
-            yield from (Aligned((whole,)) for whole in plainly(problem.lengths))
+            yield from (Aligned((whole,)) for whole in by_length(problem.lengths))
         if whole_bytes(trials) < trials.least_cap:
             yield from (Aligned((chunks,)) for chunks in tables_with_whole(problem, costs, options.chunk_tokens))
 

@@ -1,8 +1,8 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Found by trying, with the planner itself, or where that says the same with one order of every chunk table (`search.least`).
-Which sizes fit is a little ragged at the edge, for planners search tables of chunks and not all of them; what is named fits,
-and one step more does not.
+Sizes are tried with the planner itself, or, where the result is the same, with one order of every chunk table
+(`search.least`). A size that fits is proven by a plan. Larger sizes than the limit may fit again here and there, since planners
+search only some chunk tables; the size one step above the limit does not.
 """
 
 from __future__ import annotations
@@ -117,15 +117,12 @@ class Limits:
 
         return self._proven(taken, Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths)))
 
-    def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
+    def cap(self) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
         Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
         messages may need less than was set aside for them; that lowers it further, down to the last byte, unless plans are
         large: then it is less than a thousandth.
-
-        Args:
-            step: bytes between the caps tried with offload; None for about a thousandth of the answer.
 
         Raises:
             InfeasibleError: no cap is high enough: memory is not the obstacle.
@@ -140,7 +137,7 @@ class Limits:
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
                     made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
-        step = step or 1 << max(0, named.bit_length() - 11)
+        step = 1 << max(0, named.bit_length() - 11)  # about a thousandth of the answer
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2

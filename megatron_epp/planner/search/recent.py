@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from megatron_epp.plan import Chunk
+from megatron_epp.planner.chunks.chunker import longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Problem
 
@@ -65,8 +66,7 @@ def _log2(size: int) -> float:
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     """Return the same batch with the longest sequence first, and the original index of each of its sequences."""
-    lengths = problem.lengths
-    sequences = tuple(sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)))
+    sequences = tuple(longest_first(problem.lengths))
     return problem.part(sequences), sequences
 
 

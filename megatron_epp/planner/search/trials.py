@@ -304,5 +304,4 @@ class Trials:
 
 def busiest_us(tables: Tables) -> float:
     """Time of the rank with the most work, in microseconds, without recompute."""
-    passes = [tables.forward_us, tables.backward_us] if tables.backward_us else [tables.forward_us]
-    return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
+    return max(tables.busy_us(rank, tables.backward_us) for rank in range(len(tables.stages_of)))

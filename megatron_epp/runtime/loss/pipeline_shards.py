@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.executor import Executor, Handler
-from megatron_epp.runtime.loss.background import Background
 from megatron_epp.runtime.loss.shards import Logits, Shard, Summary, logits_pass, scale_part, weight_gradient
+from megatron_epp.runtime.side_thread import Background
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,11 @@ from torch import Tensor
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
 from megatron_epp.runtime.offload.numa import cpus_near, near
-from megatron_epp.runtime.out_of_memory import PoolExhaustedError
+from megatron_epp.runtime.out_of_memory import HostMemoryError
 
 _PAGE_BYTES = 32 << 20
 
 MACHINE = "the machine's memory"
-
-
-class HostMemoryError(PoolExhaustedError):
-    """Host memory for offload is exhausted."""
 
 
 class Span(NamedTuple):

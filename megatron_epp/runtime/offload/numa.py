@@ -29,19 +29,14 @@ def near(cpus: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def cpus_near(device: torch.device, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """Return the processors of a GPU's NUMA node; none for a CPU, and if torch or the system does not tell.
-
-    Args:
-        device: the GPU.
-        sysfs: where the kernel's tables are mounted.
-    """
+def cpus_near(device: torch.device) -> frozenset[int]:
+    """Return the processors of a GPU's NUMA node; none for a CPU, and if torch or the system does not tell."""
     if device.type != "cuda":
         return frozenset()
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_domain_id"):  # older releases of torch do not tell the address
         return frozenset()
-    return cpus_of_node(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0", sysfs)
+    return cpus_of_node(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
 
 
 def cpus_of_node(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:

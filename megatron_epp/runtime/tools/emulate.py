@@ -43,7 +43,7 @@ _SPIN_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class Emulation:
     """Measurements of one emulation, in the plan's time: divided by the scale.
 
     Attributes:
@@ -188,7 +188,7 @@ def host_locks(plan: Plan, context: Any) -> Locks:
     return {(link, op): context.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
 
 
-def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
+def emulate(plan: Plan, scale: float, timeout_s: float) -> Emulation:
     """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
 
     Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
@@ -196,7 +196,7 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
     locks = host_locks(plan, CONTEXT)
     done = run_ranks(_run, plan.num_ranks, plan, scale, locks, timeout_s=timeout_s)
     late_s = sum(late for _, late in done)
-    return Rehearsed(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
+    return Emulation(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
 
 
 def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, cuts_at, joined, longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
@@ -86,10 +86,10 @@ def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> 
         Chunks in forward order: long sequences first, the longest first, then batched chunks.
     """
     lengths, ends = chunker.problem.lengths, chunker.mesh(slices)
-    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-    long = [q for q in longest_first if lengths[q] > ends[0]]
-    short = [q for q in longest_first if lengths[q] <= ends[0]]
-    cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
+    falling = longest_first(lengths)
+    long = [q for q in falling if lengths[q] > ends[0]]
+    short = [q for q in falling if lengths[q] <= ends[0]]
+    cuts = cuts_at(ends, long, lengths)
     time_limit_us = max(chunker.slice_us(start, end) for start, end in pairwise([0, *ends]))
     token_limit = max(end - start for start, end in pairwise([0, *ends]))
     short_us = sum(chunker.sequence_us(lengths[q]) for q in short)

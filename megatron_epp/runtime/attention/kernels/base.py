@@ -69,14 +69,18 @@ def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
     return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
 
 
-def needs_half_precision_on_a_gpu(case: Case, most_channels: int = 256) -> str | None:
+MOST_CHANNELS = 256
+"""Largest number of channels of a head that fused kernels take."""
+
+
+def needs_half_precision_on_a_gpu(case: Case) -> str | None:
     """Return why no fused kernel can be used for a case, or None: limits that all of them share."""
     if case.device != "cuda":
         return "it runs on GPUs"
     if case.dtype not in (torch.float16, torch.bfloat16):
         return "it runs in bf16 and fp16"
-    if case.channels > most_channels or case.channels % 8 != 0:
-        return f"heads of {case.channels} channels: it takes multiples of 8 up to {most_channels}"
+    if case.channels > MOST_CHANNELS or case.channels % 8 != 0:
+        return f"heads of {case.channels} channels: it takes multiples of 8 up to {MOST_CHANNELS}"
     if case.value_channels not in (0, case.channels):
         return f"values of {case.value_channels} channels: it takes as many as keys have, {case.channels}"
     return None
