@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import H100_NODE
+from megatron_epp.launch import runs
 from scripts.bench.host.bench import MEGATRON, Counts, count, count_stages, lines
+from tests.support.mcore import forked
 
 MORE_CALLS = 150
 """Python calls that an action may add to those of Megatron's pass: about 15 us."""
@@ -16,7 +18,9 @@ MORE_CALLS = 150
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Counts]:
-    found = count(Path(tmp_path_factory.mktemp("host")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "_forks", forked._forks)  # trains in ranks of the process that other tests fork from
+        found = count(Path(tmp_path_factory.mktemp("host")))
     print("\n".join(lines(found)))
     return {(one.op, one.segments): one for one in found}
 

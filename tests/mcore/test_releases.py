@@ -22,13 +22,12 @@ CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     },
-    "vocabulary": {
+    "vocabulary, cut layers": {
         "cell": {"pp": 2},
         "model": "grouped",
-        "plan": "--epp-slices 3 --epp-vocab-parallel on",
+        "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     },
-    "cut layers": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5"},
 }
 
 

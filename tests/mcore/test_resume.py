@@ -16,9 +16,9 @@ from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
-ITERATIONS = 12
-INTERVAL = 5
-KILLED = 6
+ITERATIONS = 8
+INTERVAL = 3
+KILLED = 4
 """The run is killed as soon as it is seen to have done this iteration: after its first checkpoint."""
 
 FLAGS = shlex.split(

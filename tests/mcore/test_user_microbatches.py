@@ -25,13 +25,6 @@ PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 CELLS = {
     "one process": (1, ""),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
-    "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-    "experts shared by replicas": (
-        4,
-        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
-        "--no-bias-gelu-fusion --disable-bias-linear",
-    ),
     "full recompute, loss per token": (
         2,
         "--pipeline-model-parallel-size 2 --calculate-per-token-loss "
@@ -39,6 +32,13 @@ CELLS = {
     ),
 }
 MORE_CELLS = {
+    "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "experts shared by replicas": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
+        "--no-bias-gelu-fusion --disable-bias-linear",
+    ),
     "pipeline, several stages per rank": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "distributed optimizer": (
         4,

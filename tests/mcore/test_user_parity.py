@@ -75,12 +75,12 @@ LAYOUTS = {
     ),
 }
 COVERING = {
-    ("latent attention, experts, multi-token prediction", "4 stages on 2 ranks"),
-    ("state-space layers and experts", "4 stages"),
+    ("latent attention, experts, multi-token prediction", "expert parallel"),
+    ("state-space layers and experts", "tensor and sequence parallel"),
     ("sliding window", "context parallel"),
     ("attention and MLP", "distributed optimizer, 4 stages on 2 ranks"),
 }
-"""Every model that needs more than stock's layers, and every kind of schedule, once."""
+"""Every model that needs more than stock's layers, every kind of parallelism, and both schedules of stock, once."""
 
 
 def cells() -> list[object]:

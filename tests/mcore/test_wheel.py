@@ -97,6 +97,7 @@ def test_commands_run_from_anywhere(installed, tmp_path):
     assert "</html>" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.slow  # imports Megatron once more; the same recipe is in the wheel by name, and its dry run in `slurm/`
 def test_a_shipped_recipe_is_checked_against_megatrons_parser(installed, tmp_path):
     said = succeeds([installed / "megatron-epp", "train", "-c", "recipes/tiny-cpu", "train_iters=2", "--dry-run"], tmp_path)
     assert "megatron_epp.mcore.pretrain_gpt" in said

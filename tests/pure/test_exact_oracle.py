@@ -34,7 +34,7 @@ def finds_none(chunks: Sequence[Chunk], asked: Problem, costs: Costs) -> bool:
         return str(asked.cap_bytes[0]) in str(error)
 
 
-@some_by_default("seed", [1, 2, 3, 0, 4, 5, 6, 7], 3)
+@some_by_default("seed", [1, 2, 3, 0, 4, 5, 6, 7], 2)
 def test_no_order_and_no_recompute_is_faster(seed: int):
     chunks, asked, costs = tiny_case(seed)
     tables = tabulate(chunks, asked, costs)
@@ -67,7 +67,7 @@ def test_a_cap_below_what_ranks_hold_throughout_is_refused():
         oracle(chunks, replace(asked, cap_bytes=(cap, cap)), costs, Options(), time_limit_s=20)
 
 
-@some_by_default("seed", [1, 2, 7], 2)
+@some_by_default("seed", [1, 2, 7], 1)
 @pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
 def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     chunks, asked, costs = tiny_case(seed)

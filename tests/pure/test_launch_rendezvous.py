@@ -86,12 +86,12 @@ def test_a_single_node_waits_for_nobody_and_needs_no_token(port, monkeypatch):
 
 
 def test_the_node_that_is_missing_is_named_on_all_others(port):
-    found = together(4, [0, 1, 3], port, 2.0)
-    assert all("node 2 of 4 did not come up within 2 s" in text for text in found)
+    found = together(4, [0, 1, 3], port, 1.0)
+    assert all("node 2 of 4 did not come up within 1 s" in text for text in found)
 
 
 def test_of_many_that_are_missing_the_first_are_named(port):
-    found = together(3000, [0, 1], port, 1.0)
+    found = together(3000, [0, 1], port, 0.5)
     assert all("node 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17 and 2982 more of 3000" in text for text in found)
 
 
@@ -107,7 +107,7 @@ LINES = [b"GET / HTTP/1.1\n", b"1\n", b"megatron-epp node 1\n", b"node 1 2 " + N
 
 @some_by_default("line", [*LINES[-2:], *LINES[:-2]], 2)
 def test_a_stranger_gets_no_place_and_is_told_nothing(port, pool, line):
-    first = pool.submit(one, 2, 0, port, 1.5)
+    first = pool.submit(one, 2, 0, port, 1.0)
     with connected(port) as stranger:
         receive_line(stranger, time.monotonic() + LIMIT_S)
         stranger.sendall(line)
@@ -124,14 +124,14 @@ def test_what_a_node_has_said_proves_nothing_the_next_time(port, pool):
         node.sendall(said)
         receive_line(node, time.monotonic() + LIMIT_S)
     assert first.result(LIMIT_S) is None
-    again = pool.submit(one, 2, 0, port, 1.5)
+    again = pool.submit(one, 2, 0, port, 1.0)
     with connected(port) as stranger:
         stranger.sendall(said)
         assert "node 1 of 2 did not come up" in again.result(LIMIT_S)
 
 
 def test_callers_that_say_little_at_a_time_outlast_no_limit(port, pool):
-    first = pool.submit(one, 2, 0, port, 2.0)
+    first = pool.submit(one, 2, 0, port, 1.0)
     with connected(port) as slow:
         while not first.done():
             with contextlib.suppress(OSError):
@@ -179,8 +179,8 @@ def test_a_node_that_goes_away_and_comes_again_has_its_place(port, pool):
 
 
 def test_nodes_with_different_tokens_say_what_to_set(port, pool):
-    first = pool.submit(one, 2, 0, port, 2.0)
-    other = one(2, 1, port, 2.0, b"another token of the same length")
+    first = pool.submit(one, 2, 0, port, 1.0)
+    other = one(2, 1, port, 1.0, b"another token of the same length")
     remedy = "set EPP_RENDEZVOUS_TOKEN to the same 16 or more random characters on every node"
     assert "came without this run's token" in first.result(LIMIT_S)
     assert remedy in first.result()

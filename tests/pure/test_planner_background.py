@@ -83,7 +83,7 @@ def test_a_closed_planner_starts_no_process(planner: BackgroundPlanner, caplog: 
 def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Options, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "KEPT", 2)
     plan = background._planning(pipeline(2), options, 0, ((0,), (1,)))
-    batches, counts = [problem((300 + 7 * i, 44, 20 + i, 60), 2) for i in range(3)], []
+    batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
     for _ in range(7):
         for batch in batches:
             plan(batch)

@@ -60,7 +60,7 @@ def test_the_smallest_cap_of_a_large_plan_is_what_the_planner_names(monkeypatch:
 
 def test_with_offload_a_smaller_cap_is_found_in_steps_that_are_small_beside_it():
     costs = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5)
-    without, (having, made) = limits(costs=costs).cap()[0], limits(costs=costs, offload=True).cap()
+    without, (having, made) = limits(costs=costs, slices=4).cap()[0], limits(costs=costs, slices=4, offload=True).cap()
     assert without.value is not None and having.value is not None  # noqa: PT018
     assert max(made.predicted.peak_bytes) <= having.value < without.value
     assert having.step < having.value / 200

@@ -32,7 +32,7 @@ shares = st.floats(0.0, 1.2)
 STEPS = 100
 """Steps of the local search: it is here to be sound, not to be thorough."""
 pace = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-SHARE = 20
+SHARE = 30
 """Default runs take one example where `slow` takes as many."""
 
 

@@ -55,13 +55,13 @@ Cases = dict[Cell, dict[str, tuple[str, ...]]]
 CASES: Cases = {
     Cell(): {"llama": ("two",), "gpt2": ("all recompute",)},
     Cell(pp=2): {
-        "llama": ("packed", "hybrid", "loss by blocks", "capped"),
-        "grouped": ("whole", "some recompute", "split"),
+        "llama": ("packed", "loss by blocks", "capped"),
+        "grouped": ("whole", "some recompute"),
         "learned": ("two", "all recompute"),
-        "gpt2": ("seven", "split, some recompute"),
+        "gpt2": ("split, some recompute",),
     },
 }
-"""Cuts by model: every cut on two stages, every model with several, and some of them on one stage."""
+"""Cuts by model, on two stages and some of them on one: every cut but those to which another one only adds something."""
 MORE_CASES: Cases = {
     Cell(): {
         "llama": ("two", "packed", "some recompute"),
