@@ -43,7 +43,7 @@ class Uploader:
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
-        self._device, self._cuda = device, cuda
+        self.device, self._cuda = device, cuda
         self._stream: Any = None if cuda is None else cuda.Stream()
 
     def begin(self, tensors: Sequence[Tensor]) -> Upload:
@@ -54,10 +54,10 @@ class Uploader:
         starts, pieces = _laid_out(tensors)
         size = sum(len(piece) for piece in pieces)
         with nullcontext() if self._cuda is None else self._cuda.stream(self._stream):
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             if pieces:
                 torch.cat(pieces, out=host)
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             buffer.copy_(host, non_blocking=True)
             done = None if self._stream is None else self._stream.record_event()
         views = tuple(

@@ -43,7 +43,7 @@ def batch_of(dataset: Any) -> GlobalBatch:
 
 def prepared(batch: GlobalBatch, **needs: Any) -> PreparedBatch:
     assert batch.plan is not None
-    return RankInputs(Uploader(CPU), CPU, **needs).prepare(batch, lower(batch.plan)[0])
+    return RankInputs(Uploader(CPU), **needs).prepare(batch, lower(batch.plan)[0])
 
 
 DATASET = MemoryDataset([3, 9, 7, 9, 20])

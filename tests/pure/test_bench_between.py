@@ -25,6 +25,7 @@ def test_it_prints_a_row_for_every_way_to_get_a_plan_and_a_report(
         "measurement, digest computed",
         "the same, digest from the planning process",
         "comparison of a rank with its costs",
+        "inputs of the last stage's rank, in a thread",
     ]
     assert all(float(row.split()[-2]) <= float(row.split()[-3]) <= float(row.split()[-1]) for row in rows)
     head, _, *rows = reports.splitlines()

@@ -57,14 +57,12 @@ class RankInputs:
 
     Attributes:
         uploader: of the rank's device.
-        device: the device.
         context_parallel: how ranks share a chunk's tokens.
         reads_tokens: the rank has the first or the last stage.
         rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
     """
 
     uploader: Uploader
-    device: torch.device
     context_parallel: ContextParallel = NOT_SHARED
     reads_tokens: bool = True
     rows_of: RowsOf | None = None
@@ -95,7 +93,7 @@ class RankInputs:
         upload = self.uploader.begin([*given, *sent])
         ends, *received = upload.tensors
         for table, offsets in zip(tables, received, strict=False):
-            table.take(self.device, offsets)
+            table.take(self.uploader.device, offsets)
         rest = iter(received[len(tables) :])
         chunks = tuple(ChunkInputs(*(None if column is None else next(rest) for column in each)) for each in columns)
         return BatchInputs(upload, chunks, ends)
@@ -115,7 +113,6 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
     _, _, device = next(iter(stages.values())).message(1)
     return RankInputs(
         Uploader(device, torch.cuda if device.type == "cuda" else None),
-        device,
         of_group(mpu.get_context_parallel_group()),
         reads_tokens=any(stage.is_first or stage.is_last for stage in stages.values()),
         rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,

@@ -2,7 +2,9 @@
 
 Compares the message of the planning process (`PackedPlan`) with what it replaces: a plan file that is parsed, checked against
 its digest and lowered on every rank. Then what a measurement of a run takes, with and without the digest that the message
-brings. All of it holds the interpreter's lock, which the thread that launches kernels needs.
+brings. All of it holds the interpreter's lock, which the thread that launches kernels needs. The last row has the inputs of a
+rank with the last stage (tokens, labels, masks, positions, segment tables), which a thread reads and packs while the iteration
+before runs: from memory, and without the copy to a device.
 
 The second table has the report of an iteration as every rank makes it, in processes that exchange their figures over gloo: if
 the training thread made it itself, and as it is, in a thread of its own. Times of waiting are not in it: the training thread
@@ -18,16 +20,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.slowness import SlowStages
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore.training.inputs import RankInputs
 from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import table
 from megatron_epp.runtime.links.processes import run_ranks
+from megatron_epp.runtime.upload import Uploader
 from scripts.bench.between.ranks import COLUMNS, report_times_ms
 
 ROUNDS = 9
@@ -51,8 +57,11 @@ def main() -> None:
         "the same, digest from the planning process": lambda: Measured.of(made, events, packed.plan_digest),
         "comparison of a rank with its costs": lambda: SlowStages().add(made, name, took_us),
     }
+    inputs, batch = RankInputs(Uploader(torch.device("cpu")), rows_of=lambda mask: None), _batch(made)
+    rows["inputs of the last stage's rank, in a thread"] = lambda: inputs.prepare(batch, packed.actions(made.num_ranks - 1))
     num_bytes = len(packed.message) + sum(map(len, packed.rows))
-    print(f"{len(made.chunks)} chunks, {made.num_stages} stages; a message of {num_bytes:,} bytes")
+    size = f"{len(made.chunks)} chunks, {made.num_stages} stages; a message of {num_bytes:,} bytes"
+    print(f"{size}; {made.num_tokens:,} tokens")
     found = [[what, *(f"{one:.1f}" for one in _cpu_ms(work))] for what, work in rows.items()]
     print("\n".join(table(["", "CPU ms", "least", "most"], found)))
     print(f"\nreports of {made.num_ranks} ranks, CPU ms:")
@@ -68,6 +77,27 @@ def _plan(num_sequences: int, num_stages: int) -> Plan:
     costs = analytic_costs(shape, H100, [2] * num_stages, state_bytes_per_parameter=8.0)
     problem = Problem(tuple(lengths), tuple(range(num_stages)), (UNLIMITED_BYTES,) * num_stages)
     return plan(problem, costs, Options(steps=0))
+
+
+class _Memory:
+    """Sequences in memory, as int32."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = np.array(lengths)
+        self._text = np.zeros(max(lengths) + 1, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        return self._text[start:end]
+
+    def trained(self, index: int, start: int, end: int) -> None:
+        return None
+
+
+def _batch(made: Plan) -> GlobalBatch:
+    return GlobalBatch(indices=tuple(range(len(made.lengths))), lengths=made.lengths, plan=made, dataset=_Memory(made.lengths))
 
 
 def _cpu_ms(work: Callable[[], object]) -> tuple[float, float, float]:
