@@ -33,7 +33,6 @@ _SLICED = (1.0, 0.8, 0.9)
 """Strengths of the colours of chunks with slices, used in turn for the long sequences."""
 _ODD = 0.86
 """Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
-_LEGEND_BASE = "#444444"
 
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,9 +18,6 @@ from megatron_epp.planner.orders.vocabulary import has_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
-
-Judge = Callable[[Decisions | None], float]
-"""Makespan of decisions in microseconds; infinite where they are unsound or there are none."""
 
 TOLERANCE = 1e-4
 """Makespans closer than this, relative, are the same to the solver, whose times are whole ticks."""

@@ -240,7 +240,7 @@ def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
 
 @compiled
 def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
-    """Forwards of a sequence ascending, all before its backwards, and those descending; on every stage of a rank.
+    """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend.
 
     Args:
         seen: room for two numbers per item; by stage and sequence, the last forward and the last backward.
