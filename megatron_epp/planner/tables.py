@@ -9,15 +9,14 @@ import numpy as np
 
 from megatron_epp.plan import Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Rows
-from megatron_epp.planner.kernels import frontier_sums
-from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, need_columns
+from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, frontier_sum, need_columns
 from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
 from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 
 Times = list[list[float]]
 Sizes = list[list[int]]
 
-_frontier_sum = plain(frontier_sums.frontier_sum)
+_frontier_sum = plain(frontier_sum)
 
 
 @dataclass(frozen=True, slots=True)

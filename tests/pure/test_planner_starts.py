@@ -13,7 +13,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.starts import started
+from megatron_epp.planner.chunks.variants import started
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.warm_up import slice_groups

@@ -6,7 +6,7 @@ from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.chunks.whole import MOST_WHOLE, tables_with_whole
+from megatron_epp.planner.chunks.variants import MOST_WHOLE, tables_with_whole
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem
 
 LENGTHS = (100_000, 30_000, 20_000, *[700] * 80)

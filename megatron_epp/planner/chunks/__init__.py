@@ -1,1 +1,1 @@
-"""Chunk tables: slices of long sequences, packed short ones, whole sequences, tables of replicas aligned."""
+"""Chunk tables: slices of long sequences, packed short ones, variants of tables, tables of replicas aligned."""

@@ -1,8 +1,8 @@
-"""Tables and orders as flat columns of numbers."""
+"""Tables and orders as flat columns of numbers, and sums over a column's recompute steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import lru_cache
 from itertools import accumulate, product, starmap
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.graph import resolve
 from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
-from megatron_epp.planner.kernels.compiled import Floats, Integers, Numbers, floats, integers
+from megatron_epp.planner.kernels.compiled import Floats, Integers, Numbers, compiled, floats, integers
 
 KIND_BITS = 3
 """Low bits of a code that hold the kind of an action."""
@@ -221,3 +221,22 @@ def _actions(kinds: Kinds, num_sites: int, num_chunks: int) -> list[Action]:
         num_chunks: of the chunk table.
     """
     return list(starmap(Action, product(kinds, range(num_sites), range(num_chunks))))
+
+
+@compiled
+def frontier_sum[N: (int, float)](values: MutableSequence[N], first: int, num_layers: int, num_steps: int) -> N:
+    """Sum the values of the first recompute steps (`memory.frontier`); each mode has as many steps as the stage has layers.
+
+    Args:
+        values: value of one step, by mode.
+        first: index of the item's first mode in `values`.
+        num_layers: layers of the stage.
+        num_steps: number of steps.
+    """
+    at, left = first, num_steps
+    total = values[first] * 0
+    while left > num_layers:
+        total += num_layers * values[at]
+        left -= num_layers
+        at += 1
+    return total + left * values[at]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
+from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns, frontier_sum
 from megatron_epp.planner.kernels.compiled import Integers, compiled, inlined
-from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
 
 @compiled

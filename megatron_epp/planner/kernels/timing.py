@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
+from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns, frontier_sum
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
-from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
 STUCK = -1.0
 """Returned when the order deadlocks."""

@@ -9,7 +9,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.whole import by_length
+from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate

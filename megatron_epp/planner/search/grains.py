@@ -12,8 +12,7 @@ from itertools import permutations
 
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
-from megatron_epp.planner.chunks.starts import started
-from megatron_epp.planner.chunks.whole import by_length, tables_with_whole
+from megatron_epp.planner.chunks.variants import by_length, started, tables_with_whole
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers

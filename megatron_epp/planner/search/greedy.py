@@ -14,7 +14,7 @@ from megatron_epp.planner.assemble import written
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
-from megatron_epp.planner.chunks.whole import by_length
+from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed

@@ -18,7 +18,7 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.whole import by_length, tables_with_whole
+from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate

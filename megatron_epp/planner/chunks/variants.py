@@ -1,8 +1,8 @@
-"""Chunk tables for caps that are too small for the caches of the longest sequences' slices: those sequences run whole.
+"""Chunk tables besides those of a grain: with the longest sequences whole, of whole sequences only, and in another order.
 
 A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward; those of a whole
-sequence that recomputes live as long as one layer does. So what does not fit in slices may fit whole, at the price that all
-ranks wait for one long chunk.
+sequence that recomputes live as long as one layer does. So where a cap is too small for the caches of a sequence's slices, the
+sequence may fit whole, at the price that all ranks wait for one long chunk.
 """
 
 from __future__ import annotations
@@ -52,6 +52,25 @@ def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
     chunks = whole_sequences(lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
     return [rising[::-1], rising]
+
+
+def started(chunks: Sequence[Chunk], num_ranks: int) -> tuple[tuple[Chunk, ...], ...]:
+    """Return the same chunks with others before those of the longest sequence: some of one chunk each, or the next longest.
+
+    Args:
+        chunks: the chunk table, longest sequence first.
+        num_ranks: ranks of the pipeline; a pipeline is full with about as many chunks.
+    """
+    groups = [tuple(chunks[c] for c in group) for group in slice_groups(chunks)]
+    single = [group for group in groups if len(group) == 1]
+    first, second = single[:num_ranks], list[tuple[Chunk, ...]]()
+    for group in groups[1:]:
+        if sum(map(len, second)) >= 2 * num_ranks:
+            break
+        second.insert(0, group)
+    single_first = [*first, *(group for group in groups if len(group) > 1), *single[num_ranks:]]
+    second_first = [*second, *groups[:1], *groups[len(second) + 1 :]]
+    return tuple(tuple(chunk for group in order for chunk in group) for order in (single_first, second_first))
 
 
 def _renumbered(chunks: tuple[Chunk, ...], sequences: Sequence[int]) -> tuple[Chunk, ...]:
