@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--plan", default=PLANS["sliced"], metavar="FLAGS", help="flags of the plans (default: %(default)s)")
     run.add_argument("--lengths", metavar="FILE|N,N,...", help="tokens of the documents, as `megatron-epp plan` takes them")
     run.add_argument("--iterations", type=int, default=3, metavar="N")
+    run.add_argument("--batch", type=int, default=BATCH, metavar="N", help="documents of a batch (default: %(default)s)")
     run.add_argument("--limit-seconds", type=float, default=600.0, metavar="S", help="longest a run may take")
     run.add_argument("--json", action="store_true", help="print all figures as JSON")
     many = parser.add_argument_group("many cells")
@@ -108,7 +109,7 @@ def _missing(args: argparse.Namespace) -> str | None:
 
 
 def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
-    setting = Setting(LENGTHS, args.iterations)
+    setting = Setting(LENGTHS, args.iterations, batch=args.batch)
     if args.cases is not None:
         given = json.loads(args.cases.read_text())
         return {name: Case(**(case | {"cell": Cell(**case["cell"])})) for name, case in given.items()}, setting

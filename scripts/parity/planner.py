@@ -22,12 +22,16 @@ def share_planner() -> None:
 class _SharedWorker:
     """Stands in for `planner.service.worker.Worker`: what it makes lives in a process that stays for the next, never nice."""
 
-    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
+    def __init__(self, make: Callable[..., Callable[..., Any] | None], *args: Any, niceness: int = 0) -> None:
         self._number = next(_numbers)
+        self.send(make, *args)
+
+    def send(self, make: Callable[..., Callable[..., Any] | None], *args: Any) -> None:
+        """Make what is called, as `Worker.send` does where what was made before has only prepared something."""
         self.call(make, *args)
 
     def call(self, *args: Any) -> Any:
-        """Call the worker, as `Worker.call` does; the first call makes it."""
+        """Call the worker, as `Worker.call` does; until something is made, make it."""
         worker, lock = _process()
         with lock:
             return worker.call(self._number, *args)
@@ -43,11 +47,11 @@ def _process() -> tuple[Worker, threading.Lock]:
 
 def _several() -> Callable[..., Any]:
     """Objects made in the process, by number."""
-    made: dict[int, Callable[..., Any]] = {}
+    made: dict[int, Callable[..., Any] | None] = {}
 
     def work(number: int, *args: Any) -> Any:
-        if number in made:
-            return made[number](*args)
+        if (one := made.get(number)) is not None:
+            return one(*args)
         make, *rest = args
         made[number] = make(*rest)
         return None

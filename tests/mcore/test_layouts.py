@@ -17,10 +17,11 @@ from megatron_epp.mcore.model.hybrid_stages import placed_pattern
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
+from scripts.parity.compare import BATCH
 from tests.support.mcore.batches_worker import CUT_RUNS
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, check_closeness, parity_of
 from tests.support.mcore.recompute_modes_worker import CUT_RUNS as LEVELS
 
 SHORT, LONG = 2, 20
@@ -64,7 +65,9 @@ def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict
     @functools.cache
     def figures(iterations: int) -> dict[str, Figures]:
         cases = {name: {"model": "llama"} | case for name, case in CASES_OF[iterations].items()}
-        return parity_of(tmp_path_factory.mktemp("parity"), cases, iterations, 900)
+        return parity_of(
+            tmp_path_factory.mktemp("parity"), cases, iterations, 900, SMALL_BATCH if iterations == SHORT else BATCH
+        )
 
     return figures
 

@@ -14,7 +14,14 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import launch
-from tests.support.mcore.parity_figures import Figures, answers_only, check_closeness, masked_documents, parity_of
+from tests.support.mcore.parity_figures import (
+    SMALL_BATCH,
+    Figures,
+    answers_only,
+    check_closeness,
+    masked_documents,
+    parity_of,
+)
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 LOOKAHEAD = 1
@@ -39,7 +46,7 @@ def figures(folder: Path) -> dict[str, Figures]:
     cases["sliced"]["both"] = f"--data-path {masked_documents(folder / 'answers', answers_only())}"
     for name, case in cases.items():
         case["plan"] = f"{case['plan']} --epp-report-dir {folder / name} --epp-trace {FIRST - 1} {FIRST}"
-    return parity_of(folder, cases, ITERATIONS, 400)
+    return parity_of(folder, cases, ITERATIONS, 400, SMALL_BATCH)
 
 
 @pytest.mark.parametrize("name", CASES)

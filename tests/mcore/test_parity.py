@@ -24,7 +24,7 @@ from scripts.parity.compare import BATCH
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import run
 from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, LEARNED, MORE_CASES, MORE_ITERATIONS, Cases
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, check_closeness, parity_of
 
 
 def meetings(rows: Iterable[Row]) -> set[tuple[str, str]]:
@@ -224,7 +224,7 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     """Figures of routers that count and add up by chunk, in chunks of one whole document; and of others, in slices."""
     experts = {"experts": 4}
     cases = {name: {"cell": experts, "model": "llama", "plan": plan, "both": both} for name, (both, plan) in ROUTERS.items()}
-    return parity_of(tmp_path_factory.mktemp("routers"), cases, ROUTER_ITERATIONS)
+    return parity_of(tmp_path_factory.mktemp("routers"), cases, ROUTER_ITERATIONS, batch=SMALL_BATCH)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -10,19 +10,27 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.mcore.parity_figures import Figures, answers_only, check_closeness, masked_documents, parity_of
+from tests.support.mcore.parity_figures import (
+    SMALL_BATCH,
+    Figures,
+    answers_only,
+    check_closeness,
+    masked_documents,
+    parity_of,
+)
 
 CASES = {
     "sequence parallel": {"cell": {"tp": 2, "sp": True}, "model": "llama", "plan": "--epp-slices 3"},
+    "context parallel by blocks": {"cell": {"cp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-loss-block-tokens 3"},
+    "split": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": "--epp-slices 3"},
+}
+MORE_CASES = {
     "sequence parallel by blocks": {
         "cell": {"tp": 2, "sp": True},
         "model": "llama",
         "plan": "--epp-slices 3 --epp-loss-block-tokens 3",
     },
     "context parallel": {"cell": {"cp": 2}, "model": "llama", "plan": "--epp-slices 3"},
-    "split": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": "--epp-slices 3"},
-}
-MORE_CASES = {
     "tensor parallel, tied": {"cell": {"tp": 2}, "model": "gpt2", "plan": "--epp-slices 3"},
     "sequence parallel by blocks, tied": {
         "cell": {"tp": 2, "sp": True},
@@ -41,7 +49,7 @@ def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Figu
         folder = tmp_path_factory.mktemp("parity")
         documents = {"both": f"--data-path {masked_documents(folder / 'data', answers_only())}"}
         cases = MORE_CASES if is_more else CASES
-        return parity_of(folder, {name: case | documents for name, case in cases.items()}, 2, 600)
+        return parity_of(folder, {name: case | documents for name, case in cases.items()}, 2, 600, SMALL_BATCH)
 
     return lambda name: figures(name in MORE_CASES)[name]
 

@@ -20,7 +20,7 @@ from megatron_epp.runtime.loss.shards import Shard, logits_pass
 from scripts.parity.cells import LENGTHS
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
-from tests.support.mcore.parity_figures import Figures, check_closeness, masked_documents, parity_of
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, check_closeness, masked_documents, parity_of
 
 SHORT, LONG = 2, 20
 PLAN = "--epp-vocab-parallel on --epp-slices 3"
@@ -105,7 +105,9 @@ def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict
         cases = {name: {"plan": PLAN} | case for name, case in CASES_OF[iterations].items()}
         for case in cases.values():
             case |= {"both": case.get("both", "").replace("MASKED", masked)}
-        return parity_of(folder, cases, iterations, 2400 if iterations == LONG else 500)
+        if iterations == SHORT:
+            return parity_of(folder, cases, iterations, 500, SMALL_BATCH)
+        return parity_of(folder, cases, iterations, 2400)
 
     return figures
 

@@ -39,7 +39,7 @@ def test_a_wrong_prediction_is_a_fault():
 
 
 def test_a_cap_that_does_not_do_is_a_fault():
-    case = case_of(18)
+    case = case_of(1)
     with pytest.raises(EppError) as refused:
         planned(case)
     error = refused.value

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,15 +133,12 @@ def test_a_killed_task_puts_the_job_back_into_the_queue(jobs):
     assert "goes back into the queue" not in again
 
 
-def test_flags_settings_and_slurm_give_the_same_losses(jobs, documents, home):
+def test_flags_settings_and_slurm_give_the_same_losses(jobs, documents):
     training, _ = jobs
     settings = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}"]
-    printed = subprocess.run(
-        ["bash", "scripts/train.sh", "--dry-run", *settings],
-        cwd=home, env=os.environ | environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert printed.returncode == 0, printed.stdout[-2000:] + printed.stderr[-2000:]
-    flags = shlex.split(printed.stdout.split("megatron_epp.mcore.pretrain_gpt ", 1)[1])
+    printed = launch(1, "-m", "megatron_epp.cli.main", "train", "--dry-run", *settings)
+    assert printed.returncode == 0, printed.output[-2000:]
+    flags = shlex.split(printed.output.split("megatron_epp.mcore.pretrain_gpt ", 1)[1])
     by_flags = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert by_flags.returncode == 0, by_flags.output[-5000:]
     assert len(losses(training.text)) == ITERATIONS

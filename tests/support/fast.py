@@ -8,6 +8,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_data_token_batches.py": ("test_the_order_is_that_of_batches_of_sequences_and_no_batch_could_take_more",),
     "cpu/test_data_trained_tokens.py": (),
     "cpu/test_emulate.py": (
+        "test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them",
         "test_a_planned_batch_runs_as_planned_and_no_faster",
         "test_a_rehearsal_that_takes_too_long_is_ended",
         "test_other_placements_run_too",
@@ -84,7 +85,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_reduction.py": (),
     "mcore/test_refusals.py": (),
     "mcore/test_report_folder.py": (),
-    "mcore/test_reports.py": ("test_every_iteration_is_reported_once_and_in_order",),
+    "mcore/test_reports.py": ("test_every_iteration_of_a_training_is_reported_once_and_in_order",),
     "mcore/test_run_script.py": (),
     "mcore/test_snapshot.py": (),
     "mcore/test_stage_flags.py": (),
@@ -128,7 +129,6 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_what_is_advised_fits_memory_and_uses_all_devices",
         "test_where_nothing_fits_each_change_that_is_named_would_do",
     ),
-    "pure/test_bad_files.py": ("test_a_bad_file_is_named_with_what_is_wrong",),
     "pure/test_bad_input.py": (
         "test_an_output_that_cannot_be_written_is_one_line",
         "test_text_on_stdin_that_is_none_is_refused",
@@ -262,6 +262,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_planner_background.py": (
         "test_a_process_that_ends_again_and_again_is_an_error",
         "test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans",
+        "test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago",
     ),
     "pure/test_planner_budget.py": (),
     "pure/test_planner_chunking.py": (
@@ -289,7 +290,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_memory_does_not_grow_with_the_batch_as_planners_let_earlier_sequences_end",
         "test_the_longest_sequence_fits_and_a_step_more_does_not",
         "test_the_smallest_cap_fits_and_a_byte_less_does_not",
-        "test_the_smallest_cap_of_a_large_plan_is_what_the_plan_holds",
+        "test_the_smallest_cap_of_a_large_plan_is_what_the_planner_names",
         "test_with_offload_a_smaller_cap_is_found_in_steps_that_are_small_beside_it",
         "test_without_a_cap_only_the_smallest_cap_is_asked_for",
     ),
@@ -331,29 +332,33 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_text.py": (),
     "pure/test_report_trace.py": (),
     "pure/test_run_folder.py": (),
+    "pure/test_sets.py": (),
     "pure/test_tree.py": (),
     "pure/test_writing.py": (),
 }
 """Files, relative to `tests`, and of each the tests that are left to the default set because they take too long."""
 
 LONG: tuple[str, ...] = (
-    "mcore/test_parity.py",
-    "mcore/test_wheel.py",
     "slurm/test_train_sbatch.py",
+    "mcore/test_parity.py",
     "mcore/test_vocabulary_parallel.py",
-    "mcore/test_user_microbatches.py",
-    "mcore/test_options.py",
+    "mcore/test_wheel.py",
     "mcore/test_memory.py",
+    "mcore/test_options.py",
     "mcore/test_ways_in.py",
-    "mcore/test_readme.py",
-    "mcore/test_recompute_modes.py",
+    "mcore/test_bench_host.py",
     "mcore/test_user_parity.py",
+    "mcore/test_recompute_modes.py",
     "mcore/test_docs.py",
-    "mcore/test_memory_of_batches.py",
-    "mcore/test_layouts.py",
     "mcore/test_releases.py",
+    "mcore/test_user_microbatches.py",
+    "mcore/test_layouts.py",
+    "mcore/test_memory_of_batches.py",
+    "mcore/test_readme.py",
     "mcore/test_resume.py",
     "pure/test_advise.py",
-    "pure/test_planner_property.py",
+    "pure/test_planner_quality.py",
 )
-"""A file is one process's: the longest begin first, or one would leave the other idle at the end."""
+"""A file is one process's: the longest begin first, or one would leave the other idle at the end. The first waits more than it
+computes, so that the other process may compute more.
+"""

@@ -34,11 +34,13 @@ MpiDefault=none
 ReturnToService=2
 KillWait=5
 SelectType=select/linear
+SchedulerParameters=sched_interval=2
 SlurmctldParameters=node_reg_mem_percent=0
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-"""A requeued job starts again when its credential has expired: after 5 seconds, not 2 minutes."""
+"""A requeued job starts again when its credential has expired, after 5 seconds instead of 2 minutes, and the scheduler looks at
+the queue, every 2 seconds instead of every minute."""
 
 
 def missing() -> list[str]:

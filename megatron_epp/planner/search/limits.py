@@ -26,6 +26,8 @@ BATCHES = 16
 """Largest multiple of the batch that is tried."""
 LARGE = 640
 """Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: plans take 2 s."""
+CAP_BITS = 11
+"""Significant bits of the smallest cap with offload: it is found to about a thousandth."""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
@@ -137,11 +139,12 @@ class Limits:
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
                     made, named = self._plan_of_cap(lengths, peak), peak
             return Limit(named, 1), made
-        step = 1 << max(0, named.bit_length() - 11)  # about a thousandth of the answer
+        step = 1 << max(0, named.bit_length() - CAP_BITS)
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(lengths, question, middle * step) else (middle, high)
+            fits = self._has_plan(lengths, question, offload=True, cap_bytes=middle * step)  # without, none fits below `named`
+            low, high = (low, middle) if fits else (middle, high)
         return Limit(high * step, step), self._plan(lengths, question, high * step)
 
     def _named_cap(self, lengths: tuple[int, ...]) -> int:
@@ -170,22 +173,27 @@ class Limits:
         static = max(static_bytes(self.problem, self.costs_for(longest)))
         return round(longest * (cap - static) / max(1, named - static))
 
-    def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
-        """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know.
+    def _fits(self, lengths: tuple[int, ...], question: str) -> bool:
+        """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
+        if self._is_quick:
+            self.tried(question)
+            enough = min(self.problem.cap_bytes)
+            return self._least_cap(lengths, enough) <= enough
+        choices = (False, True) if self.options.offload else (False,)
+        return any(self._has_plan(lengths, question, offload) for offload in choices)
+
+    def _has_plan(self, lengths: tuple[int, ...], question: str, offload: bool, cap_bytes: int | None = None) -> bool:
+        """Return True if there is a plan with or without offload.
 
         Args:
             lengths: tokens of every sequence.
             question: the limit that the plan serves.
+            offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for those of the problem.
         """
-        if self._is_quick:
-            self.tried(question)
-            enough = min(self.problem.cap_bytes) if cap_bytes is None else cap_bytes
-            return self._least_cap(lengths, enough) <= enough
-        for offload in (False, True) if self.options.offload else (False,):
-            with suppress(InfeasibleError):
-                self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
-                return True
+        with suppress(InfeasibleError):
+            self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
+            return True
         return False
 
     @property

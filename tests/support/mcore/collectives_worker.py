@@ -24,7 +24,7 @@ def main(folder):
     load_megatron()
     note_collectives(folder)
     common = [
-        *common_flags(2, 64, 8, validates=False),
+        *common_flags(2, 64, 4, validates=False),
         "--data-path",
         write_documents(folder / "documents", LENGTHS, VOCABULARY),
     ]

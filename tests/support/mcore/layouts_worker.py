@@ -74,7 +74,7 @@ def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dic
         flags: of all runs.
         parts: flags of each run, and its processes.
     """
-    common = common_flags(2, CONTEXT, 8, validates=False)
+    common = common_flags(2, CONTEXT, 4, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY)]
     places = [folder / f"saved{number}" for number in range(len(parts))]
     for number, (own, processes) in enumerate(parts):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from scripts.parity.cells import LENGTHS, VOCABULARY
-from scripts.parity.compare import TOLERANCE
+from scripts.parity.compare import BATCH, TOLERANCE
 from scripts.random_documents import write_documents
 from tests.support.mcore.forked import launch
 
 Figures = dict[str, Any]
+SMALL_BATCH = 4
+"""Documents of a batch where few are enough: two for each of two replicas."""
 
 
 def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
@@ -25,11 +27,13 @@ def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
     return json.loads(last)
 
 
-def parity_of(folder: Path, cases: Mapping[str, Any], iterations: int, timeout_s: float = 300) -> dict[str, Figures]:
-    """Figures of cases by name, whose description is written to a folder."""
+def parity_of(
+    folder: Path, cases: Mapping[str, Any], iterations: int, timeout_s: float = 300, batch: int = BATCH
+) -> dict[str, Figures]:
+    """Figures of cases by name, whose description is written to a folder, on batches of so many documents."""
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", iterations, timeout_s=timeout_s)["cases"]
+    return parity("--cases", path, "--iterations", iterations, "--batch", batch, timeout_s=timeout_s)["cases"]
 
 
 def masked_documents(prefix: Path, masks: Sequence[np.ndarray]) -> str:

@@ -34,7 +34,7 @@ def main() -> None:
     load_megatron()
     gathers, reductions = folder / "gathers", folder / "reductions"
     record_calls(gathers, reductions)
-    common = common_flags(ITERATIONS, CONTEXT, 8, validates=False)
+    common = common_flags(ITERATIONS, CONTEXT, 4, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
     def train(cell: Cell, plan: str, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:

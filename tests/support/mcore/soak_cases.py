@@ -42,6 +42,6 @@ class SoakCase:
 
 
 CASES = {
-    "tensors": SoakCase(iterations=150, pipeline_size=1, first=11),
+    "tensors": SoakCase(iterations=100, pipeline_size=1, first=11),
     "objects": SoakCase(iterations=1000, pipeline_size=2, first=101, counts_objects=True),
 }

@@ -53,7 +53,7 @@ def resumed(folder: Path, model: str) -> dict[str, Any]:
 
     Of the buffers that Megatron keeps whole, whose padding it does not initialise, only the losses tell.
     """
-    common = [*common_flags(4, CONTEXT, 8, validates=False), *shlex.split(f"{SHARDS} 2 {MODELS[model]} {FORMATS[model]}")]
+    common = [*common_flags(4, CONTEXT, 4, validates=False), *shlex.split(f"{SHARDS} 2 {MODELS[model]} {FORMATS[model]}")]
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--hidden-dropout", "0.1"]
     places = [folder / name for name in ("whole", "resumed")]
     losses = []
@@ -69,7 +69,7 @@ def types(folder: Path, model: str) -> dict[str, Any]:
     """Train in bf16 by the stock schedule and with shards; the types that these broadcast and reduce."""
     from megatron_epp.runtime.loss import pipeline_shards
 
-    common = [*common_flags(2, CONTEXT, 8, validates=False), *shlex.split(f"{MODELS[model]} --bf16")]
+    common = [*common_flags(2, CONTEXT, 4, validates=False), *shlex.split(f"{MODELS[model]} --bf16")]
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
     pipeline_shards.dist = Noting(pipeline_shards.dist, folder)  # which processes forked from this one have
     own = _losses(folder, Training(2, (*common, "--epp-vocab-parallel", "on")))
