@@ -57,7 +57,7 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
 
     def report(ranks: int, name: str) -> Report:
         more = {"MEMORY_MORE": "1"} if name in MORE[ranks] else {}
-        reports = folder / f"{ranks}{' more' if more else ''}"
+        reports = folder / f"{ranks}{'-more' if more else ''}"
         if reports not in errors:
             env = {"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)} | more
             finished = launch(ranks, "-m", WORKER, env=env, timeout_s=400)
