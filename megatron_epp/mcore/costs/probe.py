@@ -150,8 +150,8 @@ def enter(
 ) -> tuple[ChunkContext, Tensor | None]:
     """Return the context of a chunk and its hidden states, which a run has on the device before its forward."""
     tokens = chunk.num_tokens
-    inputs = _inputs(stage, tokens)
-    stage.begin(lambda _: inputs)
+    ready = [_inputs(stage, tokens)]
+    stage.begin(lambda _: ready.pop())  # given away, so that autograd alone holds what is saved of them
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else ReceiveLeaf().enter(torch.randn(shape, dtype=dtype, device=device))
     return ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute), hidden

@@ -19,7 +19,7 @@ from scripts.random_documents import write_documents
 ITERATIONS = 5
 TIED = "gpt2"
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 
 ALONE = Cell()
 SLICED = "--epp-slices 3"
