@@ -137,7 +137,9 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 
-@pytest.mark.parametrize("flags", [{"hybrid_layer_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}])
+@pytest.mark.parametrize(
+    "flags", [{"hybrid_layer_pattern": "*-*-"}, {"hybrid_override_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}]
+)
 def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
     report, made, costs = reports([2] * 4, **flags)
     assert not any(report._hint(made, costs) for _ in range(20))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs, analytic_profile
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.probe import Link
@@ -182,6 +182,7 @@ def one_rank(first, monkeypatch):
     times = {}
     played = {
         "model_shape": lambda args: SHAPE,
+        "formulas": lambda args: analytic_profile(SHAPE, CPU),
         "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
         "_by_stage": lambda mine, links: tuple(mine.values()),
         "gathered": lambda mine, links: [mine],
