@@ -136,6 +136,15 @@ def evaluation_batch_size(args: Namespace) -> int:
     return size
 
 
+def saves_several_buckets_resharded() -> bool:
+    """True if the form of optimizer state that any layout can load is right for gradients in several buckets: main.
+
+    Up to 0.19 it forgets the padding between buckets, so that of all parameters behind the first one other values are saved
+    (NVIDIA/Megatron-LM pull request 5077).
+    """
+    return has(">=0.20.dev0")
+
+
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 

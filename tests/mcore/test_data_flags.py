@@ -57,6 +57,14 @@ def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
     assert warned(caplog, rank=1, reset_position_ids=True) == []
 
 
+def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
+    saved = {"save": "runs", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    assert warned(caplog, **saved) == []
+    (line,) = warned(caplog, **saved, overlap_grad_reduce=True)
+    assert "saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable" in line
+    assert warned(caplog, **saved, overlap_grad_reduce=True, rank=1) == []
+
+
 @pytest.mark.parametrize(
     "given",
     [{"mock_data": True}, {"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],

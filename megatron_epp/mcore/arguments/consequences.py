@@ -12,6 +12,7 @@ from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, la
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
+from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
 from megatron_epp.planner import PLANNERS
@@ -126,6 +127,18 @@ def tell_data_flags(args: argparse.Namespace) -> None:
         )
 
 
+def tell_resharded_buckets(args: argparse.Namespace) -> None:
+    """Warn once where this Megatron saves optimizer state that other parallel sizes would load with wrong values."""
+    given = ("save", "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable", "overlap_grad_reduce")
+    if args.rank == 0 and all(getattr(args, name, None) for name in given) and not saves_several_buckets_resharded():
+        logger.warning(
+            "megatron-core %s saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable where --overlap-grad-reduce "
+            "divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077): leave one of them out, or add "
+            "--ddp-num-buckets 1",
+            installed_version(),
+        )
+
+
 def _given(flags: tuple[MegatronFlag, ...], args: argparse.Namespace) -> str:
     return ", ".join(one.flag for one in flags if one.is_given(args))
 
@@ -147,6 +160,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if problems:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
+    tell_resharded_buckets(args)
     apply_layout(args)
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1
