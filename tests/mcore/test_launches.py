@@ -29,6 +29,9 @@ class Device:
         self.host += HOST_US[name]
         self.done = max(self.done, self.host) + DEVICE_US
 
+    def forward(self, context: None, hidden: None) -> None:
+        self.launch("forward")
+
     def now_us(self) -> float:
         self.host = max(self.host, self.done)
         return self.host
@@ -39,15 +42,11 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def _passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(stage: Any, chunk: Any) -> tuple[None, None, None]:
-        stage.launch("forward")
-        return None, None, None
-
     def run_weights(stage: Any) -> Any:
         stage.launch("weight")
         yield
 
-    monkeypatch.setattr(launches, "forward", forward)
+    monkeypatch.setattr(launches, "enter", lambda stage, chunk: (None, None))
     monkeypatch.setattr(launches, "backward", lambda stage, *_, **__: stage.launch("backward"))
     monkeypatch.setattr(launches, "run_weights", run_weights)
 
