@@ -45,14 +45,14 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
     plan = written(problem, costs, options, made, tables)
-    faults, timeline, rows = examine(plan)
-    if faults or timeline is None or rows is None:
+    faults, timeline, launches = examine(plan)
+    if faults or timeline is None or launches is None:
         raise PlanError(cannot_run(options.planner) + report(plan, faults))
     # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
     at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
     bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
     plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
-    return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
+    return _with_messages(plan, message_peaks(plan, launches)) if plan.messages.num_bytes else plan
 
 
 def written(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables) -> Plan:
