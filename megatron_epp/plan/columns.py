@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.operations import Track, is_defined, operation
-from megatron_epp.plan.plan import AnyStep, Plan, Step
+from megatron_epp.plan.plan import AnyStep, Plan
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -95,33 +94,32 @@ def columns_of(plan: Plan) -> Columns:
     rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
     steps = list(chain.from_iterable(rows))
     tracks = [range(*ends) for ends in pairwise(accumulate(map(len, rows), initial=0))]
-    actions = [step.action for step in steps]
-    numbers = np.arange(len(steps))
-    braids = [number for number, step in enumerate(steps) if isinstance(step, Step) and step.also]
-    if braids:
-        counts = np.ones(len(steps), dtype=np.int64)
-        counts[braids] = [len(steps[number].actions) for number in braids]
-        actions, numbers = list(chain.from_iterable(step.actions for step in steps)), np.repeat(numbers, counts)
-    names = list(map(itemgetter(0), actions))
+    actions, times_us, allocated, freed, last = zip(*steps, strict=True) if steps else ((),) * 5
+    numbers, num_compute = np.arange(len(steps)), sum(map(len, plan.ranks))
+    if any(last[:num_compute]):  # `Step.also`
+        counts = [len(step.actions) for step in steps]
+        actions, numbers = tuple(chain.from_iterable(step.actions for step in steps)), np.repeat(numbers, counts)
+    names, sites, chunks = zip(*actions, strict=True) if actions else ((),) * 3
     index = {op: at for at, op in enumerate(dict.fromkeys(names))}
     return Columns(
         steps,
         tracks,
         plan.num_ranks,
-        np.fromiter(map(itemgetter(1), steps), np.float64, len(steps)),
-        byte_column(list(map(itemgetter(2), steps))),
-        byte_column(list(map(itemgetter(3), steps))),
+        np.array(times_us, dtype=np.float64),
+        byte_column(allocated),
+        byte_column(freed),
         tuple(index),
-        np.fromiter(map(index.__getitem__, names), np.int64, len(names)),
-        np.fromiter(map(itemgetter(1), actions), np.int64, len(actions)),
-        np.fromiter(map(itemgetter(2), actions), np.int64, len(actions)),
+        np.array(list(map(index.__getitem__, names)), dtype=np.int64),
+        np.array(sites, dtype=np.int64),
+        np.array(chunks, dtype=np.int64),
         numbers,
     )
 
 
 def byte_column(values: Sequence[int]) -> Bytes:
     """Return numbers of bytes as an array: of 64-bit integers, or of Python's own where sums could be larger than these."""
-    return np.array(values, dtype=np.int64 if sum(map(abs, values)) < _MOST_SUM else object)
+    column = np.array(values, dtype=np.float64)
+    return np.array(values, dtype=np.int64 if np.abs(column).sum() < _MOST_SUM else object)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,9 +159,10 @@ def play(graph: Graph) -> Playback:
     come, first served, and the lowest rank first among equals. When no track can proceed without a turn, the copy that came
     first gets it: any later copy becomes ready only after one of the waiting ones has ended, so none is overtaken.
     """
-    tracks, ops = graph.tracks, [step.action.op for step in graph.steps[graph.columns.num_compute :]]
+    tracks, ranks, num_compute = graph.tracks, graph.num_ranks, graph.columns.num_compute
+    ops = [step.action.op for step in graph.steps[num_compute:]]
     took_us, starts = graph.columns.time_us.tolist(), graph.need_starts.tolist()
-    needs, need_us = graph.needs.tolist(), graph.need_us.tolist()
+    needs = list(zip(graph.needs.tolist(), graph.need_us.tolist(), strict=True))
     start = [0.0] * len(took_us)
     end = [-1.0] * len(took_us)  # below zero: has not run
     cursor = [numbers.start for numbers in tracks]
@@ -177,19 +178,20 @@ def play(graph: Graph) -> Playback:
         now = free[track]
         for i in range(cursor[track], tracks[track].stop):
             begin = now
-            for at in range(starts[i], starts[i + 1]):
-                need_end = end[needs[at]]
-                if need_end < 0.0:
-                    waiting.setdefault(needs[at], []).append(track)
+            for need, message_us in needs[starts[i] : starts[i + 1]]:
+                arrives = end[need]
+                if arrives < 0.0:
+                    waiting.setdefault(need, []).append(track)
                     break
-                if (arrives := need_end + need_us[at]) > begin:
+                arrives += message_us
+                if arrives > begin:
                     begin = arrives
             else:
-                if track >= graph.num_ranks:
+                if track >= ranks:
                     if not has_turn:
                         heapq.heappush(turns, (begin, track))
                         break
-                    has_turn, lane = False, (graph.links[track - graph.num_ranks], ops[i - graph.columns.num_compute])
+                    has_turn, lane = False, (graph.links[track - ranks], ops[i - num_compute])
                     begin = max(begin, link_free.get(lane, 0.0))
                     link_free[lane] = begin + took_us[i]
                 start[i] = begin

@@ -176,18 +176,21 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
         parties: by event, the number of rows that it waits for.
     """
     at, waiting = [0] * len(rows), dict[int, list[int]]()
-    ready = list(range(len(rows)))
+    missing, ready = list(parties), list(range(len(rows)))
     while ready:
         index = ready.pop()
         row = rows[index]
         for position in range(at[index], len(row)):
             event = row[position]
-            there = waiting.pop(event, [])
-            there.append(index)
-            if len(there) < parties[event]:
-                waiting[event] = there
+            missing[event] -= 1
+            if missing[event] > 0:
+                waiting.setdefault(event, []).append(index)
+                at[index] = position
                 break
-            for other in there:
+            missing[event] = parties[event]
+            for other in waiting.pop(event, ()):
                 at[other] += 1
-            ready += there[:-1]
+                ready.append(other)
+        else:
+            at[index] = len(row)
     return at
