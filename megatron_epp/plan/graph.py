@@ -132,7 +132,7 @@ class Graph:
             return self
         kept = self.needs[: self.need_starts[count]] < count
         starts = np.concatenate([[0], np.cumsum(kept)])[self.need_starts[: count + 1]]
-        needs, need_us = (column[: len(kept)][kept] for column in (self.needs, self.need_us))
+        needs, need_us = self.needs[: len(kept)][kept], self.need_us[: len(kept)][kept]
         return replace(self, columns=self.columns.without_copies(), links=(), need_starts=starts, needs=needs, need_us=need_us)
 
 
@@ -279,7 +279,8 @@ class _Relations:
             *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
         )
         order = np.argsort(pairs.waiting, kind="stable")  # those of one action stay in the order of the table
-        pairs = _Pairs(*(column[order] for column in pairs))
+        waiting, need, time_us, link, site, chunk = pairs
+        pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
         step = columns.step[pairs.waiting]
         starts = np.searchsorted(step, np.arange(len(columns.steps) + 1))
         moved = np.flatnonzero(pairs.link >= 0)

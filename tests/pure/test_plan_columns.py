@@ -63,8 +63,8 @@ def test_numbers_of_uneven_rows_are_found_by_row_and_position():
 @settings(max_examples=25)
 @given(sound_plans(), st.data())
 def test_bytes_that_pass_the_test_of_all_steps_at_once_pass_that_step_by_step(plan, data):
-    rank = data.draw(st.integers(0, plan.num_ranks - 1))
-    position = data.draw(st.integers(0, len(plan.ranks[rank]) - 1))
+    places_of = [(rank, position) for rank, row in enumerate(plan.ranks) for position in range(len(row))]
+    rank, position = data.draw(st.sampled_from(places_of))
     change = data.draw(st.sampled_from(["alloc_bytes", "free_bytes"]))
     step = plan.ranks[rank][position]._replace(**{change: data.draw(st.integers(0, 3))})
     ranks = [list(row) for row in plan.ranks]
