@@ -65,7 +65,7 @@ class Account:
         """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
         live: Counter[str] = Counter()
         found = [Moment(0.0, self._shown(rank, live), None)]
-        for event in self.timeline.memory_events[rank]:
+        for event in self.timeline.memory_events(rank):
             if event.at_end:
                 live.subtract(self.gives[event.step.action])
             else:
@@ -83,7 +83,7 @@ class Account:
         ended, in order.
         """
         alive: dict[tuple[int, int], None] = {}
-        for event in self.timeline.memory_events[rank]:
+        for event in self.timeline.memory_events(rank):
             passes = [(operation(op).role, (stage, chunk)) for op, stage, chunk in event.step.actions]
             if not event.at_end:
                 alive |= {key: None for role, key in passes if role is Role.OPENS}

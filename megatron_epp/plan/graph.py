@@ -1,115 +1,31 @@
-"""Dependencies between actions, and a plan as a graph over small integers.
+"""A plan as a graph over small integers, for code that walks it step by step.
 
-The table of operations states what waits for what. Here it is resolved for a placement and a chunk table (`deps`), once for all
-code that walks a plan action by action (`build_graph`).
+The table of operations states what waits for what; `build_graph` applies it to a plan, operation by operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk, slice_neighbours
+from megatron_epp.plan.columns import NO_STEP, Columns, Floats, Integers, Listed, columns_of, listed
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.operations import At, Collective, Message, Need, Of, needs_of, operation
+from megatron_epp.plan.operations import At, Collective, Message, Need, needs_of, operation
 from megatron_epp.plan.plan import AnyStep, Copy, Plan
-
-Needs = Callable[[Action], list[Action]]
-
-
-class Resolved(NamedTuple):
-    """A relation of the actions of one operation and site to those of another."""
-
-    op: Op
-    site: int
-    need: Need
-
-
-def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
-    """Yield the relations of an operation at one of its sites.
-
-    Args:
-        op: the operation that waits.
-        site: its site, such as a stage.
-        placement: the rank of every stage.
-    """
-    last = len(operation(op).sites(placement)) - 1
-    for need in needs_of(op):
-        if need.only is At.LAST and site != last:
-            continue
-        count = len(operation(need.op).sites(placement))
-        if need.site is At.EVERY:
-            yield from (Resolved(need.op, other, need) for other in range(count))
-            continue
-        other = count - 1 if isinstance(need.site, At) else site + need.site
-        if 0 <= other < count:
-            yield Resolved(need.op, other, need)
-
-
-class ChunkLinks:
-    """Chunks that a dependency can concern: neighbouring slices, and those whose loss is computed together."""
-
-    def __init__(self, chunks: Sequence[Chunk], loss_groups: Sequence[Sequence[int]] = ()) -> None:
-        neighbours = slice_neighbours(chunks)
-        self._previous, self._following = neighbours.previous, neighbours.following
-        self._groups = {chunk: tuple(group) for group in loss_groups for chunk in group}
-
-    def of(self, which: Of, chunk: int) -> Sequence[int]:
-        """List the chunks that a relation of a chunk concerns."""
-        if which is Of.SAME:
-            return (chunk,)
-        if which is Of.GROUP:
-            return [other for other in self._groups.get(chunk, ()) if other != chunk]
-        other = (self._previous if which is Of.PREVIOUS else self._following)[chunk]
-        return () if other is None else (other,)
-
-
-def deps(
-    chunks: Sequence[Chunk],
-    num_stages: int,
-    optional: Collection[Action] = (),
-    placement: Sequence[int] = (),
-    loss_groups: Sequence[Sequence[int]] = (),
-) -> Needs:
-    """Build the function from an action to the actions it waits for.
-
-    Args:
-        chunks: the chunk table.
-        num_stages: stages of the pipeline.
-        optional: the actions of the plan for which others wait only if it has them, such as `R` and `L` before a backward.
-        placement: the rank of every stage; of use for operations whose sites are not stages.
-        loss_groups: groups of chunks whose loss is computed together (`Plan.loss_groups`).
-
-    Returns:
-        ``needs(action)``: the actions that must have ended before it starts. Where a transfer is between the two
-        (`Need.carries`), it must have arrived as well.
-    """
-    links, present = ChunkLinks(chunks, loss_groups), frozenset(optional)
-    where = tuple(placement or range(num_stages))
-    relations = lru_cache(maxsize=None)(lambda op, site: tuple(resolve(op, site, where)))
-
-    def needs(action: Action) -> list[Action]:
-        return [
-            found
-            for op, site, need in relations(action.op, action.stage)
-            for chunk in links.of(need.chunk, action.chunk)
-            if (found := Action(op, site, chunk)) in present or not need.if_present
-        ]
-
-    return needs
+from megatron_epp.plan.relations import ChunkLinks, resolve
 
 
 class Link(NamedTuple):
-    """Relation between two operations at their sites whose results travel: who makes them, who needs them, how, and when."""
+    """Relation between two operations whose results travel: who makes them, who needs them, and how."""
 
-    source: tuple[Op, int]
-    target: tuple[Op, int]
+    source: Op
+    target: Op
     carries: Message | Collective
-    times_us: Sequence[float]
 
 
 class Transfer(NamedTuple):
@@ -117,182 +33,267 @@ class Transfer(NamedTuple):
 
     Attributes:
         producer, consumer: numbers of the steps.
-        chunk: of both.
-        link: the relation between them.
+        source: the producing action.
+        target: the action that needs the other.
+        carries: message or collective that carries the dependency.
+        time_us: time of the transfer.
     """
 
     producer: int
     consumer: int
-    chunk: int
-    link: Link
+    source: Action
+    target: Action
+    carries: Message | Collective
+    time_us: float
 
-    @property
-    def source(self) -> Action:
-        """The producing action."""
-        return Action(*self.link.source, self.chunk)
 
-    @property
-    def target(self) -> Action:
-        """The action that needs the other."""
-        return Action(*self.link.target, self.chunk)
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All transfers between ranks, in the order of their producers, as columns.
 
-    @property
-    def carries(self) -> Message | Collective:
-        """Message or collective that carries the dependency."""
-        return self.link.carries
+    Attributes:
+        producer, consumer: numbers of the steps.
+        chunk: of both actions.
+        source_site, target_site: of the actions.
+        link: index in `links`.
+        time_us: of each transfer.
+        links: relations between operations.
+    """
 
-    @property
-    def time_us(self) -> float:
-        """Time of the transfer."""
-        return self.link.times_us[self.chunk] if self.link.times_us else 0.0
+    producer: Integers
+    consumer: Integers
+    chunk: Integers
+    source_site: Integers
+    target_site: Integers
+    link: Integers
+    time_us: Floats
+    links: tuple[Link, ...]
+
+    def __iter__(self) -> Iterator[Transfer]:
+        columns = self.producer, self.consumer, self.chunk, self.source_site, self.target_site, self.link, self.time_us
+        for producer, consumer, chunk, site, to_site, link, time_us in zip(*(row.tolist() for row in columns), strict=True):
+            source, target, carries = self.links[link]
+            yield Transfer(producer, consumer, Action(source, site, chunk), Action(target, to_site, chunk), carries, time_us)
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All steps of a plan, numbered along the tracks.
-
-    A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
+    """All steps of a plan, each with the steps it waits for.
 
     Attributes:
-        steps: the steps of all tracks, track after track.
-        tracks: the numbers of each track's steps.
-        num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
+        columns: the steps, numbered along the tracks.
+        listed: the step of every action.
         links: index of the link to the host, for every rank.
-        rows: by operation and site, the number of the step of each chunk; -1 if the plan has none.
-        needs: for each step, the steps it waits for and the time in microseconds of the transfer between them (zero if none).
-        transfers: all transfers between ranks, in the order of their producers.
+        need_starts: for each step, where its part of `needs` and `need_us` starts, and the end of the last.
+        needs: the steps that each step waits for.
+        need_us: time of the transfer between the two; zero if there is none.
+        transfers: all transfers between ranks.
     """
 
-    steps: list[AnyStep]
-    tracks: list[range]
-    num_ranks: int
+    columns: Columns
+    listed: Listed
     links: Sequence[int]
-    rows: dict[tuple[Op, int], list[int]]
-    needs: list[list[tuple[int, float]]]
-    transfers: list[Transfer]
+    need_starts: Integers
+    needs: Integers
+    need_us: Floats
+    transfers: Transfers
+
+    @property
+    def steps(self) -> list[AnyStep]:
+        """The steps of all tracks."""
+        return self.columns.steps
+
+    @property
+    def tracks(self) -> list[range]:
+        """The numbers of each track's steps."""
+        return self.columns.tracks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.columns.num_ranks
 
     def number(self, action: Action) -> int | None:
         """Number of the step of an action; None if the plan does not have it."""
-        op, site, chunk = action
-        row = self.rows.get((op, site))
-        found = -1 if row is None else row[chunk]
-        return None if found < 0 else found
+        return self.listed.number(action)
 
     def where(self, number: int) -> tuple[int, int]:
         """Rank of a step, and its position in its track."""
-        for track, numbers in enumerate(self.tracks):
-            if number in numbers:
-                return track % self.num_ranks, number - numbers.start
-        raise IndexError(f"step {number} of a plan of {len(self.steps)}")
+        return self.columns.where(number)
+
+    def needs_of(self, number: int) -> list[tuple[int, float]]:
+        """Steps that a step waits for, each with the time in microseconds of the transfer between them."""
+        part = slice(self.need_starts[number], self.need_starts[number + 1])
+        return list(zip(self.needs[part].tolist(), self.need_us[part].tolist(), strict=True))
 
     def without_copies(self) -> Graph:
         """The graph of compute and messages alone, with the same numbers."""
-        count = self.tracks[self.num_ranks - 1].stop
+        count = self.columns.num_compute
         if count == len(self.steps):
             return self
-        steps = self.steps[:count]
-        rows = {key: [number if number < count else -1 for number in row] for key, row in self.rows.items()}
-        needs = [[(need, message_us) for need, message_us in links if need < count] for links in self.needs[:count]]
-        return Graph(steps, self.tracks[: self.num_ranks], self.num_ranks, (), rows, needs, self.transfers)
+        kept = self.needs[: self.need_starts[count]] < count
+        starts = np.concatenate([[0], np.cumsum(kept)])[self.need_starts[: count + 1]]
+        needs, need_us = self.needs[: len(kept)][kept], self.need_us[: len(kept)][kept]
+        return replace(self, columns=self.columns.without_copies(), links=(), need_starts=starts, needs=needs, need_us=need_us)
 
 
 def build_graph(plan: Plan) -> Graph:
     """Number the steps and link each to the steps it waits for.
 
     Raises:
-        PlanError: an action occurs twice, or needs one that the plan lacks.
+        PlanError: an action occurs twice, or needs one that the plan lacks, or is of a chunk or stage that it does not have.
     """
-    steps: list[AnyStep] = []
-    tracks: list[range] = []
-    rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
-    for track in rows:
-        tracks.append(range(len(steps), len(steps) + len(track)))
-        steps.extend(track)
-    numbers: dict[tuple[Op, int], list[int]] = {}
-    chunks = len(plan.chunks)
-    for number, step in enumerate(steps):
-        for action in step.actions:
-            op, site, chunk = action
-            row = numbers.get((op, site))
-            if row is None:
-                row = numbers[op, site] = [-1] * chunks
-            if not 0 <= chunk < chunks:
-                raise PlanError(f"{action} is of a chunk that the plan does not have; it has {chunks}")
-            if row[chunk] >= 0:
-                raise PlanError(f"{action} occurs more than once in the plan")
-            row[chunk] = number
-    graph = Graph(steps, tracks, plan.num_ranks, plan.host_links or range(plan.num_ranks), numbers, [], [])
-    _link(plan, graph)
-    return graph
+    columns = columns_of(plan)
+    found = listed(plan, columns)
+    for index in found.unknown[:1]:
+        action = columns.action(index)
+        if not 0 <= action.chunk < len(plan.chunks):
+            raise PlanError(f"{action} is of a chunk that the plan does not have; it has {len(plan.chunks)}")
+        if not 0 <= action.stage < len(operation(action.op).sites(plan.placement)):
+            raise PlanError(f"{action} is of a stage that the plan does not have; it has {plan.num_stages}")
+        raise PlanError(f"{action} is in a list of the plan in which it has no place")
+    for index in found.repeated[:1]:
+        raise PlanError(f"{columns.action(index)} occurs more than once in the plan")
+    return linked(plan, columns, found)
 
 
-class _Relation(NamedTuple):
-    """A resolved relation.
+def linked(plan: Plan, columns: Columns, found: Listed) -> Graph:
+    """Link each step of a plan to the steps it waits for, as the table of operations says.
+
+    Args:
+        plan: a plan whose actions are all known, and occur once.
+        columns: of the plan.
+        found: the step of every action.
+
+    Raises:
+        PlanError: an action needs one that the plan lacks.
+    """
+    relations = _Relations(plan, columns, found)
+    relations.add_issues()
+    for op in columns.ops:
+        relations.add(op)
+    return relations.graph()
+
+
+class _Pairs(NamedTuple):
+    """Pairs of an action and one that it waits for.
 
     Attributes:
-        row: numbers of the steps that it concerns, by chunk.
-        which: their chunk, relative to the waiting action's.
-        times_us: of the transfer between them, by chunk; empty if there is none, or it takes no time.
-        link: of the transfer; None if there is none.
-        op, site: of the steps.
-        if_present: as in `Need`.
+        waiting: index of the action that waits.
+        need: number of the step it waits for.
+        time_us: of the transfer between them.
+        link: of the transfer, an index in `_Relations.links`; -1 if there is none.
+        site: of the action it waits for.
+        chunk: of the action it waits for.
     """
 
-    row: list[int]
-    which: Of
-    times_us: Sequence[float]
-    link: Link | None
-    op: Op
-    site: int
-    if_present: bool
+    waiting: Integers
+    need: Integers
+    time_us: Floats
+    link: Integers
+    site: Integers
+    chunk: Integers
 
 
-def _link(plan: Plan, graph: Graph) -> None:
-    """Fill a graph's `needs` and `transfers` from the table of operations."""
-    relations: dict[tuple[Op, int], list[_Relation]] = {}
-    rank_of = [rank for track, numbers in enumerate(graph.tracks) for rank in [track % graph.num_ranks] * len(numbers)]
-    links, same = ChunkLinks(plan.chunks, plan.loss_groups), Of.SAME
-    for number, step in enumerate(graph.steps):
-        found: list[tuple[int, float]] = []
-        if isinstance(step, Copy) and step.after is not None:
-            found.append((_required(graph, step.after, step.action), 0.0))
-        for action in step.actions:
-            op, site, own = action
-            related = relations.get((op, site))
-            if related is None:
-                related = relations[op, site] = list(_related(plan, graph, op, site))
-            for row, which, times_us, link, other, at, if_present in related:
-                for chunk in (own,) if which is same else links.of(which, own):
-                    need = row[chunk]
-                    if need < 0:
-                        if not if_present:
-                            _required(graph, Action(other, at, chunk), action)
-                    else:
-                        moves = link is not None and (rank_of[need] != rank_of[number] or isinstance(link.carries, Collective))
-                        found.append((need, times_us[chunk] if moves and times_us else 0.0))
-                        if moves and link is not None:
-                            graph.transfers.append(Transfer(need, number, chunk, link))
-        graph.needs.append(found)
-    graph.transfers.sort(key=itemgetter(0))
+class _Relations:
+    """Relations between the steps of a plan, found operation by operation."""
 
+    def __init__(self, plan: Plan, columns: Columns, found: Listed) -> None:
+        self.plan, self.columns, self.listed = plan, columns, found
+        self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
+        self.links: list[Link] = []
+        self.pairs: list[_Pairs] = []
+        self.lacking: list[tuple[int, Action]] = []
 
-def _related(plan: Plan, graph: Graph, op: Op, site: int) -> Iterator[_Relation]:
-    nothing = [-1] * len(plan.chunks)
-    for other, at, need in resolve(op, site, plan.placement):
-        if need.chunk is Of.GROUP and not plan.loss_groups:
-            continue
-        carries = need.carries
-        times_us: Sequence[float] = ()
-        if isinstance(carries, Message):
-            times_us = plan.messages.times_of(carries, min(at, site))
-        elif carries is not None:
-            times_us = plan.messages.collective_times(carries.op)
-        link = None if carries is None else Link((other, at), (op, site), carries, times_us)
-        yield _Relation(graph.rows.get((other, at), nothing), need.chunk, times_us, link, other, at, need.if_present)
+    def add_issues(self) -> None:
+        """Add the compute action after which each copy is issued."""
+        columns, needed = self.columns, list[tuple[int, Action]]()
+        for index in range(int(np.searchsorted(columns.step, columns.num_compute)), len(columns.step)):
+            step = columns.steps[columns.step[index]]
+            if isinstance(step, Copy) and step.after is not None:
+                needed.append((index, step.after))
+        for op in dict.fromkeys(need.op for _, need in needed):
+            waiting, sites, chunks = (
+                np.array([row], dtype=np.int64).ravel()
+                for row in zip(*((index, need.stage, need.chunk) for index, need in needed if need.op is op), strict=True)
+            )
+            self._add(op, waiting, sites, chunks)
 
+    def add(self, op: Op) -> None:
+        """Add the relations of an operation's actions to those that they wait for."""
+        columns, others = self.columns, dict[tuple[Need, int], Integers]()
+        count = len(operation(op).sites(self.plan.placement))
+        for site in range(count):
+            for _, other, need in resolve(op, site, self.plan.placement):
+                key = need, other if need.site is At.EVERY else 0
+                others.setdefault(key, np.full(count, -1))[site] = other
+        actions, order = columns.of(op), needs_of(op)
+        for need, one in sorted(others, key=lambda key: (order.index(key[0]), key[1])):
+            other_of = others[need, one]
+            if need.op not in columns.ops and need.if_present:
+                continue
+            waiting = actions[other_of[columns.site[actions]] >= 0]
+            which, chunks = self.chunk_links.of_all(need.chunk, columns.chunk[waiting])
+            waiting = waiting[which]
+            self._add(need.op, waiting, other_of[columns.site[waiting]], chunks, op, need)
 
-def _required(graph: Graph, need: Action, action: Action) -> int:
-    number = graph.number(need)
-    if number is None:
-        raise PlanError(f"{action} needs {need}, which the plan does not have")
-    return number
+    def _add(
+        self, source: Op, waiting: Integers, sites: Integers, chunks: Integers, op: Op | None = None, need: Need | None = None
+    ) -> None:
+        """Add pairs.
+
+        Args:
+            source: operation of the actions that are waited for.
+            waiting: indices of the actions that wait.
+            sites, chunks: of those that are waited for.
+            op, need: the operation that waits, and its relation; None for the issue of copies.
+        """
+        table = self.listed.numbers.get(source, np.zeros((0, 0), dtype=np.int64))
+        steps = np.full(len(sites), NO_STEP)
+        is_known = (sites >= 0) & (sites < table.shape[0]) & (chunks >= 0) & (chunks < table.shape[1])
+        steps[is_known] = table[sites[is_known], chunks[is_known]]
+        is_there = steps != NO_STEP
+        if not is_there.all():
+            if need is None or not need.if_present:
+                first = int(np.argmin(is_there))
+                self.lacking.append((int(waiting[first]), Action(source, int(sites[first]), int(chunks[first]))))
+            waiting, sites, chunks, steps = (column[is_there] for column in (waiting, sites, chunks, steps))
+        time_us, link = np.zeros(len(waiting)), np.full(len(waiting), -1)
+        if need is not None and op is not None and need.carries is not None:
+            moves = self.rank[steps] != self.rank[self.columns.step[waiting]]
+            if isinstance(need.carries, Collective):
+                moves[:] = True
+            link[moves] = len(self.links)
+            self.links.append(Link(source, op, need.carries))
+            boundaries = np.minimum(sites, self.columns.site[waiting])[moves]
+            time_us[moves] = self.plan.messages.times_of(need.carries, boundaries, chunks[moves])
+        self.pairs.append(_Pairs(waiting, steps, time_us, link, sites, chunks))
+
+    def graph(self) -> Graph:
+        """Return the graph. Raises `PlanError` if an action needs one that the plan lacks."""
+        columns, plan = self.columns, self.plan
+        if self.lacking:
+            index, needed = min(self.lacking, key=itemgetter(0))
+            raise PlanError(f"{columns.action(index)} needs {needed}, which the plan does not have")
+        empty = np.zeros(0, dtype=np.int64)
+        pairs = _Pairs(
+            *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
+        )
+        order = np.argsort(pairs.waiting, kind="stable")  # those of one action stay in the order of the table
+        waiting, need, time_us, link, site, chunk = pairs
+        pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
+        step = columns.step[pairs.waiting]
+        starts = np.searchsorted(step, np.arange(len(columns.steps) + 1))
+        moved = np.flatnonzero(pairs.link >= 0)
+        moved = moved[np.argsort(pairs.need[moved], kind="stable")]
+        transfers = Transfers(
+            pairs.need[moved],
+            step[moved],
+            pairs.chunk[moved],
+            pairs.site[moved],
+            columns.site[pairs.waiting[moved]],
+            pairs.link[moved],
+            pairs.time_us[moved],
+            tuple(self.links),
+        )
+        links = plan.host_links or range(plan.num_ranks)
+        return Graph(columns, self.listed, links, starts, pairs.need, pairs.time_us, transfers)

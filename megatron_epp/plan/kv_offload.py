@@ -48,7 +48,7 @@ def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     for copy in plan.copies[rank] if plan.copies else ():
         changes[copy.action, False] = in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
     found = [(0.0, 0)]
-    for event in timeline.memory_events[rank]:
+    for event in timeline.memory_events(rank):
         if size := changes[event.step.action, event.at_end]:
             level += size
             found.append((event.time_us, level))

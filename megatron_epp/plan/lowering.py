@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.columns import Booleans, Integers
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph, build_graph
+from megatron_epp.plan.launches import Launches
 from megatron_epp.plan.operations import Collective, of_stages, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Playback, explain, play
-
-_Moment = tuple[float, int, int]
-"""A point of the simulation: time, index of the step in playback order, and 0 at its start, 1 at its end, more after it."""
-
-_Posted = tuple[_Moment, int, Action]
-"""A send, receive or reduction of one rank: its due moment, its stream, and the action."""
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
@@ -47,90 +46,216 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     played = play(graph)
     if played.blocked:
         raise PlanError("the order deadlocks: " + "; ".join(explain(graph, blocked) for blocked in played.blocked))
-    return issue_order(plan, graph, played)
+    return issue_order(plan, graph, played).rows()
 
 
-def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Action, ...], ...]:
+def issue_order(plan: Plan, graph: Graph, played: Playback) -> Launches:
     """Return the lowered rows of a plan whose playback reached its end, see `lower`."""
     alone = played if (compute := graph.without_copies()) is graph else play(compute)
-    rank_in_order = [0] * len(compute.steps)
-    for index, number in enumerate(alone.order):
-        rank_in_order[number] = index
-    ends = list(zip(alone.end_us, rank_in_order, [1] * len(rank_in_order), strict=True))
-    posted = _transfers(graph, ends)
-    for rank, entry in _reductions(plan, graph, ends):
-        posted[rank].append(entry)
-    rows = []
-    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
-        row: list[Action] = []
-        copies = place_copies(graph, played.start_us, played.end_us, rank)
-        due = sorted(posted[rank])
-        at, last = 0, len(due)
-        for index, number in enumerate(numbers):
-            start = alone.start_us[number], rank_in_order[number], 0
-            while at < last and due[at][0] < start:
-                row.append(due[at][2])
-                at += 1
-            if index in copies:
-                row += copies[index]
-            if at < last and due[at][0] < ends[number]:
-                ahead = _count_ahead(due, at, ends[number])
-                row += [action for _, _, action in due[at:ahead]]
-                at = ahead
-            row += graph.steps[number].actions
-        rows.append((*row, *(action for _, _, action in due[at:])))
-    return tuple(rows)
+    moments, ops = _Moments.of(alone, plan.num_stages), _operations(graph)
+    posted = _sorted(_messages(graph, moments, ops), _collectives(graph, moments, ops), _reductions(plan, graph, moments, ops))
+    parts = _slots_of_posted(graph, moments, posted), _slots_of_compute(graph, ops), _slots_of_copies(graph, played, ops)
+    slots, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(slots, kind="stable")
+    firsts = [numbers.start for numbers in graph.tracks[: plan.num_ranks]]
+    bounds = np.searchsorted(slots[order], _slot(np.arange(plan.num_ranks), np.array(firsts), _DUE_BEFORE))
+    op, site, chunk = (column[order] for column in columns)
+    return Launches(ops, op, site, chunk, np.append(bounds, len(order)))
 
 
-def _transfers(graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
-    """All sides of every message and collective, by rank."""
-    posted: list[list[_Posted]] = [[] for _ in range(graph.num_ranks)]
-    streams: dict[tuple[Op, ...] | tuple[Op, int, int], int] = {}
-    rank_of = [rank for rank, numbers in enumerate(graph.tracks[: graph.num_ranks]) for _ in numbers]
-    gathered: dict[Action, _Moment] = {}
-    for transfer in graph.transfers:
-        producer, consumer, chunk, ((_, site), (_, to_site), carries, _) = transfer
-        due = ends[producer]
-        if isinstance(carries, Collective):
-            action = Action(carries.op, 0, chunk)
-            gathered[action] = max(due, gathered.get(action, due))
-            continue
-        rank, to_rank = rank_of[producer], rank_of[consumer]
-        stream = streams.setdefault((carries.send, rank, to_rank), len(streams))
-        posted[rank].append((due, stream, Action(carries.send, site, chunk)))
-        posted[to_rank].append((due, stream, Action(carries.receive, to_site, chunk)))
-    for action, due in gathered.items():
-        stream = streams.setdefault((action.op,), len(streams))
-        for rank, row in enumerate(posted):
-            row.append((due, stream, action._replace(stage=rank)))
-    return posted
+class _Moments(NamedTuple):
+    """Points of a simulation as numbers that ascend as time does; of equal times, the step that was played before comes first.
+
+    Attributes:
+        start, end: of each compute step.
+        most: a number above all.
+    """
+
+    start: Integers
+    end: Integers
+    most: int
+
+    @classmethod
+    def of(cls, played: Playback, num_stages: int) -> _Moments:
+        """Number the moments of a playback, with room behind each for a reduction of every stage."""
+        count, spacing = len(played.order), num_stages + 1
+        position = np.zeros(count, dtype=np.int64)
+        position[played.order] = np.arange(count)
+        order = np.lexsort((np.tile(position, 2), np.array(played.start_us + played.end_us)))
+        moments = np.zeros(2 * count, dtype=np.int64)
+        moments[order] = np.arange(2 * count) * spacing
+        return cls(moments[:count], moments[count:], 2 * count * spacing)
 
 
-def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
-    """Yield the reduction of every stage, last stage first, each with its rank.
+class _Posted(NamedTuple):
+    """Sends, receives, collectives and reductions of all ranks, each with the moment at which it is due, and its stream."""
+
+    rank: Integers
+    due: Integers
+    stream: Integers
+    op: Integers
+    site: Integers
+    chunk: Integers
+
+
+class _Slots(NamedTuple):
+    """Launches of all ranks, each with its slot: ranks launch in ascending order of slots, and in the order of a slot."""
+
+    slot: Integers
+    op: Integers
+    site: Integers
+    chunk: Integers
+
+
+_DUE_BEFORE, _COPIES, _OVERLAPPED, _COMPUTE = range(4)
+"""Parts of a slot of a compute action, in order: what is due before it starts, copies, receives that it is overlapped with, and
+the action."""
+
+
+def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
+    """Return a slot. Every rank has those of its compute actions, and one behind the last.
+
+    Args:
+        rank: of the launch.
+        number: of the compute action, counted over all ranks.
+        part: of the slot.
+    """
+    return 4 * (number + rank) + part
+
+
+def _operations(graph: Graph) -> tuple[Op, ...]:
+    """Operations that the lowered plan can have, sorted by name."""
+    found = {Op.FREE, Op.REDUCE, *graph.columns.ops}
+    for _, _, carries in graph.transfers.links:
+        found |= {carries.op} if isinstance(carries, Collective) else {carries.send, carries.receive}
+    return tuple(sorted(found))
+
+
+def _messages(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
+    """Both sides of every message, due at the end of its producer; streams are numbered by their first messages."""
+    transfers, rank_of = graph.transfers, graph.columns.ranks()
+    sides = [
+        (-1, -1) if isinstance(of, Collective) else (ops.index(of.send), ops.index(of.receive)) for *_, of in transfers.links
+    ]
+    send, receive = np.array([*sides, (-1, -1)])[transfers.link].T
+    (is_message,) = np.nonzero(send >= 0)
+    send, receive, producer = send[is_message], receive[is_message], transfers.producer[is_message]
+    rank, to_rank = rank_of[producer], rank_of[transfers.consumer[is_message]]
+    stream = _by_first((send * graph.num_ranks + rank) * graph.num_ranks + to_rank)
+    return _Posted(
+        np.append(rank, to_rank),
+        np.tile(moments.end[producer], 2),
+        np.tile(stream, 2),
+        np.append(send, receive),
+        np.append(transfers.source_site[is_message], transfers.target_site[is_message]),
+        np.tile(transfers.chunk[is_message], 2),
+    )
+
+
+def _collectives(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
+    """Every collective on every rank, due at the end of the last action that gives to it."""
+    transfers = graph.transfers
+    kind = np.array([ops.index(of.op) if isinstance(of, Collective) else -1 for *_, of in transfers.links] + [-1])
+    (gives,) = np.nonzero(kind[transfers.link] >= 0)
+    num_chunks = 1 + transfers.chunk.max(initial=0)
+    keys, which = np.unique(kind[transfers.link[gives]] * num_chunks + transfers.chunk[gives], return_inverse=True)
+    due = np.zeros(len(keys), dtype=np.int64)
+    np.maximum.at(due, which, moments.end[transfers.producer[gives]])
+    op, chunk = np.divmod(keys, num_chunks)
+    number = np.zeros(len(ops), dtype=np.int64)
+    number[kind[transfers.link[gives]]] = _by_first(kind[transfers.link[gives]])
+    ranks = np.arange(graph.num_ranks)
+    each = np.repeat(np.arange(len(keys)), len(ranks))
+    stream = len(transfers.link) + number[op]  # after all streams of messages
+    return _Posted(*(np.tile(ranks, len(keys)), due[each], stream[each], op[each], np.tile(ranks, len(keys)), chunk[each]))
+
+
+def _by_first(keys: Integers) -> Integers:
+    """Number equal keys alike, in the order in which they first occur."""
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[which]
+
+
+def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
+    """The reduction of every stage, last stage first: after the last of its gradients, and after those of all later stages.
 
     Gradients of what a rank has besides its stages are reduced with its first stage.
     """
-    last: dict[int, tuple[int, Action]] = {}
-    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
-        first = plan.placement.index(rank) if rank in plan.placement else 0
-        for number in numbers:
-            for action in graph.steps[number].actions:
-                kind = operation(action.op)
-                if kind.gives_gradients:
-                    stage = action.stage if kind.sites is of_stages else first
-                    last[stage] = number, action._replace(stage=stage)
-    time_us, index = 0.0, 0
-    for behind, stage in enumerate(sorted(last, reverse=True)):
-        number, action = last[stage]
-        time_us, index, _ = max((time_us, index, 1), ends[number])
-        yield plan.placement[stage], ((time_us, index, 2 + behind), -stage, action._replace(op=Op.REDUCE))
+    columns, rank_of = graph.columns, graph.columns.ranks()
+    kinds = [operation(op) for op in columns.ops]
+    gives = np.array([kind.gives_gradients for kind in kinds], dtype=bool)[columns.op]
+    gives &= columns.step < columns.num_compute
+    is_of_stage = np.array([kind.sites is of_stages for kind in kinds], dtype=bool)[columns.op]
+    first_stage = np.array([plan.placement.index(rank) if rank in plan.placement else 0 for rank in range(plan.num_ranks)])
+    stage = np.where(is_of_stage, columns.site, first_stage[rank_of[columns.step]])[gives]
+    last = np.full(plan.num_stages, -1)
+    np.maximum.at(last, stage, np.flatnonzero(gives))
+    found, due = [], 0
+    for behind, at in enumerate(range(plan.num_stages - 1, -1, -1)):
+        if last[at] >= 0:
+            due = max(due, int(moments.end[columns.step[last[at]]]))
+            found.append((plan.placement[at], due + 1 + behind, -at, ops.index(Op.REDUCE), at, columns.chunk[last[at]]))
+    return _Posted(*np.array(found, dtype=np.int64).reshape(-1, 6).T)
 
 
-def _count_ahead(due: Sequence[_Posted], at: int, end: _Moment) -> int:
-    """Index of the first entry that may not precede an action that ends then: the second of a stream, or one due later."""
-    streams = set()
-    while at < len(due) and due[at][0] < end and due[at][1] not in streams:
-        streams.add(due[at][1])
-        at += 1
-    return at
+def _sorted(*posted: _Posted) -> _Posted:
+    """Join and sort by rank and moment; at one moment by stream, and at one moment of a stream by action."""
+    joined = _Posted(*map(np.concatenate, zip(*posted, strict=True)))
+    key = joined.stream - joined.stream.min(initial=0)
+    for column in (joined.op, joined.site, joined.chunk):
+        key = key * (1 + column.max(initial=0)) + column
+    order = np.lexsort((key, joined.due, joined.rank))
+    return _Posted(*(column[order] for column in joined))
+
+
+def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots:
+    """Slots of sends, receives, collectives and reductions.
+
+    What is due while an action runs is launched before it up to the second of a stream, and the rest after it.
+    """
+    rank = graph.columns.ranks()[: graph.columns.num_compute]
+    starts, ends = rank * moments.most + moments.start, rank * moments.most + moments.end  # both ascend
+    due = posted.rank * moments.most + posted.due
+    number = np.searchsorted(ends, due, side="right")  # the first action that ends later, maybe of another rank
+    stops = np.array([numbers.stop for numbers in graph.tracks[: graph.num_ranks]], dtype=np.int64)
+    (during,) = np.nonzero((number < stops[posted.rank]) & (np.append(starts, 0)[number] <= due))
+    behind = _is_behind_second(number[during], posted.stream[during])
+    part = np.full(len(due), _DUE_BEFORE)
+    part[during[~behind]] = _OVERLAPPED
+    number[during[behind]] += 1
+    return _Slots(_slot(posted.rank, number, part), posted.op, posted.site, posted.chunk)
+
+
+def _is_behind_second(number: Integers, stream: Integers) -> Booleans:
+    """True from the second entry of one stream on.
+
+    Args:
+        number: groups of entries, ascending.
+        stream: of each entry.
+    """
+    keys = number * (1 + np.ptp(stream)) + stream if len(stream) else number
+    is_second = np.ones(len(number), dtype=bool)
+    is_second[np.unique(keys, return_index=True)[1]] = False
+    seen = np.cumsum(is_second)
+    before = np.append(0, seen)[np.searchsorted(number, number)]
+    return seen > before
+
+
+def _slots_of_compute(graph: Graph, ops: Sequence[Op]) -> _Slots:
+    """Slots of the compute actions."""
+    columns, (found,) = graph.columns, np.nonzero(graph.columns.step < graph.columns.num_compute)
+    codes, step = np.array([ops.index(op) for op in columns.ops], dtype=np.int64), columns.step[found]
+    slots = _slot(columns.ranks()[step], step, _COMPUTE)
+    return _Slots(slots, codes[columns.op[found]], columns.site[found], columns.chunk[found])
+
+
+def _slots_of_copies(graph: Graph, played: Playback, ops: Sequence[Op]) -> _Slots:
+    """Slots of offloads, loads and releases."""
+    found = [
+        (4 * (numbers[index] + rank) + _COPIES, ops.index(action.op), action.stage, action.chunk)
+        for rank, numbers in enumerate(graph.tracks[: graph.num_ranks])
+        for index, actions in place_copies(graph, played.start_us, played.end_us, rank).items()
+        if index < len(numbers)
+        for action in actions
+    ]
+    return _Slots(*np.array(found, dtype=np.int64).reshape(-1, 4).T)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_epp.plan.action import Action, Op
+import numpy as np
+
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import Booleans, Bytes, byte_column
+from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import Message, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
 
 
-def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     """Peak bytes of messages on each rank.
 
     A payload takes memory from the start of the action that makes it to the next send on its link, which waits for its
@@ -21,19 +26,25 @@ def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ..
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
-        rows: of every rank (`lower`).
+        rows: of every rank, lowered.
     """
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
-    sides = _Sides.of_table()
-    return tuple(max(_held(plan, row, sides)) for row in rows)
+    launches = Launches.of(rows)
+    begins, ends = _changes(plan, launches)
+    live = np.cumsum(np.stack([begins, ends], axis=1))
+    peaks = []
+    for first, last in pairwise((2 * launches.starts).tolist()):
+        before = live[first - 1] if first else 0
+        peaks.append(max(0, int(live[first:last].max(initial=before) - before)))
+    return tuple(peaks)
 
 
-def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Violation]:
+def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
     """Yield a violation for each rank with more bytes in flight than `plan.message_bytes` reserves for it."""
     if not plan.message_bytes:
         return
-    for rank, (size, peak) in enumerate(zip(plan.message_bytes, message_peaks(plan, rows), strict=True)):
+    for rank, (size, peak) in enumerate(zip(plan.message_bytes, message_peaks(plan, launches), strict=True)):
         if peak > size:
             yield Violation(rank, None, None, f"messages in flight take {peak} bytes; {size} are set aside for them")
 
@@ -69,25 +80,26 @@ class _Sides(NamedTuple):
         return sides
 
 
-def _held(plan: Plan, row: Sequence[Action], sides: _Sides) -> Iterator[int]:
-    """Yield the bytes held by messages at the start of a rank's row and after each increase."""
-    sizes, last = plan.messages.num_bytes, plan.num_stages - 1
-    makes, takes, opens, sends, receives = sides
-    leaving: dict[tuple[int, Op], int] = {}
-    held = 0
-    yield held
-    for op, stage, chunk in row:
-        size = sizes[chunk]
-        if op in makes or op in takes:
-            from_other = op in takes and 0 <= stage + takes[op] <= last
-            held -= size if from_other and op in opens else 0
-            held += size if op in makes and 0 <= stage + makes[op] <= last else 0
-            yield held
-            held -= size if from_other and op not in opens else 0
-        elif op in receives:
-            held += size
-            yield held
-        elif op in sends:
-            link = plan.placement[stage + sends[op]], op
-            held -= leaving.get(link, 0)
-            leaving[link] = size
+def _changes(plan: Plan, launches: Launches) -> tuple[Bytes, Bytes]:
+    """Bytes by which the messages held by a launch's rank grow when it starts and when it ends."""
+    makes, takes, opens, sends, receives = _Sides.of_table()
+    ops, site = launches.ops, launches.site
+    size = byte_column(plan.messages.num_bytes)[launches.chunk]
+
+    def is_one_of(kinds: Container[Op]) -> Booleans:
+        return launches.by_op(op in kinds for op in ops).astype(bool)
+
+    def has_other_side(kinds: Mapping[Op, int]) -> Booleans:
+        other = site + launches.by_op(kinds.get(op, 0) for op in ops)
+        return is_one_of(kinds) & (other >= 0) & (other < plan.num_stages)
+
+    taken, sent = has_other_side(takes), np.flatnonzero(is_one_of(sends))
+    begins = np.where(has_other_side(makes), size, 0) - np.where(taken & is_one_of(opens), size, 0)
+    begins += np.where(is_one_of(receives), size, 0)
+    ends = -np.where(taken & ~is_one_of(opens), size, 0)
+    target = np.array(plan.placement)[site[sent] + launches.by_op(sends.get(op, 0) for op in ops)[sent]]
+    link = (launches.ranks()[sent] * plan.num_ranks + target) * len(ops) + launches.op[sent]
+    order = np.argsort(link, kind="stable")
+    sent, follows = sent[order], link[order][1:] == link[order][:-1]
+    ends[sent[1:][follows]] -= size[sent[:-1][follows]]
+    return begins, ends

@@ -9,16 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.groups import ContextGroups
-from megatron_epp.plan.operations import Message
+from megatron_epp.plan.operations import Collective, Message
 from megatron_epp.plan.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
 VERSION = 3
 UNLIMITED_BYTES = 1 << 62
 """No memory cap."""
+
+Floats = npt.NDArray[np.float64]
 
 
 def is_unlimited(cap_bytes: int) -> bool:
@@ -105,17 +110,19 @@ class Messages:
         """Times of a collective by chunk, in microseconds; empty if it takes none."""
         return dict(self.collective_us).get(op, ())
 
-    def times_of(self, message: Message, site: int) -> tuple[float, ...]:
-        """Times of a message by chunk, in microseconds, between two ranks; empty if it takes none.
+    def times_of(self, carries: Message | Collective, sites: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> Floats:
+        """Times of transfers between ranks, in microseconds; zero if they take none.
 
         Args:
-            message: as the table of operations has it.
-            site: the lower of its two sites.
+            carries: message or collective, as the table of operations has it.
+            sites: for each transfer, the lower of its two sites.
+            chunks: of each transfer.
         """
-        if message.times is None:
-            return dict(self.message_us).get(message.send, ())
-        table: tuple[tuple[float, ...], ...] = getattr(self, message.times)
-        return table[site]
+        if isinstance(carries, Message) and carries.times is not None:
+            return np.array(getattr(self, carries.times), dtype=np.float64)[sites, chunks]
+        timed = self.message_us if isinstance(carries, Message) else self.collective_us
+        times_us = dict(timed).get(carries.send if isinstance(carries, Message) else carries.op)
+        return np.array(times_us)[chunks] if times_us else np.zeros(len(chunks))
 
 
 @dataclass(frozen=True, slots=True)

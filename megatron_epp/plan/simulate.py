@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.columns import Booleans, Bytes, Integers
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph, build_graph
@@ -53,8 +55,8 @@ class Timeline:
         start_us, end_us: of the compute steps.
         copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty if there are none.
         makespan_us: end of the last step over all ranks.
-        memory_events: allocations and releases of each rank, in the order in which the rank issues them.
         peak_bytes: most bytes live on each rank at one time, static bytes included.
+        graph, played: of the plan.
     """
 
     plan: Plan
@@ -63,8 +65,9 @@ class Timeline:
     copy_start_us: tuple[tuple[float, ...], ...]
     copy_end_us: tuple[tuple[float, ...], ...]
     makespan_us: float
-    memory_events: tuple[tuple[MemoryEvent, ...], ...]
     peak_bytes: tuple[int, ...]
+    graph: Graph = field(repr=False, compare=False)
+    played: Playback = field(repr=False, compare=False)
 
     @property
     def busy_us(self) -> tuple[float, ...]:
@@ -79,23 +82,44 @@ class Timeline:
 
     def live_bytes(self, rank: int) -> list[tuple[float, int]]:
         """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0, each valid until the next."""
-        events = [event for event in self.memory_events[rank] if event.delta_bytes]
+        events = [event for event in self.memory_events(rank) if event.delta_bytes]
         times = (0.0, *(event.time_us for event in events))
-        return list(zip(times, _live(self.plan.static_bytes[rank], events), strict=True))
+        live = accumulate((event.delta_bytes for event in events), initial=self.plan.static_bytes[rank])
+        return list(zip(times, live, strict=True))
 
     def planned_bytes(self, rank: int, action: Action) -> int:
         """Live bytes of the rank while one of its actions runs. Raises `PlanError` if it has no such action."""
         live = self.plan.static_bytes[rank]
-        for event in self.memory_events[rank]:
+        for event in self.memory_events(rank):
             live += event.delta_bytes
             if action in event.step.actions and not event.at_end:
                 return live
         raise PlanError(f"rank {rank} has no action {action}")
 
+    def memory_events(self, rank: int) -> list[MemoryEvent]:
+        """Allocations and releases of a rank, in the order in which it issues them.
+
+        Copies change its memory between two of its compute steps.
+        """
+        graph, start, end = self.graph, self.played.start_us, self.played.end_us
+        compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
+        changes = memory_changes(graph, self.played, rank)
+        events, now_us, index = [], 0.0, 0
+        for number, at_end, delta in zip(*(column.tolist() for column in changes), strict=True):
+            time_us = end[number] if at_end else start[number]
+            if number in compute:
+                if at_end:
+                    now_us, index = time_us, index + 1
+            else:
+                next_us = start[compute[index]] if index < len(compute) else math.inf
+                time_us = max(now_us, min(time_us, next_us))
+            position = number - (compute if number in compute else copies).start
+            events.append(MemoryEvent(time_us, delta, graph.steps[number], position, at_end))
+        return events
+
     def messages(self) -> list[Message]:
         """Every message between ranks, in rank and position order of its producer; no collectives."""
-        graph = build_graph(self.plan)
-        ends_us = [end_us for row in self.end_us for end_us in row]
+        graph, ends_us = self.graph, self.played.end_us
         return [
             Message(
                 transfer.source._replace(op=carries.send),
@@ -135,9 +159,12 @@ def play(graph: Graph) -> Playback:
     come, first served, and the lowest rank first among equals. When no track can proceed without a turn, the copy that came
     first gets it: any later copy becomes ready only after one of the waiting ones has ended, so none is overtaken.
     """
-    steps, needs, tracks = graph.steps, graph.needs, graph.tracks
-    start = [0.0] * len(steps)
-    end = [-1.0] * len(steps)  # below zero: has not run
+    tracks, ranks, num_compute = graph.tracks, graph.num_ranks, graph.columns.num_compute
+    ops = [step.action.op for step in graph.steps[num_compute:]]
+    took_us, starts = graph.columns.time_us.tolist(), graph.need_starts.tolist()
+    needs = list(zip(graph.needs.tolist(), graph.need_us.tolist(), strict=True))
+    start = [0.0] * len(took_us)
+    end = [-1.0] * len(took_us)  # below zero: has not run
     cursor = [numbers.start for numbers in tracks]
     free = [0.0] * len(tracks)
     link_free: dict[tuple[int, Op], float] = {}
@@ -151,21 +178,24 @@ def play(graph: Graph) -> Playback:
         now = free[track]
         for i in range(cursor[track], tracks[track].stop):
             begin = now
-            for need, message_us in needs[i]:
-                if end[need] < 0.0:
+            for need, message_us in needs[starts[i] : starts[i + 1]]:
+                arrives = end[need]
+                if arrives < 0.0:
                     waiting.setdefault(need, []).append(track)
                     break
-                begin = max(begin, end[need] + message_us)
+                arrives += message_us
+                if arrives > begin:
+                    begin = arrives
             else:
-                if track >= graph.num_ranks:
+                if track >= ranks:
                     if not has_turn:
                         heapq.heappush(turns, (begin, track))
                         break
-                    has_turn, lane = False, (graph.links[track - graph.num_ranks], steps[i].action.op)
+                    has_turn, lane = False, (graph.links[track - ranks], ops[i - num_compute])
                     begin = max(begin, link_free.get(lane, 0.0))
-                    link_free[lane] = begin + steps[i].time_us
+                    link_free[lane] = begin + took_us[i]
                 start[i] = begin
-                now = end[i] = begin + steps[i].time_us
+                now = end[i] = begin + took_us[i]
                 order.append(i)
                 cursor[track] = i + 1
                 if i in waiting:
@@ -209,13 +239,17 @@ def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
     start = [tuple(played.start_us[row]) for row in rows]
     end = [tuple(played.end_us[row]) for row in rows]
     ranks = plan.num_ranks
-    events = tuple(tuple(_memory_events(graph, played, rank)) for rank in range(ranks))
+    peaks = []
+    for rank, static in enumerate(plan.static_bytes[:ranks]):
+        live = np.cumsum(memory_changes(graph, played, rank).delta_bytes)
+        peaks.append(static + int(live.max(initial=0)))
     return Timeline(
         plan,
         *(tuple(start[:ranks]), tuple(end[:ranks]), tuple(start[ranks:]), tuple(end[ranks:])),
         makespan_us=max((row[-1] for row in end if row), default=0.0),
-        memory_events=events,
-        peak_bytes=tuple(max(_live(plan.static_bytes[rank], events[rank])) for rank in range(ranks)),
+        peak_bytes=tuple(peaks),
+        graph=graph,
+        played=played,
     )
 
 
@@ -227,32 +261,32 @@ def explain(graph: Graph, blocked: Blocked) -> str:
     return f"rank {rank} at position {position}: {action} waits for {waits_for} (rank {waits_rank}, position {waits_position})"
 
 
-def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[MemoryEvent]:
-    """Yield the allocations and releases of a rank; copies change its memory between two of its compute steps."""
-    start, end, compute = played.start_us, played.end_us, graph.tracks[rank]
-    issued = place_copies(graph, start, end, rank)
-    now_us = 0.0
-    for position in range(len(compute) + 1):
-        next_us = start[compute[position]] if position < len(compute) else math.inf
-        for action in issued.get(position, ()):
-            event = _change(graph, played, rank, action)
-            yield event._replace(time_us=max(now_us, min(event.time_us, next_us)))
-        if position < len(compute):
-            step, now_us = graph.steps[compute[position]], end[compute[position]]
-            yield MemoryEvent(next_us, step.alloc_bytes, step, position, False)
-            yield MemoryEvent(now_us, -step.free_bytes, step, position, True)
+class MemoryChanges(NamedTuple):
+    """Allocations and releases of a rank, in the order in which it issues them.
+
+    Attributes:
+        number: step whose memory it is.
+        at_end: it is the step's release; else its allocation.
+        delta_bytes: by which the rank's memory grows.
+    """
+
+    number: Integers
+    at_end: Booleans
+    delta_bytes: Bytes
 
 
-def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:
-    """Allocation of a copy when it starts, or release of an offload when it ends (`FREE`)."""
-    at_end = action.op is Op.FREE
-    number = graph.number(action._replace(op=Op.O) if at_end else action)
-    assert number is not None  # it was issued
-    position, step = number - graph.tracks[graph.num_ranks + rank].start, graph.steps[number]
-    if at_end:
-        return MemoryEvent(played.end_us[number], -step.free_bytes, step, position, True)
-    return MemoryEvent(played.start_us[number], step.alloc_bytes, step, position, False)
-
-
-def _live(static_bytes: int, events: Sequence[MemoryEvent]) -> Iterator[int]:
-    return accumulate((event.delta_bytes for event in events), initial=static_bytes)
+def memory_changes(graph: Graph, played: Playback, rank: int) -> MemoryChanges:
+    """Return the allocations and releases of a rank: of compute steps when they start and end, of copies when they are issued,
+    and at their `FREE`.
+    """
+    compute, columns = graph.tracks[rank], graph.columns
+    number = np.repeat(np.arange(compute.start, compute.stop), 2)
+    at_end = np.tile([False, True], len(compute))
+    issued = place_copies(graph, played.start_us, played.end_us, rank)
+    copies = [(2 * index, action) for index in sorted(issued) for action in issued[index]]
+    if copies:
+        places = [place for place, _ in copies]
+        moved = [graph.number(action._replace(op=Op.O) if action.op is Op.FREE else action) for _, action in copies]
+        number = np.insert(number, places, np.array(moved, dtype=np.int64))
+        at_end = np.insert(at_end, places, [action.op is Op.FREE for _, action in copies])
+    return MemoryChanges(number, at_end, np.where(at_end, -columns.free_bytes[number], columns.alloc_bytes[number]))

@@ -61,7 +61,7 @@ def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> l
             last, met_us = Wait(Cause.START), 0.0
             if before >= 0 and end_us[before] > 0.0:
                 last, met_us = Wait(Cause.ORDER, before), end_us[before]
-            for need, message_us in graph.needs[number]:
+            for need, message_us in graph.needs_of(number):
                 if end_us[need] + message_us > met_us:
                     cause = Cause.TRANSFER if message_us else Cause.NEED
                     last, met_us = Wait(cause, need, message_us), end_us[need] + message_us

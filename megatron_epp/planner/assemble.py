@@ -45,14 +45,14 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
     plan = written(problem, costs, options, made, tables)
-    faults, timeline, rows = examine(plan)
-    if faults or timeline is None or rows is None:
+    faults, timeline, launches = examine(plan)
+    if faults or timeline is None or launches is None:
         raise PlanError(cannot_run(options.planner) + report(plan, faults))
     # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
     at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
     bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
     plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
-    return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
+    return _with_messages(plan, message_peaks(plan, launches)) if plan.messages.num_bytes else plan
 
 
 def written(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables) -> Plan:
@@ -79,7 +79,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
             for stage, row in enumerate(made.recompute_steps)
         ),
         recompute_us=recompute_times(tables, made.recompute_steps),
-        offload_share=tuple(tuple(writer.share(s, c) for c in range(len(made.chunks))) for s in range(problem.num_stages)),
+        offload_share=writer.shares(),
         ranks=tuple(tuple(writer.steps(*row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
@@ -149,6 +149,11 @@ class _Writer:
             row: its actions.
             takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
         """
+        if not self.made.joined:
+            for action, taken, given in zip(row, takes, gives, strict=True):
+                op, stage, c = action
+                yield Step(action, self.times_us[op][stage][c], taken, given)
+            return
         each = zip(row, takes, gives, [*row[1:], None], [*gives[1:], 0], strict=True)
         seconds = {second for _, second in self.made.joined}
         for action, taken, given, after, later in each:
@@ -162,10 +167,15 @@ class _Writer:
         exchange_us = self.tables.exchange_us[stage][c] if op in (Op.F, Op.B) else 0.0
         return Passing(self.times_us[op][stage][c], exchange_us)
 
-    def share(self, stage: int, c: int) -> float:
-        """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""
+        stages, chunks = range(len(self.tables.num_layers)), range(len(self.made.chunks))
         if not self.offload.shares:
-            return 0.0
+            return ((0.0,) * len(chunks),) * len(stages)
+        return tuple(tuple(self._share(stage, c) for c in chunks) for stage in stages)
+
+    def _share(self, stage: int, c: int) -> float:
+        """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
         share, moved = self.offload.shares[stage][c], self.offload.moved(self.tables, stage, c)
         kept = self.tables.kept_bytes(stage, c, self.offload.recompute_steps[stage][c])
         return share if moved == int(kept * share) else moved / kept

@@ -31,6 +31,7 @@ from megatron_epp.plan import (
 )
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.tables import check_kv_offload, check_tokens
+from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.operations import Track, operations
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
@@ -57,7 +58,9 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
         faults = [_fault(reason) for reason in (*_shapes(made, problem, costs), *_joins(made))]
         if not faults and (complete or made.copies or made.kv_offload or not _is_known(made, problem)):
             plan = outline(made, problem, costs)
-            faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_kv_offload(plan)]
+            columns = columns_of(plan)
+            presence = check_presence(plan, columns, listed(plan, columns))
+            faults = [*check_tokens(plan), *presence, *_recomputes(plan)] or [*check_kv_offload(plan)]
         _refuse(faults, made, problem, costs, planner)
 
 

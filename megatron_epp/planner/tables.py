@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_epp.plan import Op, Recompute
+from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Rows
 from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, frontier_sum, need_columns
 from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
@@ -194,9 +194,10 @@ class Tables:
             stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
-        return recompute_of(
-            [frontier_step.mode[stage][chunk] for frontier_step in self.frontier], self.num_layers[stage], num_steps
-        )
+        if not num_steps:
+            return NO_RECOMPUTE
+        modes = tuple(frontier_step.mode[stage][chunk] for frontier_step in self.frontier)
+        return recompute_of(modes, self.num_layers[stage], num_steps)
 
     def num_steps(self, stage: int, chunk: int, recompute: Recompute) -> int:
         """Number of recompute steps that amounts to a given recompute.
@@ -214,6 +215,8 @@ class Tables:
             stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
+        if not num_steps:
+            return 0.0
         return _frontier_sum(
             [frontier_step.layer_us[stage][chunk] for frontier_step in self.frontier], 0, self.num_layers[stage], num_steps
         )

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, EppError, Op
-from megatron_epp.plan.graph import deps
+from megatron_epp.plan.relations import deps
 from megatron_epp.plan.serialize import digest, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked, check_launches
+from megatron_epp.plan.launches import Launches
 from tests.support.plan.launch_campaign import judge, late_receives
 from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import stuck, stuck_together
@@ -114,7 +115,7 @@ def test_a_message_without_its_other_side_is_named():
 
 def test_check_refuses_a_plan_whose_rows_hang(monkeypatch):
     checking = sys.modules["megatron_epp.plan.check"]
-    monkeypatch.setattr(checking, "issue_order", lambda plan, *_: late_receives(lower(plan)))
+    monkeypatch.setattr(checking, "issue_order", lambda plan, *_: Launches.of(late_receives(lower(plan))))
     assert "can hang" in str(check(one_f_one_b())[0])
 
 

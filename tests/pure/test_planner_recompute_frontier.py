@@ -56,8 +56,8 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
             assert saved <= corners[-1][0]
 
 
-@pytest.mark.parametrize("modes", [[0], [1, 0], [2, 1, 0], [2, 0]])
-def test_steps_and_what_they_come_to_say_the_same(modes: list[int]):
+@pytest.mark.parametrize("modes", [(0,), (1, 0), (2, 1, 0), (2, 0)])
+def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
     for taken in range(4 * len(modes) + 1):
         recompute = recompute_of(modes, 4, taken)
         assert num_steps_of(recompute, modes) == taken

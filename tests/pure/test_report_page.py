@@ -54,7 +54,7 @@ def test_memory_is_the_simulators_on_ranks_with_copies_and_without():
     assert list(memory["events"]) == [0], "rank 1 has no copies"
     codes = memory["events"][0]["code"]
     deltas = [-planned["free"][code // 2] if code % 2 else planned["alloc"][code // 2] for code in codes]
-    assert deltas == [event.delta_bytes for event in timeline.memory_events[0]]
+    assert deltas == [event.delta_bytes for event in timeline.memory_events(0)]
     assert max(accumulate(deltas, initial=memory["static"][0])) == memory["peak"][0] == timeline.peak_bytes[0]
     assert memory["cap"] == list(plan.cap_bytes)
     assert plan_columns(Shown("p", replace(plan, cap_bytes=(UNLIMITED_BYTES,) * 2)))["memory"]["cap"] == [None, None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
-from megatron_epp.plan.check.launches import Rows, check_launches
+from megatron_epp.plan.check.launches import check_launches
 from megatron_epp.plan.check.memory import check_memory
 from megatron_epp.plan.check.predicted import check_predicted
 from megatron_epp.plan.check.tables import check_groups, check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
-from megatron_epp.plan.graph import build_graph
+from megatron_epp.plan.columns import columns_of, listed
+from megatron_epp.plan.graph import linked
+from megatron_epp.plan.launches import Launches
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.messages import check_messages
 from megatron_epp.plan.plan import Plan
@@ -25,12 +27,12 @@ class Examined(NamedTuple):
     Attributes:
         faults: as `check` returns them.
         timeline: the simulation.
-        rows: the lowered plan (`lower`).
+        launches: the lowered plan.
     """
 
     faults: list[Violation]
     timeline: Timeline | None = None
-    rows: Rows | None = None
+    launches: Launches | None = None
 
 
 def check(plan: Plan) -> list[Violation]:
@@ -56,19 +58,21 @@ def check(plan: Plan) -> list[Violation]:
 
 def examine(plan: Plan) -> Examined:
     """Run `check` and return its findings with its intermediate results."""
-    if faults := list(check_tables(plan)):
+    columns = columns_of(plan)
+    if faults := list(check_tables(plan, columns)):
         return Examined(faults)
-    if faults := [*check_tokens(plan), *check_presence(plan)]:
+    found = listed(plan, columns)
+    if faults := [*check_tokens(plan), *check_presence(plan, columns, found)]:
         return Examined(faults)
     if faults := [*check_kv_offload(plan), *check_groups(plan)]:
         return Examined(faults)
-    graph = build_graph(plan)
+    graph = linked(plan, columns, found)
     played = play(graph)
-    if faults := [*check_order(plan, graph, played), *check_links(plan)]:
+    if faults := [*check_order(graph, played), *check_links(plan, columns, found)]:
         return Examined(faults)
-    rows = issue_order(plan, graph, played)
-    if faults := list(check_launches([rows])):
+    launches = issue_order(plan, graph, played)
+    if faults := list(check_launches([launches])):
         return Examined(faults)
     timeline = timeline_of(plan, graph, played)
-    faults = [*check_memory(timeline), *check_messages(plan, rows)] or list(check_predicted(timeline))
-    return Examined(faults, timeline, rows)
+    faults = [*check_memory(timeline), *check_messages(plan, launches)] or list(check_predicted(timeline))
+    return Examined(faults, timeline, launches)

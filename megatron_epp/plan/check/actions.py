@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import NO_STEP, Columns, Integers, Listed
 from megatron_epp.plan.graph import Graph
 from megatron_epp.plan.operations import (
     ANYWHERE,
@@ -21,45 +24,75 @@ from megatron_epp.plan.operations import (
     operation,
     operations,
 )
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import Copy, Plan
 from megatron_epp.plan.simulate import Playback
 
 
-def check_presence(plan: Plan) -> Iterator[Violation]:
+def check_presence(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless every forward and backward occurs exactly once and on its stage's rank, optional actions are
     complete, and no action is unknown.
+
+    Args:
+        plan: whose tables `check_tables` finds right.
+        columns: of the plan.
+        found: the step of every action.
     """
-    seen: dict[Action, tuple[int, int]] = {}
-    for in_copies, table in plan.tables:
-        kinds: dict[Op, _Kind] = {}
-        for rank, steps in enumerate(table):
-            for position, step in enumerate(steps):
-                for action in step.actions:
-                    kind = kinds.get(action.op)
-                    if kind is None:
-                        kind = kinds[action.op] = _Kind.of(plan, action.op, in_copies)
-                    reason = kind.foreign or kind.misplaced(plan, rank, action)
-                    if not reason and action in seen:
-                        first_rank, first = seen[action]
-                        reason = f"doubled: already at rank {first_rank} position {first}"
-                    if reason:
-                        yield Violation(rank, position, action, reason, in_copies)
-                    if kind.is_listed:
-                        seen.setdefault(action, (rank, position))
-    yield from _missing(plan, seen)
-    yield from _offloads(plan, seen)
-    for rank, copies in enumerate(plan.copies):
-        for position, copy in enumerate(copies):
-            after = copy.after
-            if after is not None and (seen.get(after, (-1, 0))[0] != rank or not is_compute(after.op)):
-                reason = f"is issued after {copy.after}, which the compute list of its rank does not have"
+    wrong = np.union1d(_misplaced(plan, columns, found), np.append(found.unknown, found.repeated))
+    first = _first_places(columns, found) if len(found.repeated) else {}
+    for index in wrong.tolist():
+        number, action = int(columns.step[index]), columns.action(index)
+        rank, position = columns.where(number)
+        in_copies = number >= columns.num_compute
+        kind = _Kind.of(plan, action.op, in_copies)
+        reason = kind.foreign or kind.misplaced(plan, rank, action)
+        if not reason:
+            first_rank, at = first[action]
+            reason = f"doubled: already at rank {first_rank} position {at}"
+        yield Violation(rank, position, action, reason, in_copies)
+    yield from _missing(plan, found)
+    yield from _offloads(plan, columns, found)
+    for number in range(columns.num_compute, len(columns.steps)):
+        copy = columns.steps[number]
+        if isinstance(copy, Copy) and (after := copy.after) is not None:
+            rank, position = columns.where(number)
+            needed = found.number(after)
+            if needed is None or columns.where(needed)[0] != rank or not is_compute(after.op):
+                reason = f"is issued after {after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
 
-def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Violation]:
+def _misplaced(plan: Plan, columns: Columns, found: Listed) -> Integers:
+    """Indices of actions that may not be on their rank.
+
+    Those of one operation and site on one track may all be there or none: each such group is looked up once.
+    """
+    known = np.delete(np.arange(len(columns.op)), found.unknown)
+    num_sites = 1 + int(columns.site[known].max(initial=0))
+    tracks = np.repeat(np.arange(len(columns.tracks)), list(map(len, columns.tracks)))
+    keys = (tracks[columns.step[known]] * len(columns.ops) + columns.op[known]) * num_sites + columns.site[known]
+    wrong = []
+    for key in np.unique(keys).tolist():
+        group, site = divmod(key, num_sites)
+        track, op = divmod(group, len(columns.ops))
+        rank, in_copies = track % plan.num_ranks, track >= plan.num_ranks
+        if _Kind.of(plan, columns.ops[op], in_copies).misplaced(plan, rank, Action(columns.ops[op], site, 0)):
+            wrong.append(key)
+    return known[np.isin(keys, wrong)] if wrong else known[:0]
+
+
+def _first_places(columns: Columns, found: Listed) -> dict[Action, tuple[int, int]]:
+    """Rank and position of the first occurrence of every known action."""
+    places: dict[Action, tuple[int, int]] = {}
+    unknown = set(found.unknown.tolist())
+    for index in range(len(columns.op)):
+        if index not in unknown:
+            places.setdefault(columns.action(index), columns.where(int(columns.step[index])))
+    return places
+
+
+def _missing(plan: Plan, found: Listed) -> Iterator[Violation]:
     """Yield a violation for each action that a plan must have and does not have."""
-    present = {action.op for action in seen}
-    present |= {op for kind in operations() if kind.op in present for op in kind.together}
+    present = {*found.ops, *(op for kind in operations() if kind.op in found.ops for op in kind.together)}
     always = {Presence.ALWAYS}
     complete = {Presence.COMPLETE_ALWAYS}
     if not plan.forward_only:
@@ -68,12 +101,10 @@ def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Vio
     for kind in operations():
         if kind.presence not in always and not (kind.presence in complete and kind.op in present):
             continue
-        site = "stage" if kind.sites is of_stages else "site"
-        for index, rank in enumerate(kind.sites(plan.placement)):
-            for c in range(len(plan.chunks)):
-                if (action := Action(kind.op, index, c)) not in seen:
-                    on = None if rank == ANYWHERE else rank
-                    yield Violation(on, None, action, f"missing: {site} {index} never runs {kind.op} of chunk {c}")
+        site, ranks = "stage" if kind.sites is of_stages else "site", kind.sites(plan.placement)
+        for index, c in np.argwhere(found.table(kind.op, len(ranks), len(plan.chunks)) == NO_STEP).tolist():
+            on = None if ranks[index] == ANYWHERE else ranks[index]
+            yield Violation(on, None, Action(kind.op, index, c), f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,48 +149,48 @@ class _Kind:
         return ""
 
 
-def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
+def _offloads(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless offload and load occur together and exactly with a share above zero."""
-    has_copies = any(plan.copies)
-    for stage, shares in enumerate(plan.offload_share):
-        for c, share in enumerate(shares):
-            if share == 0 and not has_copies:
-                continue
-            for op in (Op.O, Op.L):
-                action = Action(op, stage, c)
-                if share > 0 and action not in seen:
-                    yield Violation(plan.placement[stage], None, action, f"missing: the offload share of chunk {c} is {share}")
-                elif share == 0 and action in seen:
-                    reason = f"the offload share of chunk {c} at stage {stage} is 0"
-                    yield Violation(*seen[action], action, reason, in_copies=True)
+    is_shared, both = np.array(plan.offload_share) > 0, (Op.O, Op.L)
+    tables = [found.table(op, plan.num_stages, len(plan.chunks)) for op in both]
+    wrong = np.stack([(table != NO_STEP) != is_shared for table in tables], axis=-1)
+    for stage, c, at in np.argwhere(wrong).tolist():
+        action = Action(both[at], stage, c)
+        if is_shared[stage, c]:
+            reason = f"missing: the offload share of chunk {c} is {plan.offload_share[stage][c]}"
+            yield Violation(plan.placement[stage], None, action, reason)
+        else:
+            reason = f"the offload share of chunk {c} at stage {stage} is 0"
+            yield Violation(*columns.where(int(tables[at][stage, c])), action, reason, in_copies=True)
 
 
-def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
+def check_order(graph: Graph, played: Playback) -> list[Violation]:
     """Find actions listed before one that they need, or on another rank than what they need that nothing carries, and cycles
     across the lists, which are deadlocks.
     """
-    faults = []
-    ranks = plan.num_ranks
-    for track, numbers in enumerate(graph.tracks):
-        for number in numbers:
-            for need, _ in graph.needs[number]:
-                if need > number and need in numbers:
-                    action, other = graph.steps[number].action, graph.steps[need].action
-                    reason = f"runs before {other} (position {need - numbers.start}), which it needs{_because(action, other)}"
-                    faults.append(Violation(track % ranks, number - numbers.start, action, reason, track >= ranks))
+    faults, columns = [], graph.columns
+    tracks = np.repeat(np.arange(len(graph.tracks)), list(map(len, graph.tracks)))
+    numbers = np.repeat(np.arange(len(graph.steps)), np.diff(graph.need_starts))
+    for at in np.flatnonzero((graph.needs > numbers) & (tracks[graph.needs] == tracks[numbers])).tolist():
+        number, need = int(numbers[at]), int(graph.needs[at])
+        action, other = graph.steps[number].action, graph.steps[need].action
+        rank, position = graph.where(number)
+        reason = f"runs before {other} (position {graph.where(need)[1]}), which it needs{_because(action, other)}"
+        faults.append(Violation(rank, position, action, reason, number >= columns.num_compute))
     return faults or list(_not_carried(graph)) or [_deadlock(graph, number, need) for number, need in played.blocked]
 
 
 def _not_carried(graph: Graph) -> Iterator[Violation]:
     """Yield a violation for each action that may run anywhere, and needs what another keeps on its own rank."""
     free = {kind.op for kind in operations(Track.COMPUTE) if ANYWHERE in kind.sites((0, 0))}
-    ranks = [graph.where(numbers.start)[0] if numbers else 0 for numbers in graph.tracks]
-    rank_of = [rank for rank, numbers in zip(ranks, graph.tracks, strict=True) for _ in numbers]
-    moved = {(transfer.producer, transfer.consumer) for transfer in graph.transfers}
+    if free.isdisjoint(graph.columns.ops):
+        return
+    rank_of = graph.columns.ranks().tolist()
+    moved = set(zip(graph.transfers.producer.tolist(), graph.transfers.consumer.tolist(), strict=True))
     for number, step in enumerate(graph.steps):
         if step.action.op not in free:
             continue
-        for need, _ in graph.needs[number]:
+        for need, _ in graph.needs_of(number):
             if rank_of[need] != rank_of[number] and (need, number) not in moved:
                 reason = f"needs what {graph.steps[need].action} keeps on rank {rank_of[need]}"
                 yield Violation(*graph.where(number), step.action, reason)
@@ -180,29 +211,41 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
         reason = "one action of its step needs the other, and all actions of a step begin together"
         return Violation(rank, position, graph.steps[number].action, reason)
     reason = f"deadlock: waits for {graph.steps[need].action} (rank {other_rank}, position {other}), which is never reached"
-    return Violation(rank, position, graph.steps[number].action, reason, number >= graph.tracks[graph.num_ranks].start)
+    return Violation(rank, position, graph.steps[number].action, reason, number >= graph.columns.num_compute)
 
 
-def check_links(plan: Plan) -> Iterator[Violation]:
+def check_links(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
     Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
     Boundaries that share a link (looped placements put several on one) may interleave differently on both sides; lowering
     then receives in the order of the sends.
+
+    Args:
+        plan: whose actions `check_presence` finds right.
+        columns: of the plan.
+        found: the step of every action.
     """
-    order: dict[tuple[Op, int], list[tuple[int, int, int]]] = {}
-    for rank, steps in enumerate(plan.ranks):
-        for position, step in enumerate(steps):
-            for op, stage, chunk in step.actions:
-                order.setdefault((op, stage), []).append((chunk, rank, position))
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
-            if not isinstance(need.carries, Message) or not isinstance(need.site, int):
+            sends, takes = found.numbers.get(need.op), found.numbers.get(kind.op)
+            if not isinstance(need.carries, Message) or not isinstance(need.site, int) or sends is None or takes is None:
                 continue
-            for dst in range(len(kind.sites(plan.placement))):
-                sent, taken = order.get((need.op, dst + need.site), []), order.get((kind.op, dst), [])
-                if sent and taken:
-                    yield from _crossed(sent, taken, Action(kind.op, dst, 0))
+            sites = [dst for dst in range(len(takes)) if 0 <= dst + need.site < len(sends)]
+            sent, taken = sends[[dst + need.site for dst in sites]], takes[sites]
+            in_order = np.take_along_axis(sent, np.argsort(taken, axis=1), axis=1)
+            is_equal = (in_order >= 0).all(axis=1) & (taken >= 0).all(axis=1) & (np.diff(in_order, axis=1) > 0).all(axis=1)
+            for dst, equal in zip(sites, is_equal.tolist(), strict=True):
+                if not equal:  # several boundaries of these sites, or of equal steps, may still have equal orders each
+                    sides = _chunks_of(columns, need.op, dst + need.site), _chunks_of(columns, kind.op, dst)
+                    yield from _crossed(*sides, Action(kind.op, dst, 0))
+
+
+def _chunks_of(columns: Columns, op: Op, site: int) -> list[tuple[int, int, int]]:
+    """Chunks of an operation's actions at a site in the order of the lists, each with its rank and position."""
+    actions = columns.of(op)
+    actions = actions[columns.site[actions] == site]
+    return [(int(columns.chunk[index]), *columns.where(int(columns.step[index]))) for index in actions.tolist()]
 
 
 def _crossed(

@@ -14,18 +14,19 @@ What passes here passes on every weaker machine, because each only waits for les
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_epp.plan.action import Action, Op
+import numpy as np
+
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.operations import Parties, operations
+from megatron_epp.plan.columns import Integers
+from megatron_epp.plan.launches import Launches, Rows
+from megatron_epp.plan.operations import Parties, operation
 
-Rows = Sequence[Sequence[Action]]
-
-_Event = tuple[Op, int, int, int]
-"""Key of an event shared by several rows: operation, site, chunk, and its replica, or -1 if all replicas take part."""
+_MOST_KEY = 1 << 62
 
 
 class BlockedAt(NamedTuple):
@@ -36,96 +37,161 @@ class BlockedAt(NamedTuple):
     position: int
 
 
-def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[BlockedAt]:
+def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list[BlockedAt]:
     """Find launches that wait for each other; an empty list if all rows run to their ends.
 
     Args:
-        replicas: the rows of `lower` of each data-parallel replica of one pipeline: reductions join them.
+        replicas: the lowered rows of each data-parallel replica of one pipeline: reductions join them.
         lockstep: the replicas share experts, so every forward, backward and recompute joins them too.
 
     Returns:
         the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner is
         in no row. Each is the first of its row that cannot end.
     """
-    ranks = [(replica, rank) for replica, rows in enumerate(replicas) for rank in range(len(rows))]
-    rows = [_events(row, replica, lockstep) for replica, one in enumerate(replicas) for row in one]
-    parties = _parties(rows, replicas)
-    heads = _merge(rows, parties)
+    joined = list(map(Launches.of, replicas))
+    ranks = [(replica, rank) for replica, one in enumerate(joined) for rank in range(one.num_ranks)]
+    events = _events(joined, lockstep)
+    rows = [events.event[part].tolist() for part in events.rows]
+    heads = _merge(rows, events.parties.tolist())
     stuck = {index: rows[index][at] for index, at in enumerate(heads) if at < len(rows[index])}
     if not stuck:
         return []
     index, seen = min(stuck), list[int]()
     while index not in seen:
         seen.append(index)
-        event, _ = stuck[index]
-        ahead = (other for other, (head, _) in stuck.items() if head != event)
-        following = next((other for other in ahead if any(event == later for later, _ in rows[other][heads[other] :])), None)
+        event = stuck[index]
+        ahead = (other for other, head in stuck.items() if head != event)
+        following = next((other for other in ahead if event in rows[other][heads[other] :]), None)
         if following is None:  # no row has the other side
             seen = [index]
             break
         index = following
-    return [BlockedAt(*ranks[at], stuck[at][1]) for at in seen[seen.index(index) :]]
+    positions = {at: int(events.position[events.rows[at]][heads[at]]) for at in stuck}
+    return [BlockedAt(*ranks[at], positions[at]) for at in seen[seen.index(index) :]]
 
 
-def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator[Violation]:
+def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> Iterator[Violation]:
     """Yield a violation that names the cycle if lowered rows can hang. Arguments as for `blocked`."""
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
+    rows = {at: one.rows() if isinstance(one := replicas[at], Launches) else one for at in {place.replica for place in cycle}}
     names = []
     for replica, rank, position in cycle:
         own = f"replica {replica} " if len(replicas) > 1 else ""
-        names.append(f"{own}rank {rank} {replicas[replica][rank][position]} (launch {position})")
+        names.append(f"{own}rank {rank} {rows[replica][rank][position]} (launch {position})")
     waits = " waits for ".join([*names, names[0]]) if len(names) > 1 else f"{names[0]} waits for a partner that is in no row"
     replica, rank, position = cycle[0]
-    yield Violation(rank, None, replicas[replica][rank][position], f"the launches of the lowered plan can hang: {waits}")
+    yield Violation(rank, None, rows[replica][rank][position], f"the launches of the lowered plan can hang: {waits}")
 
 
-def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_Event, int]]:
-    """Return the events that a row shares with other rows, each with its position. All sides of an event have the same key."""
-    found: list[tuple[_Event, int]] = []
-    kinds = {kind.op: kind for kind in operations() if kind.side is not None or (lockstep and kind.in_layers)}
-    for position, (op, site, chunk) in enumerate(row):
-        kind = kinds.get(op)
-        if kind is None:
-            continue
+class _Events(NamedTuple):
+    """Launches that are shared with other rows. All sides of an event have its number.
+
+    Attributes:
+        event: of each launch.
+        position: of each launch in its row.
+        rows: the part of these columns that is each row's.
+        parties: by event, the number of rows that it waits for, whether they have it or not.
+    """
+
+    event: Integers
+    position: Integers
+    rows: list[slice]
+    parties: Integers
+
+
+def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
+    """Find the events of the rows of all replicas, one after another. Arguments as for `blocked`."""
+    none = np.zeros(0, dtype=np.int64)
+    columns, rows, count = [(none,) * 6], list[slice](), 0
+    for replica, launches in enumerate(replicas):
+        sides = [_Shared.of(op, replica, launches.num_ranks, lockstep) for op in launches.ops]
+        shared = _Shared(*map(launches.by_op, zip(*sides, strict=True))) if sides else _Shared(*[launches.op] * 6)
+        (found,) = np.nonzero(shared.operation >= 0)
+        operation, offset, by_site, by_chunk, one, parties = (column[found] for column in shared)
+        site, chunk = by_site * launches.site[found] + offset, by_chunk * launches.chunk[found]
+        columns.append((operation, site, chunk, one, parties, found - launches.starts[launches.ranks()[found]]))
+        rows += [slice(*ends) for ends in pairwise((count + np.searchsorted(found, launches.starts)).tolist())]
+        count += len(found)
+    *keys, parties, position = (np.concatenate(column) for column in zip(*columns, strict=True))
+    event = _numbered(keys)
+    waits_for = np.zeros(event.max(initial=-1) + 1, dtype=np.int64)
+    waits_for[event] = parties
+    return _Events(event, position, rows, np.where(waits_for > 0, waits_for, np.bincount(event)))
+
+
+class _Shared[T](NamedTuple):
+    """Event of the launches of an operation, in numbers.
+
+    Attributes:
+        operation: number of the operation that names the event; -1 if the launches are in no event.
+        offset: from the launch's site to the one that names the event.
+        by_site, by_chunk: 1 if every site or chunk has its own event, else 0.
+        one: the replica whose event it is; -1 if all replicas take part.
+        parties: number of rows that take part; 0 for all that have it.
+    """
+
+    operation: T
+    offset: T
+    by_site: T
+    by_chunk: T
+    one: T
+    parties: T
+
+    @staticmethod
+    def of(op: Op, replica: int, num_ranks: int, lockstep: bool) -> _Shared[int]:
+        """Look up an operation.
+
+        Args:
+            op: the operation.
+            replica: whose row it is in.
+            num_ranks: number of its rows.
+            lockstep: as for `blocked`.
+        """
+        known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
-            found.append(((op, site, chunk, -1), position))
-        else:
-            at = 0 if side.site is None else site + side.site
-            one = -1 if side.parties is Parties.REPLICAS else replica
-            found.append(((side.event, at, chunk if side.by_chunk else 0, one), position))
-    return found
+            return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)
+        one = -1 if side.parties is Parties.REPLICAS else replica
+        parties = {Parties.PAIR: 2, Parties.RANKS: num_ranks, Parties.REPLICAS: 0}[side.parties]
+        return _Shared(known.index(side.event), side.site or 0, int(side.site is not None), int(side.by_chunk), one, parties)
 
 
-def _parties(rows: Sequence[Sequence[tuple[_Event, int]]], replicas: Sequence[Rows]) -> dict[_Event, int]:
-    """Number of rows that each event waits for, whether they have it or not."""
-    found = Counter(event for row in rows for event, _ in row)
-    sides = {kind.op: kind.side.parties for kind in operations() if kind.side is not None}
-    for event in found:
-        match sides.get(event[0]):
-            case Parties.PAIR:
-                found[event] = 2
-            case Parties.RANKS:
-                found[event] = len(replicas[event[3]])
-    return found
+def _numbered(columns: Sequence[Integers]) -> Integers:
+    """Number rows of columns, equal rows alike."""
+    key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        span = int(np.ptp(column)) + 1 if len(column) else 1
+        if most * span >= _MOST_KEY:
+            key = np.unique(key, return_inverse=True)[1]
+            most = len(key)
+        key, most = key * span + (column - column.min(initial=0)), most * span
+    return np.unique(key, return_inverse=True)[1]
 
 
-def _merge(rows: Sequence[Sequence[tuple[_Event, int]]], parties: Mapping[_Event, int]) -> list[int]:
-    """Run all rows as far as possible and return the number of events that each has passed."""
-    at, waiting = [0] * len(rows), dict[_Event, list[int]]()
-    ready = list(range(len(rows)))
+def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
+    """Run all rows as far as possible and return the number of events that each has passed.
+
+    Args:
+        rows: events of each row, in order.
+        parties: by event, the number of rows that it waits for.
+    """
+    at, waiting = [0] * len(rows), dict[int, list[int]]()
+    missing, ready = list(parties), list(range(len(rows)))
     while ready:
         index = ready.pop()
         row = rows[index]
-        while at[index] < len(row):
-            event = row[at[index]][0]
-            there = waiting.pop(event, [])
-            there.append(index)
-            if len(there) < parties[event]:
-                waiting[event] = there
+        for position in range(at[index], len(row)):
+            event = row[position]
+            missing[event] -= 1
+            if missing[event] > 0:
+                waiting.setdefault(event, []).append(index)
+                at[index] = position
                 break
-            for other in there:
+            missing[event] = parties[event]
+            for other in waiting.pop(event, ()):
                 at[other] += 1
-            ready += there[:-1]
+                ready.append(other)
+        else:
+            at[index] = len(row)
     return at

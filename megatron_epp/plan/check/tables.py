@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.plan.action import Action, Op
+import numpy as np
+
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import Booleans, Columns, Floats, entries, places
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan
 
@@ -14,8 +17,13 @@ NOISE = 1e-9
 """Largest relative difference between equal sums of times that are added in another order."""
 
 
-def check_tables(plan: Plan) -> Iterator[Violation]:
-    """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again."""
+def check_tables(plan: Plan, columns: Columns) -> Iterator[Violation]:
+    """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again.
+
+    Args:
+        plan: any plan.
+        columns: of the plan.
+    """
     for reason in (
         *_shapes(plan),
         *_sizes(plan),
@@ -23,14 +31,18 @@ def check_tables(plan: Plan) -> Iterator[Violation]:
         *_message_times(plan),
         *_message_sizes(plan),
         *_choices(plan),
-        *_recompute_times(plan),
+        *_recompute_times(plan, columns),
     ):
         yield Violation(None, None, None, reason)
-    for in_copies, table in plan.tables:
-        for rank, steps in enumerate(table):
-            for position, step in enumerate(steps):
-                if reason := _step_fault(step):
-                    yield Violation(rank, position, step.action, reason, in_copies)
+    is_right = _is_time(columns.time_us) & (columns.alloc_bytes >= 0) & (columns.free_bytes >= 0)
+    for number in np.flatnonzero(~is_right).tolist():
+        rank, position = columns.where(number)
+        step, in_copies = columns.steps[number], number >= columns.num_compute
+        yield Violation(rank, position, step.action, _step_fault(step), in_copies)
+
+
+def _is_time(time_us: Floats) -> Booleans:
+    return (time_us >= 0.0) & (time_us < math.inf)
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
@@ -168,17 +180,14 @@ def _ranges(plan: Plan) -> Iterator[str]:
 
 def _message_times(plan: Plan) -> Iterator[str]:
     for name, table in (("activation_us", plan.messages.activation_us), ("gradient_us", plan.messages.gradient_us)):
-        for stage, times in enumerate(table):
-            for c, time_us in enumerate(times):
-                if not 0.0 <= time_us < math.inf:
-                    yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
+        for stage, c in places(table, ~_is_time(entries(table))):
+            yield f"messages.{name} of stage {stage}, chunk {c} is {table[stage][c]} us"
     for name in ("collective_us", "message_us"):
         for op, times in getattr(plan.messages, name):
             if len(times) != len(plan.chunks):
                 yield f"messages.{name} of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
-            for c, time_us in enumerate(times):
-                if not 0.0 <= time_us < math.inf:
-                    yield f"messages.{name} of {op}, chunk {c} is {time_us} us"
+            for _, c in places([times], ~_is_time(entries([times]))):
+                yield f"messages.{name} of {op}, chunk {c} is {times[c]} us"
     grouped = [chunk for group in plan.loss_groups for chunk in group]
     if len(set(grouped)) < len(grouped) or not set(grouped) <= set(range(len(plan.chunks))):
         yield f"loss_groups {plan.loss_groups} name a chunk twice, or one that is not there"
@@ -197,32 +206,34 @@ def _message_sizes(plan: Plan) -> Iterator[str]:
 
 def _choices(plan: Plan) -> Iterator[str]:
     for stage, (layers, row) in enumerate(zip(plan.num_layers, plan.recompute, strict=False)):
-        for c, recompute in enumerate(row):
-            if min(recompute) < 0 or recompute.num_layers > layers:
+        wrong = {recompute for recompute in set(row) if min(recompute) < 0 or recompute.num_layers > layers}
+        for c, recompute in enumerate(row) if wrong else ():
+            if recompute in wrong:
                 yield f"stage {stage} recomputes {recompute} layers of chunk {c}; it has {layers}"
-    for stage, times in enumerate(plan.recompute_us):
-        for c, time_us in enumerate(times):
-            if not 0.0 <= time_us < math.inf:
-                yield f"stage {stage} recomputes chunk {c} in {time_us} us"
-    for stage, shares in enumerate(plan.offload_share):
-        for c, share in enumerate(shares):
-            if not 0.0 <= share <= 1.0:
-                yield f"stage {stage} offloads a share of {share} of chunk {c}; a share is within 0 and 1"
+    for stage, c in places(plan.recompute_us, ~_is_time(entries(plan.recompute_us))):
+        yield f"stage {stage} recomputes chunk {c} in {plan.recompute_us[stage][c]} us"
+    shares = entries(plan.offload_share)
+    for stage, c in places(plan.offload_share, ~((shares >= 0.0) & (shares <= 1.0))):
+        yield f"stage {stage} offloads a share of {plan.offload_share[stage][c]} of chunk {c}; a share is within 0 and 1"
 
 
-def _recompute_times(plan: Plan) -> Iterator[str]:
+def _recompute_times(plan: Plan, columns: Columns) -> Iterator[str]:
     """Yield faults unless recompute time is within the time of the backward, or of the action that recomputes before it.
 
     Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.
     """
-    took_us = {action: step.time_us for steps in plan.ranks for step in steps for action in step.actions}
-    for stage, times in enumerate(plan.recompute_us):
-        for c, time_us in enumerate(times):
-            if time_us > 0:
-                action = Action(Op.R, stage, c)
-                most_us = took_us.get(action, took_us.get(action._replace(op=Op.B), math.inf))
-                if time_us > most_us * (1 + NOISE):
-                    yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most_us} us"
+    again_us, sizes = entries(plan.recompute_us), np.array([*map(len, plan.recompute_us), 0])
+    most_us, starts = np.full(len(again_us), math.inf), np.cumsum(sizes) - sizes
+    for op in (Op.B, Op.R):
+        actions = columns.of(op)
+        site, chunk = columns.site[actions], columns.chunk[actions]
+        known = (columns.step[actions] < columns.num_compute) & (site >= 0) & (site < len(sizes) - 1)
+        known &= (chunk >= 0) & (chunk < sizes[np.where(known, site, -1)])
+        most_us[starts[site[known]] + chunk[known]] = columns.time_us[columns.step[actions[known]]]
+    wrong = (again_us > 0) & (again_us > most_us * (1 + NOISE))
+    for (stage, c), most in zip(places(plan.recompute_us, wrong), most_us[wrong].tolist(), strict=True):
+        time_us = plan.recompute_us[stage][c]
+        yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most} us"
 
 
 def _step_fault(step: AnyStep) -> str:

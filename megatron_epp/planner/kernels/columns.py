@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan import Action, Op, PlanError
-from megatron_epp.plan.graph import resolve
 from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
+from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.kernels.compiled import Floats, Integers, Numbers, compiled, floats, integers
 
 KIND_BITS = 3

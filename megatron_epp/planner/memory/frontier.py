@@ -6,6 +6,7 @@ second, so a single number says what all of them do: the steps taken, of which e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ def recompute_frontier(
     return frontier or [FrontierStep(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
 
 
-def recompute_of(modes: Sequence[int], num_layers: int, num_steps: int) -> Recompute:
+@functools.lru_cache(1 << 14)  # plans have few different ones
+def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Recompute:
     """Return the layers per mode after a number of recompute steps.
 
     Args:

@@ -207,9 +207,10 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> Columns:
     """
     plan = timeline.plan
     events: dict[int, Columns] = {}
-    for rank, issued in enumerate(timeline.memory_events):
-        if not (plan.copies and plan.copies[rank]):
+    for rank, copies in enumerate(plan.copies):
+        if not copies:
             continue
+        issued = timeline.memory_events(rank)
         first = {False: graph.tracks[rank].start, True: graph.tracks[plan.num_ranks + rank].start}
         codes = [2 * (first[isinstance(event.step, Copy)] + event.position) + event.at_end for event in issued]
         events[rank] = {"code": codes, "time_us": _times(event.time_us for event in issued)}
