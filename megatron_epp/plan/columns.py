@@ -128,8 +128,8 @@ class Listed:
 
     Attributes:
         numbers: by operation, the number of the step, ``[site][chunk]``; `NO_STEP` if the plan does not have the action.
-        ops: operations with an action in a list in which they have a place.
-        unknown: indices of actions that have no place in their list, or are of a site or chunk that does not exist.
+        ops: operations with an action in a list into which they belong.
+        unknown: indices of actions that do not belong into their list, or are of a site or chunk that does not exist.
         repeated: indices of other actions that occur before.
     """
 
@@ -189,7 +189,7 @@ def entries(rows: Sequence[Sequence[float]]) -> Floats:
     return np.array(list(chain.from_iterable(rows)), dtype=np.float64)
 
 
-def places(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tuple[int, int]]:
+def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tuple[int, int]]:
     """Yield row and position of those of their numbers that are chosen.
 
     Args:

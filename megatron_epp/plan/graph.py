@@ -150,7 +150,7 @@ def build_graph(plan: Plan) -> Graph:
             raise PlanError(f"{action} is of a chunk that the plan does not have; it has {len(plan.chunks)}")
         if not 0 <= action.stage < len(operation(action.op).sites(plan.placement)):
             raise PlanError(f"{action} is of a stage that the plan does not have; it has {plan.num_stages}")
-        raise PlanError(f"{action} is in a list of the plan in which it has no place")
+        raise PlanError(f"{action} is in a list of the plan in which it does not belong")
     for index in found.repeated[:1]:
         raise PlanError(f"{columns.action(index)} occurs more than once in the plan")
     return linked(plan, columns, found)

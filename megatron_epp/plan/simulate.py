@@ -285,8 +285,8 @@ def memory_changes(graph: Graph, played: Playback, rank: int) -> MemoryChanges:
     issued = place_copies(graph, played.start_us, played.end_us, rank)
     copies = [(2 * index, action) for index in sorted(issued) for action in issued[index]]
     if copies:
-        places = [place for place, _ in copies]
+        positions = [position for position, _ in copies]
         moved = [graph.number(action._replace(op=Op.O) if action.op is Op.FREE else action) for _, action in copies]
-        number = np.insert(number, places, np.array(moved, dtype=np.int64))
-        at_end = np.insert(at_end, places, [action.op is Op.FREE for _, action in copies])
+        number = np.insert(number, positions, np.array(moved, dtype=np.int64))
+        at_end = np.insert(at_end, positions, [action.op is Op.FREE for _, action in copies])
     return MemoryChanges(number, at_end, np.where(at_end, -columns.free_bytes[number], columns.alloc_bytes[number]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.plan import Op, PlanError, deps, lower, simulate
 from megatron_epp.plan.check.memory import _balance, _chains, _is_balanced
-from megatron_epp.plan.columns import byte_column, columns_of, entries, places
+from megatron_epp.plan.columns import byte_column, columns_of, entries, positions
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.launches import Launches
 from tests.support.plan.random_plans import sound_plans
@@ -57,14 +57,14 @@ def test_a_step_with_more_bytes_than_64_bits_hold_is_above_its_cap():
 
 def test_numbers_of_uneven_rows_are_found_by_row_and_position():
     rows = [[1.0], [], [2.0, float("nan"), 3.0]]
-    assert list(places(rows, ~(entries(rows) < 3.0))) == [(2, 1), (2, 2)]
+    assert list(positions(rows, ~(entries(rows) < 3.0))) == [(2, 1), (2, 2)]
 
 
 @settings(max_examples=25)
 @given(sound_plans(), st.data())
 def test_bytes_that_pass_the_test_of_all_steps_at_once_pass_that_step_by_step(plan, data):
-    places_of = [(rank, position) for rank, row in enumerate(plan.ranks) for position in range(len(row))]
-    rank, position = data.draw(st.sampled_from(places_of))
+    positions_of = [(rank, position) for rank, row in enumerate(plan.ranks) for position in range(len(row))]
+    rank, position = data.draw(st.sampled_from(positions_of))
     change = data.draw(st.sampled_from(["alloc_bytes", "free_bytes"]))
     step = plan.ranks[rank][position]._replace(**{change: data.draw(st.integers(0, 3))})
     ranks = [list(row) for row in plan.ranks]

@@ -52,9 +52,9 @@ def test_the_proof_agrees_with_a_machine_that_waits_before_each_launch_and_cover
     rows = [list(row) for row in lower(plan)]
     for _ in range(rng.randint(1, 4)):
         row = rows[rng.randrange(len(rows))]
-        places = [i for i, a in enumerate(row) if a.op in COMMUNICATION]
-        if places:
-            action = row.pop(rng.choice(places))
+        positions = [i for i, a in enumerate(row) if a.op in COMMUNICATION]
+        if positions:
+            action = row.pop(rng.choice(positions))
             low, high = reach(row, action)
             row.insert(rng.randint(low, high), action)
     found = blocked([rows])
@@ -65,7 +65,7 @@ def test_the_proof_agrees_with_a_machine_that_waits_before_each_launch_and_cover
 
 
 def reach(row, action):
-    """Between which places a send or receive may stand: behind its producer, ahead of its consumer."""
+    """Between which positions a send or receive may stand: behind its producer, ahead of its consumer."""
     op, stage, chunk = action
     if op is Op.REDUCE:
         return max(i for i, a in enumerate(row) if a.stage == stage) + 1, len(row)
@@ -77,9 +77,9 @@ def reach(row, action):
 def test_what_ends_with_one_queue_ends_with_more(plan, rng, seed):
     rows = [list(row) for row in lower(plan)]
     row = rows[rng.randrange(len(rows))]
-    places = [i for i, a in enumerate(row) if a.op in COMMUNICATION and a.op is not Op.REDUCE]
-    if places:
-        action = row.pop(rng.choice(places))
+    positions = [i for i, a in enumerate(row) if a.op in COMMUNICATION and a.op is not Op.REDUCE]
+    if positions:
+        action = row.pop(rng.choice(positions))
         row.insert(rng.randint(*reach(row, action)), action)
     if not run(plan, rows, 1):
         assert run(plan, rows, 4, seed=seed) == []

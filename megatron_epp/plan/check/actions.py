@@ -38,7 +38,7 @@ def check_presence(plan: Plan, columns: Columns, found: Listed) -> Iterator[Viol
         found: the step of every action.
     """
     wrong = np.union1d(_misplaced(plan, columns, found), np.append(found.unknown, found.repeated))
-    first = _first_places(columns, found) if len(found.repeated) else {}
+    first = _first_positions(columns, found) if len(found.repeated) else {}
     for index in wrong.tolist():
         number, action = int(columns.step[index]), columns.action(index)
         rank, position = columns.where(number)
@@ -80,14 +80,14 @@ def _misplaced(plan: Plan, columns: Columns, found: Listed) -> Integers:
     return known[np.isin(keys, wrong)] if wrong else known[:0]
 
 
-def _first_places(columns: Columns, found: Listed) -> dict[Action, tuple[int, int]]:
+def _first_positions(columns: Columns, found: Listed) -> dict[Action, tuple[int, int]]:
     """Rank and position of the first occurrence of every known action."""
-    places: dict[Action, tuple[int, int]] = {}
+    positions: dict[Action, tuple[int, int]] = {}
     unknown = set(found.unknown.tolist())
     for index in range(len(columns.op)):
         if index not in unknown:
-            places.setdefault(columns.action(index), columns.where(int(columns.step[index])))
-    return places
+            positions.setdefault(columns.action(index), columns.where(int(columns.step[index])))
+    return positions
 
 
 def _missing(plan: Plan, found: Listed) -> Iterator[Violation]:

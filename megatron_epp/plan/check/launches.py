@@ -75,7 +75,7 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
-    rows = {at: one.rows() if isinstance(one := replicas[at], Launches) else one for at in {place.replica for place in cycle}}
+    rows = {at: one.rows() if isinstance(one := replicas[at], Launches) else one for at in {launch.replica for launch in cycle}}
     names = []
     for replica, rank, position in cycle:
         own = f"replica {replica} " if len(replicas) > 1 else ""

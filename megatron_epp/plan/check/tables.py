@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.columns import Booleans, Columns, Floats, entries, places
+from megatron_epp.plan.columns import Booleans, Columns, Floats, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan
 
@@ -180,13 +180,13 @@ def _ranges(plan: Plan) -> Iterator[str]:
 
 def _message_times(plan: Plan) -> Iterator[str]:
     for name, table in (("activation_us", plan.messages.activation_us), ("gradient_us", plan.messages.gradient_us)):
-        for stage, c in places(table, ~_is_time(entries(table))):
+        for stage, c in positions(table, ~_is_time(entries(table))):
             yield f"messages.{name} of stage {stage}, chunk {c} is {table[stage][c]} us"
     for name in ("collective_us", "message_us"):
         for op, times in getattr(plan.messages, name):
             if len(times) != len(plan.chunks):
                 yield f"messages.{name} of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
-            for _, c in places([times], ~_is_time(entries([times]))):
+            for _, c in positions([times], ~_is_time(entries([times]))):
                 yield f"messages.{name} of {op}, chunk {c} is {times[c]} us"
     grouped = [chunk for group in plan.loss_groups for chunk in group]
     if len(set(grouped)) < len(grouped) or not set(grouped) <= set(range(len(plan.chunks))):
@@ -210,10 +210,10 @@ def _choices(plan: Plan) -> Iterator[str]:
         for c, recompute in enumerate(row) if wrong else ():
             if recompute in wrong:
                 yield f"stage {stage} recomputes {recompute} layers of chunk {c}; it has {layers}"
-    for stage, c in places(plan.recompute_us, ~_is_time(entries(plan.recompute_us))):
+    for stage, c in positions(plan.recompute_us, ~_is_time(entries(plan.recompute_us))):
         yield f"stage {stage} recomputes chunk {c} in {plan.recompute_us[stage][c]} us"
     shares = entries(plan.offload_share)
-    for stage, c in places(plan.offload_share, ~((shares >= 0.0) & (shares <= 1.0))):
+    for stage, c in positions(plan.offload_share, ~((shares >= 0.0) & (shares <= 1.0))):
         yield f"stage {stage} offloads a share of {plan.offload_share[stage][c]} of chunk {c}; a share is within 0 and 1"
 
 
@@ -231,7 +231,7 @@ def _recompute_times(plan: Plan, columns: Columns) -> Iterator[str]:
         known &= (chunk >= 0) & (chunk < sizes[np.where(known, site, -1)])
         most_us[starts[site[known]] + chunk[known]] = columns.time_us[columns.step[actions[known]]]
     wrong = (again_us > 0) & (again_us > most_us * (1 + NOISE))
-    for (stage, c), most in zip(places(plan.recompute_us, wrong), most_us[wrong].tolist(), strict=True):
+    for (stage, c), most in zip(positions(plan.recompute_us, wrong), most_us[wrong].tolist(), strict=True):
         time_us = plan.recompute_us[stage][c]
         yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most} us"
 
