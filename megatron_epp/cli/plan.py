@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
@@ -18,6 +19,8 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import InfeasibleError, PlanError
 from megatron_epp.plan.pipelining import PIPELINING, from_pipelining
 from megatron_epp.plan.plan import Plan
@@ -142,14 +145,21 @@ def _simulate(args: argparse.Namespace) -> int:
 def load_sound(path: str) -> Plan:
     """Load a plan. Refuse one that deadlocks or contradicts itself in tables, chunks and actions; warn of other violations."""
     made = load(path)
-    for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
-        if fault := next(check_part(made), None):
-            raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
+    if fault := next(_contradictions(made), None):
+        raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
     if violations := check(made):
         with naming(path, PlanError):
             simulate(made)
         tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
     return made
+
+
+def _contradictions(made: Plan) -> Iterator[Violation]:
+    columns = columns_of(made)
+    yield from check_tables(made, columns)
+    yield from check_tokens(made)
+    yield from check_presence(made, columns, listed(made, columns))
+    yield from check_kv_offload(made)
 
 
 COMMANDS = (

@@ -19,6 +19,7 @@ from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.model.adopt import relayed
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install
+from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 from megatron_epp.plan import EppError
 
@@ -46,10 +47,12 @@ def test_every_flag_is_added_once_and_has_help():
 @pytest.mark.parametrize(("epp", "expected"), [(True, 4096), (False, 1 << 20)])
 def test_compiled_functions_are_warmed_up_on_a_chunk_and_not_on_the_context(monkeypatch, epp, expected):
     sizes = {"seq_length": 1 << 20, "context_parallel_size": 2, "tensor_model_parallel_size": 1}
-    args, seen = argparse.Namespace(epp=epp, **sizes), []
+    args, seen, prepared = argparse.Namespace(epp=epp, **sizes), [], []
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    monkeypatch.setattr(session, "prepare", prepared.append)
     install._warm_up_on_a_chunk(lambda tp_size=None: seen.append(args.seq_length), tp_size=1)
     assert seen == [expected]
+    assert prepared == ([args] if epp else [])
     assert args.seq_length == 1 << 20
 
 
