@@ -91,7 +91,7 @@ def test_the_node_that_is_missing_is_named_on_all_others(port):
 
 
 def test_of_many_that_are_missing_the_first_are_named(port):
-    found = together(3000, [0, 1], port, 0.5)
+    found = together(3000, [0, 1], port, 1.0)
     assert all("node 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17 and 2982 more of 3000" in text for text in found)
 
 

@@ -83,6 +83,9 @@ class Session:
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""
 
+    _process: Worker | None = None
+    """Planning process that is started, for the first planner; None if there is none, or it has it."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.iteration = args.iteration

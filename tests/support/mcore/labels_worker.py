@@ -1,34 +1,27 @@
 """A training script that writes what every rank's chunks had: tokens, labels, which of these counted, and positions."""
 
-import functools
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 from megatron_epp.mcore import entry
 
 
-def recording(chunk_of, rows):
-    @functools.wraps(chunk_of)
-    def recorded(*args, **kwargs):
-        arrays = chunk_of(*args, **kwargs)
-        columns = (arrays.tokens, arrays.labels, arrays.loss_mask, arrays.position_ids)
-        rows.extend(zip(*(column.tolist() for column in columns), strict=True))
-        return arrays
-
-    return recorded
+def rows_of(arrays):
+    columns = (arrays.tokens, arrays.labels, arrays.loss_mask, arrays.position_ids)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def main():
     with entry.errors_in_one_line():
         entry.prepare()
-        from megatron_epp.data.batch import GlobalBatch
         from megatron_epp.mcore.model import gpt
+        from tests.support.mcore.consumed_batches import record_consumed
 
-        rows = []
-        GlobalBatch.chunk_of = recording(GlobalBatch.chunk_of, rows)
+        rows = record_consumed(rows_of)
         gpt.pretrain()
-        Path(os.environ["RECORD_TO"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(rows))
+        Path(os.environ["RECORD_TO"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(list(chain(*rows()))))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ def main():
         entry.prepare()
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-        from megatron_epp.data.batch import GlobalBatch
         from megatron_epp.mcore.model import gpt
         from megatron_epp.runtime.loss import blocks
+        from tests.support.mcore.consumed_batches import record_consumed
 
-        trained, all_tokens, multiplied = [], [], []
+        counts = record_consumed(lambda arrays: (int(arrays.loss_mask.sum()), len(arrays.tokens)))
+        multiplied = []
 
         def recording(function, note):
             @functools.wraps(function)
@@ -28,23 +29,19 @@ def main():
 
             return recorded
 
-        def note_chunk(arrays, *rest, **named):
-            trained.append(int(arrays.loss_mask.sum()))
-            all_tokens.append(len(arrays.tokens))
-
         def note_output(found, layer, input_, *rest, **named):
             if "runtime_gather_output" in named:  # which only the output layer is given
                 note_rows(found, input_)
 
         def note_rows(found, x, *rest):
-            if trained:  # not when costs are measured at start-up
+            if counts():  # not when costs are measured at start-up
                 multiplied.append(len(x))
 
-        GlobalBatch.chunk_of = recording(GlobalBatch.chunk_of, note_chunk)
         ColumnParallelLinear.forward = recording(ColumnParallelLinear.forward, note_output)
         blocks._summary = recording(blocks._summary, note_rows)
         gpt.pretrain()
-        figures = {"trained": trained, "tokens": all_tokens, "multiplied": multiplied}
+        trained, tokens = zip(*counts(), strict=True)
+        figures = {"trained": trained, "tokens": tokens, "multiplied": multiplied}
         Path(os.environ["RECORD_TO"], "rows.json").write_text(json.dumps(figures))
 
 
