@@ -64,7 +64,7 @@ print(compiled(doubled)(21), compiled(halved)(42))
 @NEEDS_NUMBA
 def test_where_no_folder_can_keep_compiled_loops_they_are_compiled_again_and_a_line_says_so():
     without_cache = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}  # which keeps only what is written in IPython
-    environment = {**os.environ, **without_cache, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **without_cache, COMPILED_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", UNKEPT], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "42 21\n"
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
