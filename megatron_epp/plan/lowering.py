@@ -211,7 +211,7 @@ def _sorted(*posted: _Posted) -> _Posted:
 def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots:
     """Slots of sends, receives, collectives and reductions.
 
-    What is due while an action runs is launched before it up to the second of a stream, and the rest after it.
+    Launches due while an action runs are before it, up to the second of a stream, and the rest after it.
     """
     rank = graph.columns.ranks()[: graph.columns.num_compute]
     starts, ends = rank * moments.most + moments.start, rank * moments.most + moments.end  # both ascend

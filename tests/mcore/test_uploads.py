@@ -1,4 +1,4 @@
-"""What a training's iterations read comes to the device by one copy: of documents, and of Megatron's own samples."""
+"""An iteration's inputs come to the device by one copy: those of documents, and of Megatron's own samples."""
 
 from __future__ import annotations
 

@@ -46,12 +46,17 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
 
 
-@pytest.mark.parametrize("options", [Options(), Options(planner="zb-v")], ids=("default", "refused in loading"))
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(recompute=0), Options(planner=f"{__name__}:ending")],
+    ids=("default", "nothing fits in loading", "a planner of the user's"),
+)
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
-    options: Options, planner: BackgroundPlanner
+    options: Options, planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
 ):
     early = BackgroundPlanner(pipeline(2), Options(), process=start_early(options))
     assert plans(early) == plans(planner)
+    assert "it is started again" not in caplog.text
     early.close()
 
 

@@ -20,8 +20,10 @@ def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
     The compiled loops are read from disk, which takes longer than most plans. Those that are not there are compiled, which
     takes 10 to 25 s of a core.
 
+    Planners of other schedules and of users run as they are only where a batch is planned: they use some of these loops.
+
     Args:
-        options: to plan with; of their local search one step is taken.
+        options: to plan with, by the default planner; of their local search one step is taken.
     """
     shape = ModelShape(
         num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4, vocab_size=128
@@ -29,7 +31,8 @@ def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
     costs = analytic_costs(shape, H100, [2, 2], state_bytes_per_parameter=8.0)
     problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
     for asked in options:
-        one = replace(asked, steps=min(asked.steps, 1), budget_ms=None, chunk_tokens=None, slices=None, context=None)
+        steps = int(asked.steps > 0 or asked.budget_ms is not None)
+        one = replace(asked, planner="greedy", steps=steps, budget_ms=None, chunk_tokens=None, slices=None, context=None)
         free = planner.plan(problem, costs, one)
         cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
         planner.plan(replace(problem, cap_bytes=cap_bytes), costs, one)
