@@ -3,11 +3,9 @@
 Checkpoint writers start helper processes that import this module again, so it imports nothing slow by itself.
 """
 
-import contextlib
 import functools
 import gc
 import importlib
-import io
 import sys
 from typing import Any
 
@@ -42,7 +40,6 @@ def preload() -> None:
         importlib.import_module(module)
     _read_settings_once()
     _parse_flags_once()
-    _print_flags_at_once()
     patching.unknown(fingerprints.RELIED_ON)  # reads their sources, whose fingerprints are then known
     _fork_managers()
     forks.fork_workers()
@@ -75,20 +72,6 @@ def _parse_flags_once() -> None:
             setup(*given)
 
     ft_integration.setup = setup_if_asked
-
-
-def _print_flags_at_once() -> None:
-    """Let Megatron print its flags, of which there are hundreds, in one write: wandb, where installed, inspects every write."""
-    from megatron.training import arguments
-
-    show = arguments._print_args
-
-    def show_at_once(*given: Any) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            show(*given)
-        sys.stdout.write(text.getvalue())
-
-    arguments._print_args = show_at_once
 
 
 def _fork_managers() -> None:
