@@ -78,20 +78,7 @@ class Executor:
         self.offload = offload
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
-        self._handlers: dict[Op, Callable[[Action], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.W: self._weight,
-            Op.O: self._offload,
-            Op.FREE: lambda action: self._mover.free((action.stage, action.chunk)),
-            Op.L: lambda action: self._mover.back((action.stage, action.chunk), self.recorder.action(action)),
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
-            Op.RECV_F: self._post,
-            Op.RECV_B: self._post,
-            Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
-            **{op: partial(handler, self) for op, handler in (handlers or {}).items()},
-        }
+        self._handlers = {**_HANDLERS, **(handlers or {})}
         program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
@@ -171,7 +158,7 @@ class Executor:
 
     def _perform(self, action: Action) -> None:
         try:
-            self._handlers[action.op](action)
+            self._handlers[action.op](self, action)
         except OUT_OF_MEMORY as error:
             text = self.out_of_memory.text(self.plan, self.rank, action, error)
             raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
@@ -320,3 +307,20 @@ class Executor:
         position = len(self._actions) if point is None else point.position
         step = f"action {self._actions[position]}" if position < len(self._actions) else "the end of the plan"
         return f"pipeline rank {self.rank}, step {position}, {step}"
+
+
+_HANDLERS: Mapping[Op, Handler] = {
+    Op.F: Executor._forward,
+    Op.B: Executor._backward,
+    Op.W: Executor._weight,
+    Op.O: Executor._offload,
+    Op.FREE: lambda run, action: run._mover.free((action.stage, action.chunk)),
+    Op.L: lambda run, action: run._mover.back((action.stage, action.chunk), run.recorder.action(action)),
+    Op.SEND_F: Executor._send,
+    Op.SEND_B: Executor._send,
+    Op.RECV_F: Executor._post,
+    Op.RECV_B: Executor._post,
+    Op.REDUCE: lambda run, action: run.stages[action.stage].reduce_gradients(),
+}
+"""Handlers of the operations of this package. They hold no executor, which with its tensors ends as soon as it has run: in a
+cycle of references it would wait for the garbage collector, some of them for all of the training."""

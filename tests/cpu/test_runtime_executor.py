@@ -1,5 +1,6 @@
 """One rank's executor: what it refuses, how it fails, what it drops and when."""
 
+import gc
 import threading
 import weakref
 from dataclasses import replace
@@ -163,6 +164,22 @@ def test_inputs_and_outputs_live_from_forward_to_backward_and_no_longer():
     assert stages[1].alive == expected
     assert stages[0].alive == {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B0": {0, 2}, "B2": {2}}
     assert not any(tensor() is not None for stage in stages.values() for _, tensor in stage._tensors)
+
+
+def test_an_executor_that_has_run_is_gone_without_the_garbage_collector():
+    plan = one_rank()
+    stage = PlainStage(build_part((1,), 0), batch_of(plan))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        executor = Executor(plan, 0, {0: stage})
+        executor.run()
+        ended = weakref.ref(executor)
+        del executor
+        assert ended() is None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_evaluation_drops_everything_at_once_and_builds_no_graph():

@@ -1,4 +1,4 @@
-"""Many iterations of Megatron's loop leave no tensor behind, and no other object of Python's."""
+"""Many iterations of Megatron's loop leave no tensor behind, and no other object of Python's, without the garbage collector."""
 
 import json
 from pathlib import Path
