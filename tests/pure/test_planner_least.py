@@ -8,9 +8,12 @@ import pytest
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, Problem
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.memory.messages import MessageRoomError, with_room
 from megatron_epp.planner.search import least
-from megatron_epp.planner.search.least import least_cap_bytes, least_plan
+from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.least import has_plan, least_cap_bytes, least_plan
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
@@ -50,3 +53,26 @@ def test_the_first_plan_found_is_sound_and_within_the_cap():
     with pytest.raises(InfeasibleError) as refused:
         least_plan(problem(LENGTHS, 8, cap // 2), costs, Options())
     assert refused.value.least_cap_bytes > cap // 2
+
+
+@pytest.mark.parametrize("budget_ms", [None, 20])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_where_the_messages_of_every_fast_plan_are_too_many_the_plan_is_that_of_the_least_memory(
+    stages: int, budget_ms: int | None
+):
+    costs = replace(pipeline(stages, 2), message_bytes_per_token=200_000.0)
+    options, asked = Options(budget_ms=budget_ms), problem(web_lengths(30, seed=1, longest=20_000), stages)
+    with pytest.raises(InfeasibleError) as refused:
+        least_plan(replace(asked, cap_bytes=(1,) * stages), costs, options)
+    tight = replace(asked, cap_bytes=(refused.value.least_cap_bytes,) * stages)
+    with pytest.raises((InfeasibleError, MessageRoomError)):
+        with_room(tight, lambda one: build_plan(one, costs, options, greedy(one, costs, options)))
+    made = plan(tight, costs, options)
+    assert made == least_plan(tight, costs, options)
+    assert check(made) == []
+    assert has_plan(tight, costs, options)
+    lower = replace(tight, cap_bytes=tuple(cap // 2 for cap in tight.cap_bytes))
+    assert not has_plan(lower, costs, options)
+    with pytest.raises(InfeasibleError) as named:
+        plan(lower, costs, options)
+    assert named.value.least_cap_bytes == refused.value.least_cap_bytes

@@ -44,14 +44,39 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     return tuple(_PER_NEIGHBOUR * count * max(message_bytes, default=0) for count in sides)
 
 
-def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None = None) -> T:
+def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
     """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
 
     Args:
         problem: what to plan.
         make: plans a problem; raises `MessageRoomError` where messages do not fit.
+
+    Raises:
+        InfeasibleError: as `make` raises it; the cap that it names need not have room for messages.
+        MessageRoomError: the messages of the last plan tried do not fit.
+    """
+    for _ in range(ROUNDS - 1):
+        try:
+            return make(problem)
+        except MessageRoomError as short:
+            problem = _with_room(problem, short)
+    return make(problem)
+
+
+def planned_with_room[T](
+    problem: Problem,
+    make: Callable[[Problem], T],
+    smaller: Callable[[Problem], T] | None = None,
+    least: Callable[[Problem], T] | None = None,
+) -> T:
+    """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
+
+    Args:
+        problem, make: as for `with_room`.
         smaller: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
             not fit.
+        least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
+            order is known to need the least.
 
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
@@ -64,7 +89,9 @@ def planned_with_room[T](problem: Problem, make: Callable[[Problem], T], smaller
             problem, is_short = _with_room(problem, short), True
         except InfeasibleError as error:
             if is_short and smaller is not None:
-                return planned_with_room(first, smaller)
+                return planned_with_room(first, smaller, least=least)
+            if least is not None:
+                return least(first)
             if not error.least_cap_bytes:
                 raise
             try:
@@ -93,17 +120,14 @@ def _missing_bytes[T](
     """
     raised, missing = replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), 0
     for attempt in filter(None, (make, smaller)):
-        asked = raised
-        for _ in range(ROUNDS):
-            try:
-                attempt(asked)
-            except MessageRoomError as short:
-                asked = _with_room(asked, short)
-            except InfeasibleError as error:
-                missing = max(0, error.least_cap_bytes - cap_bytes)
-                break
-            else:
-                return 0
+        try:
+            with_room(raised, attempt)
+        except MessageRoomError:
+            continue
+        except InfeasibleError as error:
+            missing = max(0, error.least_cap_bytes - cap_bytes)
+        else:
+            return 0
     return missing
 
 

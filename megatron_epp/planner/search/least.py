@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs, PipelineCosts
-from megatron_epp.plan import Plan, Step
+from megatron_epp.plan import InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.messages import message_peaks
@@ -20,7 +20,7 @@ from megatron_epp.planner.assemble import build_plan, refuse_without_room, writt
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.memory.messages import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.grains import grain_counts, whole_bytes
 from megatron_epp.planner.search.replicas import Chunkers, Replicas
@@ -74,33 +74,57 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
     """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
 
-    The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
-
     Args:
         problem, costs, options: as for `least_plan`, which has its errors.
     """
     validate(problem, costs, options)
+    return planned_with_room(problem, lambda asked: _proof(asked, costs, options))
 
-    def make(asked: Problem) -> tuple[Problem, Decisions]:
-        replicas, distinct = Replicas((asked,), costs, options), _trials_of_distinct_ranks(asked, costs, options)
-        for table in _tables(replicas, distinct):
-            distinct.better(table, distinct.rules.least)
-            if distinct.best is not None:
-                break
-        trials = Trials(replicas)
-        trials.least_cap = distinct.least_cap
+
+def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:
+    """Return True if there is a `least_plan`, which is faster to know than the smallest cap.
+
+    Args:
+        problem, costs, options: as for `least_plan`.
+    """
+    validate(problem, costs, options)
+    try:
+        with_room(problem, lambda asked: _proof(asked, costs, options))
+    except (InfeasibleError, MessageRoomError):
+        return False
+    return True
+
+
+def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
+    """Return decisions that fit, and their problem.
+
+    The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
+
+    Args:
+        asked: the problem, with memory set aside for messages.
+        costs, options: as for `least_plan`.
+
+    Raises:
+        InfeasibleError: no table fits.
+        MessageRoomError: the messages in flight do not fit.
+    """
+    replicas, distinct = Replicas((asked,), costs, options), _trials_of_distinct_ranks(asked, costs, options)
+    for table in _tables(replicas, distinct):
+        distinct.better(table, distinct.rules.least)
         if distinct.best is not None:
-            trials.better(distinct.best.table, trials.rules.least)
-        found = trials.result()
-        made = replace(found.only, order=found.complete) if found.complete else found.only
-        plan = written(asked, costs, options, made, made.tables(asked, costs))
-        if plan.messages.num_bytes:
-            graph = build_graph(plan)
-            needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
-            refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
-        return asked, made
-
-    return planned_with_room(problem, make)
+            break
+    trials = Trials(replicas)
+    trials.least_cap = distinct.least_cap
+    if distinct.best is not None:
+        trials.better(distinct.best.table, trials.rules.least)
+    found = trials.result()
+    made = replace(found.only, order=found.complete) if found.complete else found.only
+    plan = written(asked, costs, options, made, made.tables(asked, costs))
+    if plan.messages.num_bytes:
+        graph = build_graph(plan)
+        needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
+        refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
+    return asked, made
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:

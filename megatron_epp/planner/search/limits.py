@@ -15,10 +15,8 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
-from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, static_bytes
-from megatron_epp.planner.search.least import is_told_by_one_order, least_cap_bytes, least_decisions
+from megatron_epp.planner.search.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried."""
@@ -132,12 +130,12 @@ class Limits:
         question, lengths = "smallest cap", self.problem.lengths
         named = self._named_cap(lengths)
         if not self.options.offload:
-            made = self._plan_of_cap(lengths, named)
+            made = self._plan(lengths, question, named)
             if made.num_stages * len(made.chunks) > LARGE:
                 return Limit(named), made
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
-                    made, named = self._plan_of_cap(lengths, peak), peak
+                    made, named = self._plan(lengths, question, peak), peak
             return Limit(named, 1), made
         step = 1 << max(0, named.bit_length() - CAP_BITS)
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
@@ -152,8 +150,12 @@ class Limits:
 
         Raises `InfeasibleError` if it names none.
         """
+        problem, options = self._problem(lengths, 1), replace(self.options, offload=False)
+        self.tried("smallest cap")
         try:
-            (self._prove if self._is_quick else self._plan)(lengths, "smallest cap", 1, replace(self.options, offload=False))
+            (least_decisions if is_told_by_one_order(problem, options) else plan)(
+                problem, self.costs_for(max(lengths)), options
+            )
         except InfeasibleError as error:
             if not error.least_cap_bytes:
                 raise
@@ -191,8 +193,12 @@ class Limits:
             offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for those of the problem.
         """
+        problem, options = self._problem(lengths, cap_bytes), replace(self.options, offload=offload, steps=0)
+        self.tried(question)
+        if is_told_by_one_order(problem, options):
+            return has_plan(problem, self.costs_for(max(lengths)), options)
         with suppress(InfeasibleError):
-            self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
+            plan(problem, self.costs_for(max(lengths)), options)
             return True
         return False
 
@@ -207,37 +213,13 @@ class Limits:
 
     def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
         """Prove that a number fits, and lower it by its step where messages need more than was set aside for them."""
-        while self._is_quick and found.value is not None:
-            try:
-                self._prove(lengths_for(found.value), "proof of a limit")
-            except InfeasibleError:
-                lower, step = found.value - max(found.step, 1), max(found.step, 1)
-                found = Limit(lower if lower > 0 else None, step)
-            else:
-                break
+        question = "proof of a limit"
+        while (
+            self._is_quick and found.value is not None and not self._has_plan(lengths_for(found.value), question, offload=False)
+        ):
+            lower, step = found.value - max(found.step, 1), max(found.step, 1)
+            found = Limit(lower if lower > 0 else None, step)
         return found
-
-    def _plan_of_cap(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
-        """Plan under the smallest cap: a fast plan if the search finds one with the room for messages that a proof has.
-
-        Raises `InfeasibleError` where there is no proof.
-        """
-        question = "smallest cap"
-        if not self._is_quick:
-            return self._plan(lengths, question, cap_bytes)
-        room, made = self._prove(lengths, question, cap_bytes)
-        costs = self.costs_for(max(lengths))
-        try:
-            return plan(room, costs, self.options)
-        except InfeasibleError:
-            return build_plan(room, costs, self.options, made)
-
-    def _prove(
-        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
-    ) -> tuple[Problem, Decisions]:
-        """Return decisions with which a batch fits, messages included, where one order tells. Raises `InfeasibleError`."""
-        self.tried(question)
-        return least_decisions(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
 
     def _problem(self, lengths: tuple[int, ...], cap_bytes: int | None) -> Problem:
         """Return the problem of other lengths, and of other caps if given."""
