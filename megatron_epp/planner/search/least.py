@@ -20,7 +20,8 @@ from megatron_epp.planner.assemble import build_plan, refuse_without_room, writt
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.memory.messages import MessageRoomError, planned_with_room, with_room
+from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.memory.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.grains import grain_counts, whole_bytes
 from megatron_epp.planner.search.replicas import Chunkers, Replicas
@@ -78,7 +79,20 @@ def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[P
         problem, costs, options: as for `least_plan`, which has its errors.
     """
     validate(problem, costs, options)
-    return planned_with_room(problem, lambda asked: _proof(asked, costs, options))
+    cap, asked = 0, problem
+    while True:
+        try:
+            proven = with_room(asked, lambda one: _proof(one, costs, options))
+        except InfeasibleError as error:
+            if error.least_cap_bytes <= cap:
+                raise
+            # Messages may need more than was set aside for them where this cap was computed, so it is tried.
+            cap = error.least_cap_bytes
+            asked = replace(problem, cap_bytes=tuple(max(cap, one) for one in problem.cap_bytes))
+        else:
+            if cap:
+                raise infeasible(problem, costs, options, cap)
+            return proven
 
 
 def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:

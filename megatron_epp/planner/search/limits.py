@@ -115,7 +115,9 @@ class Limits:
         def fits(count: int) -> bool:
             return self._fits(taken(count), "largest batch")
 
-        return self._proven(taken, Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths)))
+        if self._has_plan(taken(most), "largest batch", offload=False) if self._is_quick else fits(most):
+            return Limit(most)
+        return self._proven(taken, _largest(fits, 1, most, len(lengths)))
 
     def cap(self) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
