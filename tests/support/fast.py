@@ -106,7 +106,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_a_mistake_is_told_in_a_line",
         "test_it_trains_with_plans",
     ),
-    "mcore/test_estimate.py": (),
+    "mcore/test_estimate.py": ("test_the_command_shows_it_beside_the_plan",),
     "mcore/test_recipes.py": (
         "test_a_dry_run_shows_no_secret",
         "test_a_users_mistake_ends_the_command_without_a_traceback",
@@ -261,6 +261,8 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_planner_background.py": (
         "test_a_process_that_ends_again_and_again_is_an_error",
+        "test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs",
+        "test_an_early_process_that_has_ended_is_started_again",
         "test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans",
         "test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago",
     ),
