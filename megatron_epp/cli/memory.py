@@ -6,9 +6,11 @@ import json
 import math
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from megatron_epp.cli.alternatives import with_alternatives
@@ -16,8 +18,10 @@ from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of,
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
+from megatron_epp.plan import Plan
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.layout import Layout
@@ -38,6 +42,8 @@ example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and
 
 _LABEL_WIDTH = 20
 """Width in characters reserved next to the curve."""
+_COARSE = 8
+"""A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
 _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 
 
@@ -49,6 +55,8 @@ def add_arguments(parser: Parser) -> None:
     add_output(parser, drawn, type=picture_or_page)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
+    seconds = "seconds after which it looks no further for what else would fit, but ends with what is known (%(default)s)"
+    parser.add_argument("--seconds", type=COUNT, default=20, metavar="N", help=seconds)
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
     parser.add_argument("--width", type=COUNT, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
 
@@ -69,7 +77,7 @@ def run(args: Namespace) -> int:
     reaches: dict[str, Reach] = {}
     if made is None:
         reaches = _reaches(args, problem, chosen.layout, options)
-        made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
+        made = _plan_of_least_cap(reaches, problem, costs, options)
     account = account_of(made, costs)
     if args.output:
         if is_page(args.output):
@@ -102,13 +110,32 @@ def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
     tried: list[str] = []
+    share_s = args.seconds / len(choices)
+    ends_s = {name: time.monotonic() + share_s * number for number, name in enumerate(choices, 1)}
     with progress("looking for what fits", lambda: f"{tried[-1]}, {len(tried)} plans" if tried else ""):
         return {
             name: Limits(
-                problem, lambda longest: costs_of(uncut, problem.lengths, layout, longest), allowed, tried.append
+                problem,
+                lambda longest: costs_of(uncut, problem.lengths, layout, longest),
+                allowed,
+                tried.append,
+                partial(_is_past, ends_s[name]),
             ).reach()
             for name, allowed in choices.items()
         }
+
+
+def _is_past(end_s: float) -> bool:
+    return time.monotonic() > end_s
+
+
+def _plan_of_least_cap(reaches: dict[str, Reach], problem: Problem, costs: PipelineCosts, options: Options) -> Plan:
+    """Return the plan under the smallest cap with which the batch fits, made now where there was no time to make it."""
+    made = [reach.cap_plan for reach in reaches.values() if reach.cap_plan is not None]
+    if made:
+        return min(made, key=lambda one: max(one.cap_bytes))
+    least = min(reach.cap.value for reach in reaches.values() if reach.cap.value is not None)
+    return plan(replace(problem, cap_bytes=(least,) * problem.num_ranks), costs, options)
 
 
 def _is_unknown_to_megatron(args: Namespace) -> bool:
@@ -154,22 +181,29 @@ def _reach_table(reaches: dict[str, Reach]) -> list[str]:
             ["most sequences of such lengths", *(_largest(reach.batch, "sequences") for reach in found)],
         ]
     rows.append(["smallest cap for this batch (--memory-gb)", *(_gigabytes(reach.cap) for reach in found)])
-    rows.append(["  makespan with it", *(format_us(reach.cap_plan.predicted.makespan_us) for reach in found)])
+    if any(reach.cap_plan for reach in found):
+        rows.append(["  makespan with it", *("" if (us := _makespan_us(reach)) is None else format_us(us) for reach in found)])
     lines = table(("what fits", *reaches), rows)
     if found[0].alone is None:
         lines.append("Without a cap (--memory-gb, or a --cluster with memory) nothing is too long.")
     return lines
 
 
+def _makespan_us(reach: Reach) -> float | None:
+    return None if reach.cap_plan is None else reach.cap_plan.predicted.makespan_us
+
+
 def _largest(limit: Limit | None, of_what: str) -> str:
     if limit is None or limit.value is None:
-        return "none fits"
+        return "not found in time (--seconds)" if limit == Limit(None) else "none fits"
+    if limit.step > max(1, limit.value / _COARSE):
+        return f"{limit.value:,} {of_what} or more, below {limit.value + limit.step:,}"
     return f"{limit.value:,} {of_what}" if limit.step else f"{limit.value:,} {of_what} or more"
 
 
 def _gigabytes(limit: Limit) -> str:
     assert limit.value is not None  # some cap always does
-    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}"
+    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}{' or less' if limit.step > limit.value / _COARSE else ''}"
 
 
 def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
@@ -199,7 +233,7 @@ def _figures(
             "longest_sequence_beside": limit(reach.with_rest),
             "largest_batch": limit(reach.batch),
             "smallest_cap_bytes": limit(reach.cap),
-            "smallest_cap_makespan_us": reach.cap_plan.predicted.makespan_us,
+            "smallest_cap_makespan_us": _makespan_us(reach),
         }
         for name, reach in reaches.items()
     }

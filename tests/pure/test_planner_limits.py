@@ -105,3 +105,25 @@ def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
     asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
     with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
         asked.reach()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_without_time_nothing_is_claimed_but_the_cap_that_the_planner_names(offload: bool):
+    late = replace(limits(offload=offload), is_late=lambda: True)
+    assert (late.context(), late.batch()) == (Limit(None), Limit(None))
+    found, made = late.cap()
+    assert made is None
+    assert found.value is not None
+    assert fits(BATCH, found.value)
+    assert found.step == (found.value if offload else 0)  # with offload less may do
+
+
+@pytest.mark.parametrize("asked", range(1, 9))
+def test_what_is_known_when_time_is_over_is_true(asked: int, monkeypatch: pytest.MonkeyPatch):
+    most, tried = 29, []
+    monkeypatch.setattr(Limits, "_fits", lambda self, lengths, question: tried.append(len(lengths)) or len(lengths) <= most)
+    monkeypatch.setattr(Limits, "_has_plan", lambda self, lengths, question, offload: len(lengths) <= most)
+    found = replace(limits(), is_late=lambda: len(tried) >= asked).batch()
+    assert len(tried) <= asked
+    assert (found.value or 0) <= most
+    assert found.step == 0 or (found.value or 0) + found.step > most

@@ -36,7 +36,7 @@ class Limit:
 
     Attributes:
         value: the number; None where nothing fits.
-        step: distance to a number that does not fit; 0 where none was tried.
+        step: distance to a number that does not fit; 0 where none was tried. Both None and 0: it was not found in time.
     """
 
     value: int | None
@@ -52,14 +52,14 @@ class Reach:
         with_rest: the same, with all of the batch but its longest sequence; None without a cap.
         batch: sequences of lengths as in the batch; None without a cap.
         cap: bytes of a rank with which the batch fits.
-        cap_plan: that plan.
+        cap_plan: that plan; None where it was not made in time.
     """
 
     alone: Limit | None
     with_rest: Limit | None
     batch: Limit | None
     cap: Limit
-    cap_plan: Plan
+    cap_plan: Plan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +71,22 @@ class Limits:
         costs_for: costs for a number of tokens of the longest sequence.
         options: the settings of the user.
         tried: called before each plan with the limit that it serves.
+        is_late: tells whether to end with what is known. A plan that is being made is not interrupted.
     """
 
     problem: Problem
     costs_for: Callable[[int], Costs]
     options: Options
     tried: Callable[[str], None] = lambda _: None
+    is_late: Callable[[], bool] = lambda: False
 
     def reach(self) -> Reach:
         """Compute every limit; several dozen plans. Raises `InfeasibleError` where no cap is high enough."""
         rest = sorted(self.problem.lengths)[:-1]
-        is_capped = not is_unlimited(max(self.problem.cap_bytes))
-        cap, cap_plan = self.cap()
-        if not is_capped:
-            return Reach(None, None, None, cap, cap_plan)
+        if is_unlimited(max(self.problem.cap_bytes)):
+            return Reach(None, None, None, *self.cap())
         alone = self.context()
-        return Reach(alone, self.context(rest, alone.value) if rest else alone, self.batch(), cap, cap_plan)
+        return Reach(alone, self.context(rest, alone.value) if rest else alone, self.batch(), *self.cap())
 
     def context(self, others: Sequence[int] = (), guess: int | None = None) -> Limit:
         """Find the longest sequence, in tokens, that fits together with others.
@@ -95,15 +95,19 @@ class Limits:
             others: tokens of the other sequences of the batch.
             guess: tokens at which to begin; None for an estimate.
         """
+        if self.is_late():
+            return Limit(None)
         guess = guess or self._guessed_tokens(max(self.problem.lengths), others)
         question = "longest sequence"
         return self._proven(
             lambda n: (n, *others),
-            _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess),
+            _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess, self.is_late),
         )
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
+        if self.is_late():
+            return Limit(None)
         lengths = self.problem.lengths
         most = BATCHES * len(lengths)
 
@@ -117,10 +121,10 @@ class Limits:
 
         if self._has_plan(taken(most), "largest batch", offload=False) if self._is_quick else fits(most):
             return Limit(most)
-        return self._proven(taken, _largest(fits, 1, most, len(lengths)))
+        return self._proven(taken, _largest(fits, 1, most, len(lengths), self.is_late))
 
-    def cap(self) -> tuple[Limit, Plan]:
-        """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
+    def cap(self) -> tuple[Limit, Plan | None]:
+        """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan if there is time to make it.
 
         Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
         messages may need less than was set aside for them; that lowers it further, down to the last byte, unless plans are
@@ -131,6 +135,8 @@ class Limits:
         """
         question, lengths = "smallest cap", self.problem.lengths
         named = self._named_cap(lengths)
+        if self.is_late():
+            return Limit(named, named if self.options.offload else 0), None
         if not self.options.offload:
             made = self._plan(lengths, question, named)
             if made.num_stages * len(made.chunks) > LARGE:
@@ -141,11 +147,11 @@ class Limits:
             return Limit(named, 1), made
         step = 1 << max(0, named.bit_length() - CAP_BITS)
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
-        while high - low > 1:
+        while high - low > 1 and not self.is_late():
             middle = (low + high) // 2
             fits = self._has_plan(lengths, question, offload=True, cap_bytes=middle * step)  # without, none fits below `named`
             low, high = (low, middle) if fits else (middle, high)
-        return Limit(high * step, step), self._plan(lengths, question, high * step)
+        return Limit(high * step, (high - low) * step), self._plan(lengths, question, high * step)
 
     def _named_cap(self, lengths: tuple[int, ...]) -> int:
         """Return the smallest cap that the planner names for a batch, without offload.
@@ -235,7 +241,7 @@ class Limits:
         return plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
 
 
-def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) -> Limit:
+def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, is_late: Callable[[], bool]) -> Limit:
     """Find the largest multiple up to `most` that fits, to within a relatively small step.
 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
@@ -245,6 +251,7 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) 
         multiple: of which the number is one.
         most: the largest number that is tried.
         guess: the number to begin at.
+        is_late: tells whether to end with what is known.
     """
     most = most // multiple * multiple
     unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)
@@ -252,20 +259,20 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) 
     stride = unit
     if fits(at):
         low, high = at, min(at + stride, most)
-        while low < most and fits(high):
+        while low < most and not is_late() and fits(high):
             stride *= 2
             low, high = high, min(high + stride, most)
-        if low == most:
-            return Limit(most)
+        if low == most or is_late():
+            return Limit(low)
     else:
         low, high = max(at - stride, multiple), at
         while low == high or not fits(low):
-            if low == multiple:
-                return Limit(None, multiple)
+            if low == multiple or is_late():
+                return Limit(None, multiple if low == multiple else 0)
             stride *= 2
             low, high = max(low - stride, multiple), low
     step = multiple << max(0, (low // _GRAINS // multiple).bit_length() - 1)
-    while high - low > step:
+    while high - low > step and not is_late():
         middle = low + max(step, (high - low) // 2 // step * step)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return Limit(low, high - low)
