@@ -9,7 +9,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.data.chat import ASSISTANT
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX
@@ -114,15 +114,16 @@ def run(args: Namespace) -> int:
         # On import Megatron warns of missing GPU libraries, which play no part here.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         encoder = encoder_from(args)
-        summary = prepare(
-            args.input,
-            args.output_prefix,
-            encoder=encoder,
-            append_eod=args.append_eod,
-            suffixes=args.suffixes,
-            json_key=args.json_key,
-            chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template) if args.chat else None,
-        )
+        with progress(f"preparing {args.input}"):  # loading Megatron's writer of .idx files takes seconds, too
+            summary = prepare(
+                args.input,
+                args.output_prefix,
+                encoder=encoder,
+                append_eod=args.append_eod,
+                suffixes=args.suffixes,
+                json_key=args.json_key,
+                chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template) if args.chat else None,
+            )
     say(str(summary))
     return 0
 
