@@ -25,7 +25,7 @@ from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search.greedy import Planner, for_table, greedy
-from megatron_epp.planner.search.least import is_told_by_one_order, least_plan
+from megatron_epp.planner.search.least import last_resort
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -81,7 +81,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     with uncollected():
         small = replace(options, wide_windows=False)
         smaller = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
-        least = (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
+        least = last_resort(problem, costs, options)
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least)
 
 

@@ -16,7 +16,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished
-from megatron_epp.planner.search.least import is_told_by_one_order, least_plan
+from megatron_epp.planner.search.least import last_resort
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
 from megatron_epp.planner.search.replicas import Replicas
@@ -89,10 +89,7 @@ class Anytime:
             small = Anytime(self.costs, replace(self.options, wide_windows=False), self.clock)
             return small._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
 
-        def least(asked: Problem) -> Plan:
-            return least_plan(asked, self.costs, self.options)
-
-        return planned_with_room(problem, make, smaller, least if is_told_by_one_order(problem, self.options) else None)
+        return planned_with_room(problem, make, smaller, last_resort(problem, self.costs, self.options))
 
     def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)

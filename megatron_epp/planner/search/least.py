@@ -7,7 +7,7 @@ same actions, so of ranks with equal costs and caps one is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs, PipelineCosts
@@ -70,6 +70,15 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     """
     asked, made = least_decisions(problem, costs, options)
     return build_plan(asked, costs, options, made)
+
+
+def last_resort(problem: Problem, costs: Costs, options: Options) -> Callable[[Problem], Plan] | None:
+    """Return `least_plan` for these costs and options where one order tells what fits, else None.
+
+    Args:
+        problem, costs, options: as for `plan`.
+    """
+    return (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
 
 
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:

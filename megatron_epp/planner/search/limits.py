@@ -259,11 +259,15 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, 
     stride = unit
     if fits(at):
         low, high = at, min(at + stride, most)
-        while low < most and not is_late() and fits(high):
+        while low < most:
+            if is_late():
+                return Limit(low)
+            if not fits(high):
+                break
             stride *= 2
             low, high = high, min(high + stride, most)
-        if low == most or is_late():
-            return Limit(low)
+        else:
+            return Limit(most)
     else:
         low, high = max(at - stride, multiple), at
         while low == high or not fits(low):
