@@ -125,5 +125,6 @@ def test_what_is_known_when_time_is_over_is_true(asked: int, monkeypatch: pytest
     monkeypatch.setattr(Limits, "_has_plan", lambda self, lengths, question, offload: len(lengths) <= most)
     found = replace(limits(), is_late=lambda: len(tried) >= asked).batch()
     assert len(tried) <= asked
+    assert found.value in tried
     assert (found.value or 0) <= most
     assert found.step == 0 or (found.value or 0) + found.step > most
