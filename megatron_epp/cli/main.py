@@ -82,6 +82,9 @@ def _refused(error: Exception, parser: Parser) -> int:
     if isinstance(error, OSError):
         tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         return 2
+    if isinstance(error, MemoryError):
+        tell_error(f"no memory left{f': {error}' if str(error) else ''}")
+        return 2
     if isinstance(error, ImportError):
         tell_error(f"{error}; `{PROGRAM} doctor` says what is missing here")
         return 2

@@ -69,7 +69,8 @@ def replacing(path: Name, *, private: bool = False) -> Iterator[Path]:
                 if mode is not None and not private:
                     with contextlib.suppress(PermissionError):
                         os.fchmod(handle, stat.S_IMODE(mode))
-        yield scratch
+        with _named(path, scratch):
+            yield scratch
         with _named(path):
             sync(scratch)
             os.replace(scratch, target)
@@ -123,7 +124,7 @@ def _mode(path: Path) -> int | None:
 
 def _sync_folder(folder: Path) -> None:
     """Put a rename on disk, where the file system can; the file itself is there already."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, MemoryError):
         sync(folder)
 
 
@@ -137,10 +138,12 @@ def _opened(path: Name, flags: int, mode: int = _USUAL) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _named(path: Name) -> Iterator[None]:
-    """Name the file in errors, not what is written in its place."""
+def _named(path: Name, scratch: Name | None = None) -> Iterator[None]:
+    """Name the file in errors, not what is written in its place; with `scratch` only in errors of that file, or of none."""
     try:
         yield
     except OSError as error:
+        if scratch is not None and error.filename not in (None, os.fspath(scratch)):
+            raise
         error.filename, error.filename2 = os.fspath(path), None
         raise

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.plan import EppError
+
 _ALIGNMENT_BYTES = 16
 """Alignment of every tensor in the buffer, of which kernels that load several elements at once make use."""
+_PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,15 @@ class Uploader:
     def begin(self, tensors: Sequence[Tensor]) -> Upload:
         """Start to copy tensors of the CPU to the device.
 
-        Pinned memory comes from torch's cache, which gives it out again when its copy has ended.
+        Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where the host
+        or the device has no memory left.
         """
         starts, pieces = _laid_out(tensors)
         size = sum(len(piece) for piece in pieces)
         with nullcontext() if self._cuda is None else self._cuda.stream(self._stream):
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            host, buffer = self._buffers(size)
             if pieces:
                 torch.cat(pieces, out=host)
-            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             buffer.copy_(host, non_blocking=True)
             done = None if self._stream is None else self._stream.record_event()
         views = tuple(
@@ -65,6 +68,15 @@ class Uploader:
             for start, tensor in zip(starts, tensors, strict=True)
         )
         return Upload(buffer, views, lambda: self._wait(buffer, done))
+
+    def _buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """Return memory of the host, pinned for a GPU, and of the device."""
+        try:
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            return host, torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # for pinned memory CUDA's own error, else torch's
+            reason = str(error).partition("\n")[0]
+            raise EppError(f"no memory for the {num_bytes:,} bytes that an iteration reads on its device: {reason}") from None
 
     def _wait(self, buffer: Tensor, done: Any) -> None:
         if self._cuda is None:
@@ -78,12 +90,11 @@ class Uploader:
 def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     """Return where each tensor starts in a buffer, and the pieces of bytes that fill it: tensors, and padding between them."""
     starts, pieces, size = list[int](), list[Tensor](), 0
-    padding = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
     for tensor in tensors:
         starts.append(size)
         pieces.append(tensor.reshape(-1).view(torch.uint8))
         unused = -tensor.nbytes % _ALIGNMENT_BYTES
         if unused:
-            pieces.append(padding[:unused])
+            pieces.append(_PADDING[:unused])
         size += tensor.nbytes + unused
     return starts, pieces

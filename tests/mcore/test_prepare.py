@@ -21,6 +21,7 @@ from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare
 from megatron_epp.plan.errors import EppError
+from tests.support.failing_disk import swept
 
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
@@ -329,6 +330,32 @@ def test_an_unforeseen_error_leaves_nothing_behind(folder, tmp_path, monkeypatch
     with pytest.raises(EppError, match=r"/corpus\.(bin|tokenizer\.json): No space left on device"):
         prepare([folder], tmp_path / "corpus")
     assert names(tmp_path) == ["input"]
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_whichever_step_of_the_disk_fails_the_pair_is_the_old_one_or_the_new_one(tmp_path, folder, has_mask):
+    prefix, text = tmp_path / "corpus", jsonl(tmp_path / "one.jsonl", {"text": "new text"})
+    prepare([folder], prefix)
+    if has_mask:  # of an earlier pair
+        (tmp_path / "corpus.mask").write_bytes(b"\1")
+
+    def pair():
+        return {path.name: path.read_bytes() for path in tmp_path.glob("corpus*")}
+
+    old, refused = pair(), 0
+    for answer in swept(lambda: prepare([text], prefix)):
+        if isinstance(answer, EppError):
+            refused += 1
+            assert "corpus" in str(answer)
+            assert str(answer).endswith("No space left on device")
+            assert pair() == old
+        else:
+            assert names(tmp_path) == [*PAIR, "input", "one.jsonl"]
+            assert len(documents(prefix)) == 1
+            (tmp_path / "corpus.mask").unlink(missing_ok=True)
+            for name, content in old.items():
+                (tmp_path / name).write_bytes(content)
+    assert refused >= 15
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError("tokenizer failed")])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.mcore.training.reports import LINES, ReportFolder
+from tests.support.failing_disk import swept
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
 
@@ -47,6 +48,27 @@ def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
     monkeypatch.setattr(os, "write", write)
     written(folder, range(3, 4))
     assert (tmp_path / "report" / LINES).read_text() == '{"run": "0123abcd", "iteration": 3}\n'
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError])
+def test_whichever_step_fails_training_goes_on_and_it_is_told_with_the_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[Exception]
+):
+    def report() -> list[str]:
+        caplog.clear()
+        written(ReportFolder(tmp_path / "report", "0123abcd", (2,)), range(1, 4))
+        return caplog.messages
+
+    reason, told = "No space left on device" if error is OSError else "no memory left", 0
+    with caplog.at_level(logging.WARNING):
+        for messages in swept(report, error):
+            assert isinstance(messages, list)  # nothing is raised
+            assert len(messages) <= 1
+            told += len(messages)
+            assert all(f"{tmp_path}/report" in one and reason in one for one in messages)
+            for file in (tmp_path / "report").glob("*.json"):
+                json.loads(file.read_text())  # whole, or not there
+    assert told >= 20
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -47,6 +47,21 @@ def test_a_command_ends_in_one_line_and_the_old_file_is_whole(
     assert refused >= 3
 
 
+@pytest.mark.parametrize("name", ["plan", "page", "trace", "profile"])
+def test_a_command_without_memory_ends_in_one_line_and_the_old_file_is_whole(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"out{SUFFIXES.get(name, '.json')}"
+    path.write_text(OLD)
+    for code in swept(lambda: main([*COMMANDS[name], str(path)]), MemoryError):
+        said = capsys.readouterr().err
+        if code != 0:
+            assert (code, said) == (2, "megatron-epp: error: no memory left\n")
+            assert path.read_text() == OLD
+        assert [one.name for one in tmp_path.iterdir()] == [path.name]
+        path.write_text(OLD)
+
+
 def test_settings_of_a_run_end_in_one_line_and_old_ones_are_whole(tmp_path: Path) -> None:
     names, refused = ("command.sh", "settings.yaml", "versions.json"), 0
 

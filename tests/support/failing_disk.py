@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+
+from megatron_epp.plan.errors import EppError
 
 STEPS = ("open", "write", "fsync", "replace", "ftruncate", "fstat")
 MOST_STEPS = 100
 
 
+class _Written:
+    """A file of Python's that is written to, by others than the package's own writer; every write is a step."""
+
+    def __init__(self, file: Any, step: Callable[..., Callable[..., Any]]) -> None:
+        self._file, self.write = file, step("write", file.write)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Written:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
 @contextmanager
-def failing(at: int) -> Iterator[list[str]]:
-    """Let the n-th of these calls fail as on a full disk; the list has the calls made."""
+def failing(at: int, error: type[Exception] = OSError) -> Iterator[list[str]]:
+    """Let the n-th of these calls fail as on a full disk, or without memory; the list has the calls made."""
     made: list[str] = []
 
-    def of(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def step(*args: object, **named: object) -> object:
+    def of(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **named: Any) -> Any:
             made.append(name)
             if len(made) == at:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "elsewhere")
+                named_file = args[:1] if args and isinstance(args[0], str | os.PathLike) else ()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *named_file) if error is OSError else error
             return call(*args, **named)
 
         return step
 
+    def opened(*args: Any, **named: Any) -> Any:
+        writes = "w" in str((*args, named)[1])
+        return _Written(of("open", open_file)(*args, **named), of) if writes else open_file(*args, **named)
+
+    open_file = open
     with pytest.MonkeyPatch.context() as patch:
         for name in STEPS:
             patch.setattr(os, name, of(name, getattr(os, name)))
+        patch.setattr(builtins, "open", opened)
         yield made
 
 
-def swept[T](run: Callable[[], T]) -> Iterator[T | OSError]:
+def swept[T](run: Callable[[], T], error: type[Exception] = OSError) -> Iterator[T | Exception]:
     """Run with the first call failing, then with the second, until all have failed; yield each answer, or the error."""
     for at in range(1, MOST_STEPS):
-        answer: T | OSError
-        with failing(at) as made:
+        answer: T | Exception
+        with failing(at, error) as made:
             try:
                 answer = run()
-            except OSError as error:
-                answer = error
+            except (OSError, MemoryError, EppError) as raised:
+                answer = raised
         if len(made) < at:
             return
         yield answer

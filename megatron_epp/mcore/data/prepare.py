@@ -142,17 +142,37 @@ def _write_and_rename(documents: Documents, prefix: str, encoder: Encoder, roles
     try:
         summary = _write(documents, prefix, partial, encoder, roles)
         summary.record.save(partial + SUFFIX)
-        # The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        if not roles:
-            Path(prefix + MASK_SUFFIX).unlink(missing_ok=True)
         for suffix in suffixes:
             sync(partial + suffix)
-            os.replace(partial + suffix, prefix + suffix)
+        _rename(partial, prefix, suffixes)
     finally:
         for suffix in suffixes:
             Path(partial + suffix).unlink(missing_ok=True)
     return summary
+
+
+def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
+    """Put new files, the index last, in the place of all files of an earlier pair; if that fails, these come back.
+
+    The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
+    """
+    aside, moved, placed = f"{partial}.before", list[str](), list[str]()
+    try:
+        for suffix in (".idx", ".bin", SUFFIX, MASK_SUFFIX):
+            if os.path.exists(prefix + suffix):
+                os.replace(prefix + suffix, aside + suffix)
+                moved.append(suffix)
+        for suffix in suffixes:
+            os.replace(partial + suffix, prefix + suffix)
+            placed.append(suffix)
+    except BaseException:
+        for suffix in reversed(placed):
+            os.unlink(prefix + suffix)
+        for suffix in reversed(moved):
+            os.replace(aside + suffix, prefix + suffix)
+        raise
+    for suffix in moved:
+        os.unlink(aside + suffix)
 
 
 def _write(documents: Documents, prefix: str, partial: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:

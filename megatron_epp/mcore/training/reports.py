@@ -69,7 +69,8 @@ def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None])
 class ReportFolder:
     """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of those asked for.
 
-    Reports are diagnostics, so a full disk must not end a training: what cannot be written is logged once and left out.
+    Reports are diagnostics, so neither a full disk nor a full memory must end a training: what cannot be written is logged once
+    and left out.
 
     Attributes:
         path: of the folder, made when the first file is written.
@@ -103,8 +104,10 @@ class ReportFolder:
     def _going_on(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, PlanError) as error:
+        except (OSError, PlanError, MemoryError) as error:
             if what not in self._told:
                 self._told.add(what)
                 said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+                if isinstance(error, MemoryError):
+                    said = f"{self.path}: no memory left"
                 logger.warning("a report cannot be written (%s); training goes on without it", said)
