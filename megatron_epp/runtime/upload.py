@@ -52,8 +52,8 @@ class Uploader:
     def begin(self, tensors: Sequence[Tensor]) -> Upload:
         """Start to copy tensors of the CPU to the device.
 
-        Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where the host
-        or the device has no memory left.
+        Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where
+        the host or the device has no memory left.
         """
         starts, pieces = _laid_out(tensors)
         size = sum(len(piece) for piece in pieces)

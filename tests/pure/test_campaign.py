@@ -18,7 +18,7 @@ from tests.support.seeds import some_by_default
 
 @some_by_default("first", range(0, 200, 10), 1)
 def test_no_problem_has_a_fault(first: int):
-    found = [campaign.judged(seed) for seed in range(first, first + 10)]
+    found = [campaign.judged(case_of(seed), seed) for seed in range(first, first + 10)]
     assert [faults for *_, faults in found if faults] == []
     assert {kind for kind, *_ in found} == {"planned", "refused"}
 
@@ -29,7 +29,14 @@ def test_problems_that_once_had_a_fault_have_none(seed: int):
     many grains with one table, at which the search stopped, so that more memory made the plan slower; copies chosen before
     the vocabulary's shards were inserted; and weight gradients that waited for longer where there was more memory.
     """
-    assert campaign.judged(seed)[2] == []
+    assert campaign.judged(case_of(seed), seed)[2] == []
+
+
+def test_plans_of_the_exact_planner_have_no_fault():
+    found = campaign.run_exact(0, 20)
+    assert found["faults"] == 0
+    assert found["planned"] > 0
+    assert found["tried"] == found["planned"] + found["refused"]
 
 
 def test_a_wrong_prediction_is_a_fault():

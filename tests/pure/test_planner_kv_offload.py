@@ -247,3 +247,15 @@ def test_with_copies_beside_either_use_of_the_link_is_given_half():
     assert copy.time_us == pytest.approx(
         costs.host_latency_us + 2 * costs.host_us_per_byte * (copy.alloc_bytes + copy.free_bytes)
     )
+
+
+@pytest.mark.parametrize("slices", [1, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_copies_make_more_slices_than_the_user_fixed(slices: int, seed: int):
+    draw = random.Random(seed)
+    costs, lengths = pipeline(2), [draw.randint(40_000, 80_000), *(draw.randint(1, 9_000) for _ in range(4))]
+    options = Options(slices=slices, offload=True)
+    least = least_cap(lengths, 2, costs, options)
+    for share in (1.0, 1.05, 1.3):
+        made = plan(problem(lengths, 2, int(share * least), host_cap_bytes=900 * GIB), costs, options)
+        assert sum(part.sequence == 0 for chunk in made.chunks for part in chunk.segments) <= slices

@@ -112,6 +112,18 @@ class Chunker:
         even = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
         return replace(self, token_cap=min(self.token_cap, even))
 
+    def even_table(self, grain: Grain) -> tuple[Chunk, ...]:
+        """The chunk table of the finest grain whose even slices (`evener`) are no more than the given grain's uneven ones."""
+        most, slices = len(self.mesh(grain.slices)), grain.slices
+        while slices > 1:
+            fewer = Grain(slices, self.sequence_us(max(self.problem.lengths)) / slices)
+            even = self.evener(fewer)
+            found = len(even.mesh(slices))
+            if found <= most:
+                return even.table(fewer)
+            slices = min(slices - 1, slices * most // found)
+        return self.table(grain)
+
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
 

@@ -305,8 +305,9 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
         trials.best is None or not any(made.kv_offload for made in trials.best.made)
     )
     if is_far and not is_lockstep:
-        finest = chunkers.table(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1]))
-        for table in dict.fromkeys([*tables, _present(finest)]):
+        if trials.replicas.options.slices is None:
+            tables.append(_present(chunkers.table(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1]))))
+        for table in dict.fromkeys(tables):
             trials.better_with_copies(table, rules.frugal)
 
 

@@ -163,7 +163,7 @@ class Chunkers:
         Args:
             slices: of the longest sequence; None to aim at a number of chunks.
             chunks: in all.
-            even: with slices of about equal length (`Chunker.evener`).
+            even: with slices of about equal length (`Chunker.evener`), more of them unless their number is given.
 
         Returns:
             None where a replica has too few tokens for the chunks that another needs.
@@ -171,7 +171,10 @@ class Chunkers:
         tables = []
         for chunker in self.each:
             grain = chunker.grain(slices=slices, chunks=chunks)
-            tables.append((chunker.evener(grain) if even else chunker).table(grain))
+            if even and slices is not None:
+                tables.append(chunker.even_table(grain))
+            else:
+                tables.append((chunker.evener(grain) if even else chunker).table(grain))
         return align(tables, self.each)
 
 

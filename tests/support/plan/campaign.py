@@ -15,14 +15,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, check, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.writing import append_line
 from tests.support.plan import second_simulator
-from tests.support.plan.campaign_cases import Case, case_of, planned, with_caps
+from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, with_caps
 from tests.support.plan.queue_machine import stuck_together
 
 STEP = 100
@@ -61,19 +61,15 @@ def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
 
 
 def is_slower_with_more(case: Case, plan: Plan) -> bool:
-    """Return True if more memory makes the default planner's plan slower.
-
-    Slices that the user fixed are excepted: they are cut further where memory is short, which may be faster.
-    """
-    if case.options.planner != "greedy" or case.options.slices is not None:
+    """Return True if more memory makes the default planner's plan slower."""
+    if case.options.planner != "greedy":
         return False
     more = with_caps(case, tuple(int(cap * MORE_MEMORY) for cap in case.problem.cap_bytes))
     return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us
 
 
-def judged(seed: int) -> tuple[str, str, list[str]]:
-    """Return what became of a seed ("planned" or "refused"), the digest or the message, and the faults."""
-    case = case_of(seed)
+def judged(case: Case, seed: int) -> tuple[str, str, list[str]]:
+    """Return what became of a seed's case ("planned" or "refused"), the digest or the message, and the faults."""
     try:
         plan = planned(case)
     except EppError as error:
@@ -95,7 +91,6 @@ def digests(first: int, last: int) -> Iterator[str]:
 
 def run(first: int, last: int) -> Counter[str]:
     """Judge a range of seeds and compare with another process; print every fault."""
-    found, mine = Counter[str](), []
     environment = os.environ | {"PYTHONHASHSEED": str(first + 1)}
     again = subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(first), str(last), "--digests"],
@@ -103,22 +98,35 @@ def run(first: int, last: int) -> Counter[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    for seed in range(first, last):
-        try:
-            kind, said, faults = judged(seed)
-        except Exception as error:  # whatever it is, it is a fault
-            kind, said, faults = "failed", "", [f"{type(error).__name__}: {error}"]
-        mine.append(said)
-        found[kind] += 1
-        found["faults"] += len(faults)
-        for fault in faults:
-            print(f"seed {seed}: {fault}", flush=True)
+    found, mine = run_cases({seed: case_of(seed) for seed in range(first, last)})
     theirs = json.loads(again.communicate()[0] or "[]")
     for seed, (one, other) in enumerate(zip(mine, theirs, strict=False), first):
         if one != other:
             found["faults"] += 1
             print(f"seed {seed}: another process has {other[:80]} in place of {one[:80]}", flush=True)
-    return found + Counter(tried=last - first)
+    return found
+
+
+def run_exact(first: int, last: int) -> Counter[str]:
+    """Judge plans of the exact planner for the small cases of a range of seeds; print every fault."""
+    cases = {seed: case for seed in range(first, last) if (case := exact_case_of(seed)) is not None}
+    return run_cases(cases)[0]
+
+
+def run_cases(cases: Mapping[int, Case]) -> tuple[Counter[str], list[str]]:
+    """Judge the cases of seeds and print every fault. Return counts, and the digest or message of every case."""
+    found, texts = Counter[str](tried=len(cases)), []
+    for seed, case in cases.items():
+        try:
+            kind, said, faults = judged(case, seed)
+        except Exception as error:  # whatever it is, it is a fault
+            kind, said, faults = "failed", "", [f"{type(error).__name__}: {error}"]
+        texts.append(said)
+        found[kind] += 1
+        found["faults"] += len(faults)
+        for fault in faults:
+            print(f"seed {seed}: {fault}", flush=True)
+    return found, texts
 
 
 def main() -> int:
@@ -127,6 +135,7 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int, help="first seed that is not tried")
     parser.add_argument("--log", type=Path, help="file of the ranges that are done (default: none)")
+    parser.add_argument("--exact", action="store_true", help="plan the small cases, with the exact planner")
     parser.add_argument("--digests", action="store_true", help="print digests alone, for the comparison of processes")
     args = parser.parse_args()
     if args.digests:
@@ -134,10 +143,10 @@ def main() -> int:
         return 0
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
     done = {(line["first"], line["last"]): line for line in map(json.loads, lines)}
-    total = Counter[str]()
+    total, run_range = Counter[str](), run_exact if args.exact else run
     for first in range(args.first, args.last, STEP):
         last = min(first + STEP, args.last)
-        line = done.get((first, last)) or {"first": first, "last": last, **run(first, last)}
+        line = done.get((first, last)) or {"first": first, "last": last, **run_range(first, last)}
         if args.log and (first, last) not in done:
             append_line(args.log, json.dumps(line))
         total += Counter({name: number for name, number in line.items() if name not in ("first", "last")})

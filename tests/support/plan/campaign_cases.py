@@ -13,6 +13,8 @@ from megatron_epp.planner import PLANNERS, Options, Problem, plan
 HIDDEN, HEADS, HEAD_GROUPS = 256, 8, 2
 OTHERS = tuple(sorted(set(PLANNERS) - {"greedy", "milp"}))
 """Planners but the exact one, which takes seconds."""
+SMALL_LENGTHS, SMALL_STAGES = 5, 4
+"""Most sequences and stages of the cases that the exact planner gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ def case_of(seed: int) -> Case:
         forward_only=forward_only,
     )
     return _capped(draw, Case(problem, _costs(draw, placement), options))
+
+
+def exact_case_of(seed: int) -> Case | None:
+    """Return the case of a seed for the exact planner; None where it would take it long."""
+    case = case_of(seed)
+    if len(case.problem.lengths) > SMALL_LENGTHS or case.problem.num_stages > SMALL_STAGES:
+        return None
+    return replace(case, options=replace(case.options, planner="milp"))
 
 
 def _lengths(draw: random.Random) -> tuple[int, ...]:
