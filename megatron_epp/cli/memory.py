@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
+from megatron_epp.cli.reach import look, makespan_us, reach_table
 from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
-from megatron_epp.plan import Plan
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.layout import Layout
@@ -32,7 +30,7 @@ from megatron_epp.planner.service.worker import Worker
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.table import format_bytes, table
 from megatron_epp.report.text import headline
 
 _EXAMPLE = """\
@@ -42,8 +40,7 @@ example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and
 
 _LABEL_WIDTH = 20
 """Width in characters reserved next to the curve."""
-_COARSE = 8
-"""A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
+_MEGATRON_IS_LATE = "Megatron's own estimate: not there in time (--seconds); its import takes long here"
 _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 
 
@@ -55,29 +52,32 @@ def add_arguments(parser: Parser) -> None:
     add_output(parser, drawn, type=picture_or_page)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
-    seconds = "seconds after which it looks no further for what else would fit, but ends with what is known (%(default)s)"
-    parser.add_argument("--seconds", type=COUNT, default=20, metavar="N", help=seconds)
+    seconds = (
+        "seconds from the start after which it stops looking for what else would fit, and prints what is known (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=COUNT, default=9, metavar="N", help=seconds)
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
     parser.add_argument("--width", type=COUNT, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
 
 
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print each part as soon as it is known. Raises `EppError`."""
+    end_s = time.monotonic() - time.process_time() + args.seconds  # imports are all that was done so far
     lengths, options = lengths_of(args), options_from(args)
     tell_sharing(args)
     estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
     chosen = chosen_layout(args, [lengths])
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
-    refusal, made = "", None
-    try:
-        with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
+    refusal = ""
+    with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
+        try:
             made = plan(problem, costs, options)
-    except InfeasibleError as error:
-        refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
-    reaches: dict[str, Reach] = {}
-    if made is None:
-        reaches = _reaches(args, problem, chosen.layout, options)
-        made = _plan_of_least_cap(reaches, problem, costs, options)
+        except InfeasibleError as error:
+            least = error.least_cap_bytes
+            if not least:
+                raise
+            refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
+            made = plan(replace(problem, cap_bytes=tuple(max(cap, least) for cap in problem.cap_bytes)), costs, options)
     account = account_of(made, costs)
     if args.output:
         if is_page(args.output):
@@ -86,11 +86,10 @@ def run(args: Namespace) -> int:
             save_memory_picture(account, args.output)
     if not args.json:
         _say_blocks(_plan_blocks(args, account, refusal))
-    if not args.quick:
-        reaches = reaches or _reaches(args, problem, chosen.layout, options)
+    reaches = {} if args.quick else _reaches(args, problem, chosen.layout, options, end_s)
     if reaches and not args.json:
-        _say_blocks([_reach_table(reaches)])
-    megatron = None if args.no_megatron else _megatrons(args, problem, estimator)
+        _say_blocks([reach_table(reaches)])
+    megatron = None if args.no_megatron else _megatrons(args, problem, estimator, end_s)
     if args.json:
         say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
         return 0
@@ -106,36 +105,15 @@ def _say_blocks(blocks: list[list[str]]) -> None:
     say("\n".join("\n".join([*lines, ""]) for lines in blocks), flush=True)
 
 
-def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options) -> dict[str, Reach]:
+def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, end_s: float) -> dict[str, Reach]:
+    """Look for what else would fit, without offload and, if it is allowed, with it."""
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
-    tried: list[str] = []
-    share_s = args.seconds / len(choices)
-    ends_s = {name: time.monotonic() + share_s * number for number, name in enumerate(choices, 1)}
-    with progress("looking for what fits", lambda: f"{tried[-1]}, {len(tried)} plans" if tried else ""):
-        return {
-            name: Limits(
-                problem,
-                lambda longest: costs_of(uncut, problem.lengths, layout, longest),
-                allowed,
-                tried.append,
-                partial(_is_past, ends_s[name]),
-            ).reach()
-            for name, allowed in choices.items()
-        }
 
+    def costs_for(longest: int) -> PipelineCosts:
+        return costs_of(uncut, problem.lengths, layout, longest)
 
-def _is_past(end_s: float) -> bool:
-    return time.monotonic() > end_s
-
-
-def _plan_of_least_cap(reaches: dict[str, Reach], problem: Problem, costs: PipelineCosts, options: Options) -> Plan:
-    """Return the plan under the smallest cap with which the batch fits, made now where there was no time to make it."""
-    made = [reach.cap_plan for reach in reaches.values() if reach.cap_plan is not None]
-    if made:
-        return min(made, key=lambda one: max(one.cap_bytes))
-    least = min(reach.cap.value for reach in reaches.values() if reach.cap.value is not None)
-    return plan(replace(problem, cap_bytes=(least,) * problem.num_ranks), costs, options)
+    return look({name: Limits(problem, costs_for, allowed) for name, allowed in choices.items()}, end_s)
 
 
 def _is_unknown_to_megatron(args: Namespace) -> bool:
@@ -153,13 +131,18 @@ def _estimator() -> Callable[..., dict[str, Any] | None]:
     return estimate
 
 
-def _megatrons(args: Namespace, problem: Problem, estimator: Worker | None) -> dict[str, Any] | str:
+def _megatrons(args: Namespace, problem: Problem, estimator: Worker | None, end_s: float) -> dict[str, Any] | str:
     """Megatron's own estimate, or why there is none."""
     if estimator is None:
         return "Megatron's own estimate: a cost profile does not tell the model; name it with --model"
-    with progress("asking Megatron's own estimator"):
-        found: dict[str, Any] | None = estimator.call(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
-    estimator.close()
+    estimator.send(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
+    try:
+        with progress("asking Megatron's own estimator"):
+            if not estimator.is_ready(max(0.0, end_s - time.monotonic())):
+                return _MEGATRON_IS_LATE
+        found: dict[str, Any] | None = estimator.receive()
+    finally:
+        estimator.close()
     return _NO_MEGATRON if found is None else found
 
 
@@ -167,43 +150,8 @@ def _plan_blocks(args: Namespace, account: Account, refusal: str) -> list[list[s
     """Return what is said of the plan itself."""
     blocks = [headline(account.timeline.plan)]
     if refusal:
-        blocks = [[*refusal.splitlines(), "What follows is of the smallest cap with which the batch fits."], *blocks]
+        blocks = [[*refusal.splitlines(), "What follows is of the least cap that would do."], *blocks]
     return [*blocks, peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _LABEL_WIDTH))]
-
-
-def _reach_table(reaches: dict[str, Reach]) -> list[str]:
-    found = list(reaches.values())
-    rows = []
-    if found[0].alone is not None:
-        rows += [
-            ["longest sequence, alone", *(_largest(reach.alone, "tokens") for reach in found)],
-            ["longest sequence, with the others of the batch", *(_largest(reach.with_rest, "tokens") for reach in found)],
-            ["most sequences of such lengths", *(_largest(reach.batch, "sequences") for reach in found)],
-        ]
-    rows.append(["smallest cap for this batch (--memory-gb)", *(_gigabytes(reach.cap) for reach in found)])
-    if any(reach.cap_plan for reach in found):
-        rows.append(["  makespan with it", *("" if (us := _makespan_us(reach)) is None else format_us(us) for reach in found)])
-    lines = table(("what fits", *reaches), rows)
-    if found[0].alone is None:
-        lines.append("Without a cap (--memory-gb, or a --cluster with memory) nothing is too long.")
-    return lines
-
-
-def _makespan_us(reach: Reach) -> float | None:
-    return None if reach.cap_plan is None else reach.cap_plan.predicted.makespan_us
-
-
-def _largest(limit: Limit | None, of_what: str) -> str:
-    if limit is None or limit.value is None:
-        return "not found in time (--seconds)" if limit == Limit(None) else "none fits"
-    if limit.step > max(1, limit.value / _COARSE):
-        return f"{limit.value:,} {of_what} or more, below {limit.value + limit.step:,}"
-    return f"{limit.value:,} {of_what}" if limit.step else f"{limit.value:,} {of_what} or more"
-
-
-def _gigabytes(limit: Limit) -> str:
-    assert limit.value is not None  # some cap always does
-    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}{' or less' if limit.step > limit.value / _COARSE else ''}"
 
 
 def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
@@ -233,7 +181,7 @@ def _figures(
             "longest_sequence_beside": limit(reach.with_rest),
             "largest_batch": limit(reach.batch),
             "smallest_cap_bytes": limit(reach.cap),
-            "smallest_cap_makespan_us": _makespan_us(reach),
+            "smallest_cap_makespan_us": makespan_us(reach),
         }
         for name, reach in reaches.items()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_epp.plan.action import Action
@@ -54,6 +54,7 @@ class Account:
     gives: Mapping[Action, Items]
     order: tuple[str, ...]
     loss_share: float = 0.0
+    _moments: dict[int, list[Moment]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def items(self) -> list[str]:
@@ -63,6 +64,11 @@ class Account:
 
     def moments(self, rank: int) -> list[Moment]:
         """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
+        if rank not in self._moments:
+            self._moments[rank] = self._computed(rank)
+        return self._moments[rank]
+
+    def _computed(self, rank: int) -> list[Moment]:
         live: Counter[str] = Counter()
         found = [Moment(0.0, self._shown(rank, live), None)]
         for event in self.timeline.memory_events(rank):

@@ -41,7 +41,7 @@ def test_an_estimator_that_is_not_the_one_known_here_is_named(caplog, monkeypatc
 
 
 def test_the_command_shows_it_beside_the_plan(capsys):
-    argv = ["--lengths", "900,100", "--model", "tiny-gpt", "--stages", "2", "--quick"]
+    argv = ["--lengths", "900,100", "--model", "tiny-gpt", "--stages", "2", "--quick", "--seconds", "100"]
     assert main(["memory", *argv]) == 0
     out = capsys.readouterr().out
     assert "Megatron's estimate" in out

@@ -19,18 +19,20 @@ def test_every_command_takes_its_inputs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "cpu_s", "has_progress", "is_late"),
+    ("command", "given", "cpu_s", "wall_s", "has_progress", "is_late"),
     [
-        ("plan", "--help", 1.1, False, True),
-        ("plan", "small", 4.9, False, False),
-        ("plan", "large", 5.1, False, True),
-        ("plan", "large", 60.0, True, False),
-        ("memory", "large", 9.9, True, False),
-        ("memory", "large", 10.1, True, True),
+        ("plan", "--help", 1.1, 0.5, False, True),
+        ("plan", "small", 4.9, 5.1, False, False),
+        ("plan", "large", 5.1, 4.9, False, True),
+        ("plan", "large", 60.0, 60.0, True, False),
+        ("memory", "large", 20.0, 9.9, True, False),
+        ("memory", "large", 9.9, 10.1, True, True),
     ],
 )
-def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress(command, given, cpu_s, has_progress, is_late):
-    one = Took(command, given, cpu_s, has_progress, exit_code=0)
+def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress_and_memory_by_the_clock(
+    command, given, cpu_s, wall_s, has_progress, is_late
+):
+    one = Took(command, given, cpu_s, wall_s, has_progress, exit_code=0)
     assert one.is_late == is_late
     assert ("too long" in rows_of([one])[-1]) == is_late
 
@@ -38,5 +40,6 @@ def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress(command, g
 def test_a_run_has_the_time_of_its_process_and_its_exit_code(tmp_path: Path):
     done, failed = took("schedules", "", "", tmp_path), took("schedules", "", "--no-such-flag", tmp_path)
     assert done.cpu_s > 0
+    assert done.wall_s > 0
     assert (done.exit_code, failed.exit_code) == (0, 2)
     assert "exit code 2" in rows_of([failed])[-1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import shlex
 import sys
+import threading
 
 import pytest
 
@@ -13,17 +15,18 @@ from megatron_epp.cli import memory
 from megatron_epp.cli.main import main
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner.search import limits
-from megatron_epp.planner.search.limits import Limit, Reach
+from megatron_epp.planner.search.limits import Limit
 from megatron_epp.planner.service.worker import Worker
 
-MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 --no-megatron")
+MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3")
 BATCH = ["--lengths", "8192,700,300", *MODEL]
+UNHURRIED = ["--seconds", "100", "--no-megatron"]
 
 
 @pytest.fixture
 def report(capsys):
     def said(*argv: str) -> str:
-        assert main(["memory", *BATCH, *argv]) == 0
+        assert main(["memory", *BATCH, *UNHURRIED, *argv]) == 0
         return capsys.readouterr().out
 
     return said
@@ -37,7 +40,7 @@ def row_of(text: str, name: str) -> list[str]:
 
 def test_the_peaks_are_those_of_the_same_plan(report, tmp_path, capsys):
     made_at = tmp_path / "plan.json"
-    assert main(["plan", *BATCH[:-1], "--memory-gb", "0.2", "-o", str(made_at)]) == 0
+    assert main(["plan", *BATCH, "--memory-gb", "0.2", "-o", str(made_at)]) == 0
     capsys.readouterr()
     made, text = load(made_at), report("--memory-gb", "0.2", "--quick")
     assert row_of(text, "peak") == [f"{peak / 2**20:.2f}" for peak in made.predicted.peak_bytes]
@@ -74,20 +77,52 @@ def test_a_batch_that_does_not_fit_is_shown_with_the_smallest_cap_that_does(repo
     assert text.startswith("no plan fits a memory cap of")
     (smallest,) = row_of(text, "smallest cap for this batch (--memory-gb)")
     assert float(row_of(text, "cap")[0]) / 1024 == pytest.approx(float(smallest), abs=2e-4)
-    assert main(["plan", *BATCH[:-1], "--memory-gb", smallest]) == 0
-    assert main(["plan", *BATCH[:-1], "--memory-gb", str(0.99 * float(smallest))]) == 2
+    assert main(["plan", *BATCH, "--memory-gb", smallest]) == 0
+    assert main(["plan", *BATCH, "--memory-gb", str(0.99 * float(smallest))]) == 2
+
+
+def answering(**answers: Limit):
+    """Return questions with these answers, the rest of which take too long."""
+
+    def questions(self):
+        def forever():
+            threading.Event().wait()
+
+        known = {name: lambda name=name: (answers[name], None) for name in answers}
+        return {name: known.get(name, forever) for name in ("alone", "with_rest", "batch", "cap")}
+
+    return questions
 
 
 def test_what_was_not_looked_further_for_says_or_more(report, monkeypatch):
-    def reach(self):
-        cap, made = self.cap()
-        return Reach(Limit(4096, 128), Limit(None, 1), Limit(48), cap, made)
-
-    monkeypatch.setattr("megatron_epp.planner.search.limits.Limits.reach", reach)
+    answers = {"alone": Limit(4096, 128), "with_rest": Limit(None, 1), "batch": Limit(48), "cap": Limit(2**30)}
+    monkeypatch.setattr(limits.Limits, "questions", answering(**answers))
     text = report("--memory-gb", "0.2")
     assert row_of(text, "longest sequence, alone") == ["4,096", "tokens"]
     assert row_of(text, "longest sequence, with the others of the batch") == ["none", "fits"]
     assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more"]
+
+
+def test_when_time_is_over_it_prints_what_it_knows_and_leaves_no_process(report, monkeypatch):
+    answers = {"alone": Limit(4096, 128, is_proven=False), "batch": Limit(48, 48)}
+    monkeypatch.setattr(limits.Limits, "questions", answering(**answers))
+    text = report("--memory-gb", "0.2", "--seconds", "1")
+    assert row_of(text, "longest sequence, alone") == ["about", "4,096", "tokens"]
+    assert row_of(text, "longest sequence, with the others of the batch") == ["not", "found", "in", "time", "(--seconds)"]
+    assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more,", "below", "96"]
+    assert row_of(text, "smallest cap for this batch (--memory-gb)") == ["not", "found", "in", "time", "(--seconds)"]
+    assert multiprocessing.active_children() == []
+
+
+def test_an_estimator_that_is_late_is_not_waited_for(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "Worker", lambda _: Worker(late_estimator))
+    assert main(["memory", *BATCH, "--seconds", "1", "--quick"]) == 0
+    assert "Megatron's own estimate: not there in time (--seconds)" in capsys.readouterr().out
+
+
+def late_estimator():
+    """Start the estimator's process where importing Megatron takes long."""
+    threading.Event().wait()
 
 
 def test_without_a_cap_it_says_how_to_give_one(report):
@@ -107,14 +142,14 @@ def without_megatron():
 
 def test_without_megatron_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(memory, "Worker", lambda _: Worker(without_megatron))
-    assert main(["memory", *BATCH[:-1], "--quick"]) == 0
+    assert main(["memory", *BATCH, "--quick", "--seconds", "100"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
 
 
 def test_a_batch_that_no_memory_would_help_is_refused_as_by_plan(capsys):
-    too_fine = [*BATCH[:-1], "--chunk-tokens", "4", "--token-multiple", "8"]
+    too_fine = [*BATCH, "--chunk-tokens", "4", "--token-multiple", "8"]
     said = []
-    for command in (["plan"], ["memory", "--no-megatron"]):
+    for command in (["plan"], ["memory", *UNHURRIED]):
         assert main([*command, *too_fine]) == 2
         said.append(capsys.readouterr().err.splitlines()[-1])
     assert said[0] == said[1]

@@ -82,7 +82,7 @@ def test_with_one_chunk_per_sequence_a_cap_that_the_longest_exceeds_leaves_the_s
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 47])
 def test_what_fits_between_a_power_of_two_and_the_most_that_is_tried_is_found(monkeypatch: pytest.MonkeyPatch, most: int):
     for name in ("_fits", "_has_plan"):
-        monkeypatch.setattr(Limits, name, lambda self, lengths, question, offload=False: len(lengths) <= most)
+        monkeypatch.setattr(Limits, name, lambda self, lengths, offload=False: len(lengths) <= most)
     assert limits().batch() == Limit(most, 1)
 
 
@@ -91,9 +91,8 @@ def test_where_nothing_fits_nothing_is_named():
 
 
 def test_without_a_cap_only_the_smallest_cap_is_asked_for():
-    found = Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).reach()
-    assert (found.alone, found.with_rest, found.batch) == (None, None, None)
-    assert found.cap.value is not None
+    assert [*Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).questions()] == ["cap"]
+    assert [*limits().questions()] == ["alone", "with_rest", "batch", "cap"]
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
@@ -104,27 +103,40 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
 def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
     asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
     with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
-        asked.reach()
+        asked.cap()
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_without_time_nothing_is_claimed_but_the_cap_that_the_planner_names(offload: bool):
-    late = replace(limits(offload=offload), is_late=lambda: True)
-    assert (late.context(), late.batch()) == (Limit(None), Limit(None))
-    found, made = late.cap()
-    assert made is None
+def test_the_first_that_is_told_of_the_smallest_cap_is_what_the_planner_names(offload: bool, monkeypatch: pytest.MonkeyPatch):
+    told: list[Limit] = []
+    monkeypatch.setattr(search_limits, "CAP_BITS", 5)  # coarse: by default it takes a dozen plans
+    replace(limits(offload=offload), told=told.append).cap()
+    first = told[0]
+    assert first.value is not None
+    assert fits(BATCH, first.value)
+    assert first.step == (first.value if offload else 0)  # with offload less may do
+    assert [one.value for one in told] == sorted((one.value for one in told), reverse=True)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("most", [1, 17, 29, 46])
+@pytest.mark.parametrize("offload", [False, True])
+def test_whatever_is_told_before_the_end_is_true(most: int, offload: bool, monkeypatch: pytest.MonkeyPatch):
+    told: list[Limit] = []
+    monkeypatch.setattr(Limits, "_fits", lambda self, lengths: len(lengths) <= most)
+    monkeypatch.setattr(Limits, "_has_plan", lambda self, lengths, offload: len(lengths) <= most)
+    found = replace(limits(offload=offload), told=told.append).batch()
+    assert (found.value, found.is_proven) == (most, True)
+    for one in told:
+        assert one.value is not None
+        assert one.value <= most
+        assert one.step == 0 or one.value + one.step > most
+        assert one.is_proven == offload  # without offload bytes are computed first, and plans made at the end
+
+
+@pytest.mark.parametrize("others", [(), (3000, 500)])
+def test_what_is_told_of_the_longest_sequence_before_its_proof_is_close(others: tuple[int, ...]):
+    told: list[Limit] = []
+    found = replace(limits(), told=told.append).context(others)
     assert found.value is not None
-    assert fits(BATCH, found.value)
-    assert found.step == (found.value if offload else 0)  # with offload less may do
-
-
-@pytest.mark.parametrize("asked", range(1, 9))
-def test_what_is_known_when_time_is_over_is_true(asked: int, monkeypatch: pytest.MonkeyPatch):
-    most, tried = 29, []
-    monkeypatch.setattr(Limits, "_fits", lambda self, lengths, question: tried.append(len(lengths)) or len(lengths) <= most)
-    monkeypatch.setattr(Limits, "_has_plan", lambda self, lengths, question, offload: len(lengths) <= most)
-    found = replace(limits(), is_late=lambda: len(tried) >= asked).batch()
-    assert len(tried) <= asked
-    assert found.value in tried
-    assert (found.value or 0) <= most
-    assert found.step == 0 or (found.value or 0) + found.step > most
+    assert told[-1].value is not None
+    assert found.value == pytest.approx(told[-1].value, rel=0.1)

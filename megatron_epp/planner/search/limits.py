@@ -37,15 +37,17 @@ class Limit:
     Attributes:
         value: the number; None where nothing fits.
         step: distance to a number that does not fit; 0 where none was tried. Both None and 0: it was not found in time.
+        is_proven: there is a plan. Before that, the bytes of messages in flight are those that are set aside for any plan.
     """
 
     value: int | None
     step: int = 0
+    is_proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """All limits of a batch.
+    """All limits of a batch, as far as they are known.
 
     Attributes:
         alone: tokens of the longest sequence, with nothing else in the batch; None without a cap.
@@ -70,44 +72,34 @@ class Limits:
         problem: the batch, the pipeline and its caps.
         costs_for: costs for a number of tokens of the longest sequence.
         options: the settings of the user.
-        tried: called before each plan with the limit that it serves.
-        is_late: tells whether to end with what is known. A plan that is being made is not interrupted.
+        told: called with each answer that is better than the one before, until the last one is returned.
     """
 
     problem: Problem
     costs_for: Callable[[int], Costs]
     options: Options
-    tried: Callable[[str], None] = lambda _: None
-    is_late: Callable[[], bool] = lambda: False
+    told: Callable[[Limit], None] = lambda _: None
 
-    def reach(self) -> Reach:
-        """Compute every limit; several dozen plans. Raises `InfeasibleError` where no cap is high enough."""
-        rest = sorted(self.problem.lengths)[:-1]
+    def questions(self) -> dict[str, Callable[[], tuple[Limit, Plan | None]]]:
+        """Return functions that find the limits of a `Reach` by name, each with its plan if it has one; without caps one."""
         if is_unlimited(max(self.problem.cap_bytes)):
-            return Reach(None, None, None, *self.cap())
-        alone = self.context()
-        return Reach(alone, self.context(rest, alone.value) if rest else alone, self.batch(), *self.cap())
+            return {"cap": self.cap}
+        rest = sorted(self.problem.lengths)[:-1]
+        return {
+            "alone": lambda: (self.context(), None),
+            "with_rest": lambda: (self.context(rest), None),
+            "batch": lambda: (self.batch(), None),
+            "cap": self.cap,
+        }
 
-    def context(self, others: Sequence[int] = (), guess: int | None = None) -> Limit:
-        """Find the longest sequence, in tokens, that fits together with others.
-
-        Args:
-            others: tokens of the other sequences of the batch.
-            guess: tokens at which to begin; None for an estimate.
-        """
-        if self.is_late():
-            return Limit(None)
-        guess = guess or self._guessed_tokens(max(self.problem.lengths), others)
-        question = "longest sequence"
-        return self._proven(
-            lambda n: (n, *others),
-            _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess, self.is_late),
-        )
+    def context(self, others: Sequence[int] = ()) -> Limit:
+        """Find the longest sequence, in tokens, that fits together with others, given in tokens."""
+        guess, multiple = self._guessed_tokens(max(self.problem.lengths), others), self.problem.token_multiple
+        found = _largest(lambda n: self._fits((n, *others)), multiple, LONGEST, guess, self._tell, is_near=self._is_quick)
+        return self._proven(lambda n: (n, *others), found)
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
-        if self.is_late():
-            return Limit(None)
         lengths = self.problem.lengths
         most = BATCHES * len(lengths)
 
@@ -117,11 +109,11 @@ class Limits:
 
         @cache
         def fits(count: int) -> bool:
-            return self._fits(taken(count), "largest batch")
+            return self._fits(taken(count))
 
-        if self._has_plan(taken(most), "largest batch", offload=False) if self._is_quick else fits(most):
+        if self._has_plan(taken(most), offload=False) if self._is_quick else fits(most):
             return Limit(most)
-        return self._proven(taken, _largest(fits, 1, most, len(lengths), self.is_late))
+        return self._proven(taken, _largest(fits, 1, most, len(lengths), self._tell, is_near=True))
 
     def cap(self) -> tuple[Limit, Plan | None]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan if there is time to make it.
@@ -133,25 +125,29 @@ class Limits:
         Raises:
             InfeasibleError: no cap is high enough: memory is not the obstacle.
         """
-        question, lengths = "smallest cap", self.problem.lengths
+        lengths = self.problem.lengths
         named = self._named_cap(lengths)
-        if self.is_late():
-            return Limit(named, named if self.options.offload else 0), None
+        self.told(Limit(named, named if self.options.offload else 0))
         if not self.options.offload:
-            made = self._plan(lengths, question, named)
+            made = self._plan(lengths, named)
             if made.num_stages * len(made.chunks) > LARGE:
                 return Limit(named), made
             with suppress(InfeasibleError):
                 while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
-                    made, named = self._plan(lengths, question, peak), peak
+                    made, named = self._plan(lengths, peak), peak
             return Limit(named, 1), made
         step = 1 << max(0, named.bit_length() - CAP_BITS)
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
-        while high - low > 1 and not self.is_late():
+        while high - low > 1:
             middle = (low + high) // 2
-            fits = self._has_plan(lengths, question, offload=True, cap_bytes=middle * step)  # without, none fits below `named`
+            fits = self._has_plan(lengths, offload=True, cap_bytes=middle * step)  # without offload none fits below `named`
             low, high = (low, middle) if fits else (middle, high)
-        return Limit(high * step, (high - low) * step), self._plan(lengths, question, high * step)
+            self.told(Limit(high * step, (high - low) * step))
+        return Limit(high * step, step), self._plan(lengths, high * step)
+
+    def _tell(self, found: Limit) -> None:
+        """Tell what a search knows; if it does not make plans, without a proof."""
+        self.told(replace(found, is_proven=not self._is_quick))
 
     def _named_cap(self, lengths: tuple[int, ...]) -> int:
         """Return the smallest cap that the planner names for a batch, without offload.
@@ -159,7 +155,6 @@ class Limits:
         Raises `InfeasibleError` if it names none.
         """
         problem, options = self._problem(lengths, 1), replace(self.options, offload=False)
-        self.tried("smallest cap")
         try:
             (least_decisions if is_told_by_one_order(problem, options) else plan)(
                 problem, self.costs_for(max(lengths)), options
@@ -183,26 +178,23 @@ class Limits:
         static = max(static_bytes(self.problem, self.costs_for(longest)))
         return round(longest * (cap - static) / max(1, named - static))
 
-    def _fits(self, lengths: tuple[int, ...], question: str) -> bool:
+    def _fits(self, lengths: tuple[int, ...]) -> bool:
         """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
         if self._is_quick:
-            self.tried(question)
             enough = min(self.problem.cap_bytes)
             return self._least_cap(lengths, enough) <= enough
         choices = (False, True) if self.options.offload else (False,)
-        return any(self._has_plan(lengths, question, offload) for offload in choices)
+        return any(self._has_plan(lengths, offload) for offload in choices)
 
-    def _has_plan(self, lengths: tuple[int, ...], question: str, offload: bool, cap_bytes: int | None = None) -> bool:
+    def _has_plan(self, lengths: tuple[int, ...], offload: bool, cap_bytes: int | None = None) -> bool:
         """Return True if there is a plan with or without offload.
 
         Args:
             lengths: tokens of every sequence.
-            question: the limit that the plan serves.
             offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for those of the problem.
         """
         problem, options = self._problem(lengths, cap_bytes), replace(self.options, offload=offload, steps=0)
-        self.tried(question)
         if is_told_by_one_order(problem, options):
             return has_plan(problem, self.costs_for(max(lengths)), options)
         with suppress(InfeasibleError):
@@ -221,10 +213,7 @@ class Limits:
 
     def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
         """Prove that a number fits, and lower it by its step where messages need more than was set aside for them."""
-        question = "proof of a limit"
-        while (
-            self._is_quick and found.value is not None and not self._has_plan(lengths_for(found.value), question, offload=False)
-        ):
+        while self._is_quick and found.value is not None and not self._has_plan(lengths_for(found.value), offload=False):
             lower, step = found.value - max(found.step, 1), max(found.step, 1)
             found = Limit(lower if lower > 0 else None, step)
         return found
@@ -234,14 +223,13 @@ class Limits:
         problem = replace(self.problem, lengths=lengths)
         return problem if cap_bytes is None else replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
 
-    def _plan(
-        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
-    ) -> Plan:
-        self.tried(question)
-        return plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), options or self.options)
+    def _plan(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
+        return plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), self.options)
 
 
-def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, is_late: Callable[[], bool]) -> Limit:
+def _largest(
+    fits: Callable[[int], bool], multiple: int, most: int, guess: int, tell: Callable[[Limit], None], *, is_near: bool
+) -> Limit:
     """Find the largest multiple up to `most` that fits, to within a relatively small step.
 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
@@ -251,32 +239,32 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, 
         multiple: of which the number is one.
         most: the largest number that is tried.
         guess: the number to begin at.
-        is_late: tells whether to end with what is known.
+        tell: called with what is known whenever a larger number fits.
+        is_near: the guess is a good one, so the first stride is short; else it is as long as the guess.
     """
     most = most // multiple * multiple
     unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)
     at = min(max(guess // unit * unit, multiple), most)
-    stride = unit
+    stride = unit if is_near else at
     if fits(at):
         low, high = at, min(at + stride, most)
-        while low < most:
-            if is_late():
-                return Limit(low)
-            if not fits(high):
-                break
+        tell(Limit(low))
+        while low < most and fits(high):
             stride *= 2
             low, high = high, min(high + stride, most)
-        else:
+            tell(Limit(low))
+        if low == most:
             return Limit(most)
     else:
         low, high = max(at - stride, multiple), at
         while low == high or not fits(low):
-            if low == multiple or is_late():
-                return Limit(None, multiple if low == multiple else 0)
+            if low == multiple:
+                return Limit(None, multiple)
             stride *= 2
             low, high = max(low - stride, multiple), low
     step = multiple << max(0, (low // _GRAINS // multiple).bit_length() - 1)
-    while high - low > step and not is_late():
+    while high - low > step:
+        tell(Limit(low, high - low))
         middle = low + max(step, (high - low) // 2 // step * step)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return Limit(low, high - low)

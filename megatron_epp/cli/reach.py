@@ -1,0 +1,131 @@
+"""What else would fit in memory, looked for in several processes, and told when time is over."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_epp.cli.terminal import progress
+from megatron_epp.plan import EppError, Plan
+from megatron_epp.planner.search.limits import Limit, Limits, Reach
+from megatron_epp.report.table import format_us, table
+
+_COARSE = 8
+"""A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
+_LATE = "not found in time (--seconds)"
+_UNKNOWN: tuple[Limit, None] = (Limit(None), None)
+
+
+@dataclass(slots=True)
+class _Question:
+    """A limit that a process looks for, and what it has told so far."""
+
+    process: Any
+    pipe: Connection
+    answer: tuple[Limit, Plan | None] = _UNKNOWN
+
+
+def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
+    """Return the limits of each choice as they are known at a time of `time.monotonic`.
+
+    Every limit is looked for in a process forked from this one, in which no other threads may run.
+
+    Args:
+        choices: where to look, by name.
+        end_s: when to end.
+
+    Raises:
+        EppError: there is no limit, whatever the memory.
+    """
+    asked: dict[tuple[str, str], _Question] = {}
+    for choice, limits in choices.items():
+        for name in limits.questions():
+            ours, theirs = connection.Pipe(duplex=False)
+            process = get_context("fork").Process(target=_answer, args=(limits, name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            asked[choice, name] = _Question(process, ours)
+    waiting = list(asked.values())
+    try:
+        with progress("looking for what fits", lambda: f"{len(asked) - len(waiting)} of {len(asked)} limits"):
+            while waiting and (ready := connection.wait([one.pipe for one in waiting], max(0, end_s - time.monotonic()))):
+                waiting = [one for one in waiting if one.pipe not in ready or not _hear(one)]
+    finally:
+        for one in asked.values():
+            one.process.kill()
+            one.process.join()
+    found: dict[str, Reach] = {}
+    for choice in choices:
+        known = {name: one.answer for (where, name), one in asked.items() if where == choice}
+        alone, beside, batch = (known[name][0] if name in known else None for name in ("alone", "with_rest", "batch"))
+        found[choice] = Reach(alone, beside, batch, *known["cap"])
+    return found
+
+
+def _hear(one: _Question) -> bool:
+    """Take an answer; return True if it was the last one."""
+    try:
+        answer, is_last = one.pipe.recv()
+    except EOFError:  # the process has ended: what it has told remains
+        return True
+    if isinstance(answer, EppError):
+        raise answer
+    one.answer = answer
+    return bool(is_last)
+
+
+def _answer(limits: Limits, name: str, pipe: Connection) -> None:
+    """Look for a limit, in a process of its own; send each answer, and whether it is the last."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asked: Callable[[], tuple[Limit, Plan | None]]
+    asked = replace(limits, told=lambda found: pipe.send(((found, None), False))).questions()[name]
+    try:
+        pipe.send((asked(), True))
+    except EppError as error:
+        pipe.send((error, True))
+
+
+def reach_table(reaches: Mapping[str, Reach]) -> list[str]:
+    """Return lines with the limits of each choice."""
+    found = list(reaches.values())
+    rows = []
+    if found[0].alone is not None:
+        rows += [
+            ["longest sequence, alone", *(_largest(reach.alone, "tokens") for reach in found)],
+            ["longest sequence, with the others of the batch", *(_largest(reach.with_rest, "tokens") for reach in found)],
+            ["most sequences of such lengths", *(_largest(reach.batch, "sequences") for reach in found)],
+        ]
+    rows.append(["smallest cap for this batch (--memory-gb)", *(_gigabytes(reach.cap) for reach in found)])
+    if any(reach.cap_plan for reach in found):
+        rows.append(["  makespan with it", *("" if (us := makespan_us(reach)) is None else format_us(us) for reach in found)])
+    lines = table(("what fits", *reaches), rows)
+    if found[0].alone is None:
+        lines.append("Without a cap (--memory-gb, or a --cluster with memory) nothing is too long.")
+    return lines
+
+
+def makespan_us(reach: Reach) -> float | None:
+    """Return the makespan of the plan with the smallest cap, in microseconds; None where there was no time for it."""
+    return None if reach.cap_plan is None else reach.cap_plan.predicted.makespan_us
+
+
+def _largest(limit: Limit | None, of_what: str) -> str:
+    if limit is None or limit.value is None:
+        return _LATE if limit == Limit(None) else "none fits"
+    if limit.step > max(1, limit.value / _COARSE):
+        return f"{limit.value:,} {of_what} or more, below {limit.value + limit.step:,}"
+    if not limit.is_proven:
+        return f"about {limit.value:,} {of_what}"
+    return f"{limit.value:,} {of_what}" if limit.step else f"{limit.value:,} {of_what} or more"
+
+
+def _gigabytes(limit: Limit) -> str:
+    if limit.value is None:
+        return _LATE
+    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}{' or less' if limit.step > limit.value / _COARSE else ''}"
