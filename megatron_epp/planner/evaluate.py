@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
 from megatron_epp.planner.kernels.columns import Codes, Columns, code_of, decode, encode_known
-from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, numbers
+from megatron_epp.planner.kernels.compiled import Floats, Integers, float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
@@ -121,8 +121,8 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
 def room_for(codes: Codes, columns: Columns) -> timing.Room:
     """Storage for the times of an order."""
     actions, ranks = len(codes.actions), codes.num_ranks
-    times = [floats([0.0] * count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
-    return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
+    times = [float_zeros(count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
+    return timing.Room(times[0], times[1], integer_zeros(ranks), *times[2:])
 
 
 def copy_columns(
@@ -151,11 +151,11 @@ def copy_columns(
         starts=integers(accumulate(map(len, copies), initial=0)),
         load_of=integers(load_of),
         links=integers(links),
-        start_us=floats([0.0] * len(row)),
-        end_us=floats([0.0] * len(row)),
-        at=integers([0] * len(copies)),
-        clock_us=floats([0.0] * len(copies)),
-        lane_us=floats([0.0] * (2 * (max(links, default=-1) + 1))),
+        start_us=float_zeros(len(row)),
+        end_us=float_zeros(len(row)),
+        at=integer_zeros(len(copies)),
+        clock_us=float_zeros(len(copies)),
+        lane_us=float_zeros(2 * (max(links, default=-1) + 1)),
     )
 
 
@@ -165,7 +165,7 @@ def _play(
     chunks = len(tables.message_us)
     codes = order if isinstance(order, Codes) else encode_known(order, chunks)
     columns = tables.columns_with(codes.kinds)
-    split, durations_us = integers([0] * columns.num_items), floats(columns.action_us)
+    split, durations_us = integer_zeros(columns.num_items), floats(columns.action_us)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, durations_us)

@@ -79,6 +79,14 @@ def floats(values: Iterable[float] | Numbers) -> Floats:
     return cast(Floats, _column(values, np.float64))
 
 
+def integer_zeros(count: int) -> Integers:
+    return cast(Integers, np.zeros(count, dtype=np.int64) if _njit is not None else [0] * count)
+
+
+def float_zeros(count: int) -> Floats:
+    return cast(Floats, np.zeros(count) if _njit is not None else [0.0] * count)
+
+
 def _column(values: Any, dtype: type) -> object:
     """Copy values into a column."""
     if not isinstance(values, (list, np.ndarray)):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, floats, inlined, integers
+from megatron_epp.planner.kernels.compiled import (
+    Floats,
+    Integers,
+    compiled,
+    float_zeros,
+    inlined,
+    integer_zeros,
+)
 from megatron_epp.planner.kernels.memory import backward_peak
 
 
@@ -60,9 +67,9 @@ def storage(count: int, ranks: int, nodes: int) -> Filled:
         ranks: of the pipeline.
         nodes: as in `Columns.needs`.
     """
-    actions, waiting = integers([0] * (2 * count)), integers([0] * count)
-    ends, first, last, waiting_bytes, at = (integers([0] * ranks) for _ in range(5))
-    return Filled(actions, ends, waiting, first, last, waiting_bytes, at, floats([0.0] * ranks), floats([0.0] * nodes))
+    actions, waiting = integer_zeros(2 * count), integer_zeros(count)
+    ends, first, last, waiting_bytes, at = (integer_zeros(ranks) for _ in range(5))
+    return Filled(actions, ends, waiting, first, last, waiting_bytes, at, float_zeros(ranks), float_zeros(nodes))
 
 
 @compiled

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
 from megatron_epp.planner.kernels.columns import KIND_BITS, Codes, Columns, encode_known
-from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
+from megatron_epp.planner.kernels.compiled import Integers, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.orders.joined import Joined, joined_bytes
@@ -71,7 +71,7 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
         recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
         return Fit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
-    column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
+    column, leaves, allowed = integer_zeros(items), integer_zeros(items), integers(caps_at(codes, caps))
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
         return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
@@ -138,7 +138,7 @@ def fit_with_copies(
     """
     columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
     items = columns.num_stages * columns.num_chunks
-    column, leaves, most = integers([0] * items), integers([0] * items), integers(chain.from_iterable(limit))
+    column, leaves, most = integer_zeros(items), integer_zeros(items), integers(chain.from_iterable(limit))
     static = tables.static[rank]
     if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
         return False
@@ -185,8 +185,8 @@ def step_bytes(
         joined: pairs of actions that run in one step: the first allocates what both do, the second frees it.
     """
     codes, columns = _coded(order, tables)
-    count, split = len(codes.actions), integers([0] * columns.num_items)
-    takes, gives = integers([0] * count), integers([0] * count)
+    count, split = len(codes.actions), integer_zeros(columns.num_items)
+    takes, gives = integer_zeros(count), integer_zeros(count)
     mark_split(codes.actions, split)
     inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.planner.kernels import ready
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, WEIGHT, Codes, decode
-from megatron_epp.planner.kernels.compiled import floats, integers, numbers
+from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
@@ -87,13 +87,13 @@ def _ready(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> rea
         most_waiting=max(1, math.ceil((rule.waiting or 0) * ranks)) if is_split else 0,
         forward_in=floats([0.0] * total + [math.inf] * (items - total)),
         backward_in=floats([math.inf] * items),
-        forward_count=integers([0] * stages),
-        backward_count=integers([0] * stages),
-        clock_us=floats([0.0] * ranks),
-        was_backward=integers([0] * ranks),
-        waiting_us=floats([0.0] * (items if is_split else 0)),
-        queued=integers([0] * ranks),
-        taken=integers([0] * ranks),
-        out=integers([0] * (passes * items)),
+        forward_count=integer_zeros(stages),
+        backward_count=integer_zeros(stages),
+        clock_us=float_zeros(ranks),
+        was_backward=integer_zeros(ranks),
+        waiting_us=float_zeros(items if is_split else 0),
+        queued=integer_zeros(ranks),
+        taken=integer_zeros(ranks),
+        out=integer_zeros(passes * items),
         filled=integers(passes * total * start for start in first_stage[:-1]),
     )

@@ -9,7 +9,7 @@ from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play
 from megatron_epp.planner.kernels import memory, split, timing
 from megatron_epp.planner.kernels.columns import Codes, decode, encode_known
-from megatron_epp.planner.kernels.compiled import floats, integers, numbers
+from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.orders.warm_up import Order
@@ -105,11 +105,11 @@ def split_weights(
         PlanError: the order deadlocks.
     """
     columns, count = tables.columns_with(order.kinds), len(order.actions)
-    steps, none = integers(chain.from_iterable(recompute_steps)), integers([0] * columns.num_items)
+    steps, none = integers(chain.from_iterable(recompute_steps)), integer_zeros(columns.num_items)
     whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
     timing.durations(columns, steps, none, whole_us)
     timing.durations(columns, steps, integers([1] * columns.num_items), split_us)
-    takes, gives, free, extra = (integers([0] * count) for _ in range(4))
+    takes, gives, free, extra = (integer_zeros(count) for _ in range(4))
     memory.step_bytes(order.actions, columns, steps, none, takes, gives)
     whole = split.Whole(order.actions, order.starts, whole_us, split_us, free, extra)
     split.spare_bytes(columns, steps, integers(caps), integers(chain.from_iterable(away)), takes, gives, whole)

@@ -9,7 +9,7 @@ from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import shards, timing
 from megatron_epp.planner.kernels.columns import KINDS, Codes, decode, encode
-from megatron_epp.planner.kernels.compiled import floats, integers
+from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
@@ -49,7 +49,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     """
     chunks, ranks, stages = len(tables.message_us), len(tables.stages_of), len(tables.rank_of)
     codes, columns = encode(order, chunks, SHARD_KINDS), tables.columns_with(SHARD_KINDS)
-    split, took_us = integers([0] * columns.num_items), floats(columns.action_us)
+    split, took_us = integer_zeros(columns.num_items), floats(columns.action_us)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, took_us)
@@ -98,16 +98,16 @@ def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[in
         last_rank=tables.rank_of[-1],
         backward=int(backward),
         came_us=floats([-1.0] * chunks),
-        gathered_us=floats([0.0] * chunks),
+        gathered_us=float_zeros(chunks),
         finished=integers(zeros(chunks)),
         at=integers(zeros(ranks)),
         shards=integers(zeros(ranks)),
         gradients=integers(zeros(ranks)),
         losses=integers(zeros(1)),
-        clock_us=floats([0.0] * ranks),
+        clock_us=float_zeros(ranks),
         held_bytes=integers(zeros(ranks)),
         choice=integers(zeros(ranks)),
-        when_us=floats([0.0] * ranks),
+        when_us=float_zeros(ranks),
         stale=integers(zeros(ranks, 1)),
         ended_us=floats([-1.0] * num_nodes),
         out=integers(zeros(first[-1])),

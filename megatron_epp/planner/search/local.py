@@ -12,7 +12,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.kernels.columns import Codes, decode, encode
-from megatron_epp.planner.kernels.compiled import floats, integers, is_compiled
+from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, copy_choice, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at
 from megatron_epp.planner.orders.warm_up import slice_groups
@@ -97,7 +97,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     items = len(recompute_steps)
     spare = Spare(
         numbers=integers([options.seed]),
-        leaves=integers([0] * items),
+        leaves=integer_zeros(items),
         seen=integers([-1] * (2 * items)),
         took_us=floats(columns.action_us),
     )
@@ -131,6 +131,6 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> F
         caps_at=integers(caps_at(codes, problem.cap_bytes)),
         dear=integers(chain.from_iterable(dear)),
         dear_starts=integers(accumulate(map(len, dear), initial=0)),
-        no_split=integers([0] * columns.num_stages * chunks),
+        no_split=integer_zeros(columns.num_stages * chunks),
         copies=copy_columns((), chunks, 0),
     )
