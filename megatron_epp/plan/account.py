@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 from megatron_epp.plan.action import Action
@@ -54,35 +55,38 @@ class Account:
     gives: Mapping[Action, Items]
     order: tuple[str, ...]
     loss_share: float = 0.0
-    _moments: dict[int, list[Moment]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def items(self) -> list[str]:
         """Names of all items that any rank ever has, as reports list them."""
-        there = {name for rank in range(len(self.static)) for moment in self.moments(rank) for name in moment.items}
+        changes = chain(self.static, self.takes.values(), self.gives.values())
+        there = {name for items in changes for name, size in items.items() if size}
+        if self.loss_share and any(self.takes.values()):
+            there.add(self.order[-1])
         return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
         """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
-        if rank not in self._moments:
-            self._moments[rank] = self._computed(rank)
-        return self._moments[rank]
+        return [Moment(time_us, self._shown(rank, live), step) for time_us, live, step in self._changes(rank)]
 
-    def _computed(self, rank: int) -> list[Moment]:
+    def peak(self, rank: int) -> Moment:
+        """Return the first moment at which a rank's memory is at its maximum."""
+        totals = accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)
+        live = [0, *totals]
+        time_us, items, step = next(islice(self._changes(rank), live.index(max(live)), None))
+        return Moment(time_us, self._shown(rank, items), step)
+
+    def _changes(self, rank: int) -> Iterator[tuple[float, Counter[str], AnyStep | None]]:
+        """Yield the start and every change: its time, the bytes by item that are not static, and its step."""
         live: Counter[str] = Counter()
-        found = [Moment(0.0, self._shown(rank, live), None)]
+        yield 0.0, live, None
         for event in self.timeline.memory_events(rank):
             if event.at_end:
                 live.subtract(self.gives[event.step.action])
             else:
                 live.update(self.takes[event.step.action])
             if event.delta_bytes:
-                found.append(Moment(event.time_us, self._shown(rank, live), event.step))
-        return found
-
-    def peak(self, rank: int) -> Moment:
-        """Return the first moment at which a rank's memory is at its maximum."""
-        return max(self.moments(rank), key=lambda moment: moment.num_bytes)
+                yield event.time_us, live, event.step
 
     def alive(self, rank: int, until: Moment) -> list[tuple[int, int]]:
         """Return stage and chunk of each pass whose forward has started by a moment of `moments` and whose backward has not
