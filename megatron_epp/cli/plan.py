@@ -22,7 +22,7 @@ from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import InfeasibleError, PlanError
-from megatron_epp.plan.pipelining import PIPELINING, from_pipelining
+from megatron_epp.plan.foreign import SOURCES, from_table, is_table
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
@@ -101,7 +101,10 @@ def add_plan_file(parser: Parser) -> None:
 
 
 def _add_plans(parser: Parser) -> None:
-    help_text = "one plan, or a table (.csv) of torch.distributed.pipelining; or plans of replicas that share experts"
+    help_text = (
+        "one plan, or a table that torch.distributed.pipelining (.csv), zero-bubble or Primus print; or plans of replicas that "
+        "share experts"
+    )
     parser.add_argument("plans", metavar="PLAN.json", nargs="+", help=help_text)
 
 
@@ -110,7 +113,7 @@ def _check(args: argparse.Namespace) -> int:
     found = [check(made) for made in plans]
     for path, made, violations in zip(args.plans, plans, found, strict=True):
         say(f"{path}: {report(made, violations)}", end="")
-        if made.planner == PIPELINING and not violations:
+        if made.planner in SOURCES and not violations:
             peaks = made.predicted.peak_bytes
             say(
                 f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
@@ -123,11 +126,12 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> Plan:
-    """Load a plan, or a table (CSV) of torch.distributed.pipelining as one."""
-    if not path.endswith(".csv"):
-        return load(path)
+    """Load a plan, or a table of another system as one."""
     with naming(path):
-        return from_pipelining(read_text(path))
+        text = read_text(path)
+        if is_table(path, text):
+            return from_table(text)
+    return load(path)
 
 
 def _simulate(args: argparse.Namespace) -> int:

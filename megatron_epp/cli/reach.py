@@ -1,4 +1,4 @@
-"""What else would fit in memory, looked for in several processes, and told when time is over."""
+"""Search for what else would fit in memory, by several processes and with a time limit.
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
     found: dict[str, Reach] = {}
     for choice in choices:
         known = {name: one.answer for (where, name), one in asked.items() if where == choice}
-        alone, beside, batch = (known[name][0] if name in known else None for name in ("alone", "with_rest", "batch"))
-        found[choice] = Reach(alone, beside, batch, *known["cap"])
+        alone, with_rest, batch = (known[name][0] if name in known else None for name in ("alone", "with_rest", "batch"))
+        found[choice] = Reach(alone, with_rest, batch, *known["cap"])
     return found
 
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 
 from megatron_epp.plan import check, lower
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.pipelining import from_pipelining
+from megatron_epp.plan.foreign.pipelining import from_pipelining
 
 RANKS, MICROBATCHES = 4, 8
 

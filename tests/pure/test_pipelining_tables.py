@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.plan import Op, PlanError, check
-from megatron_epp.plan.pipelining import from_pipelining
+from megatron_epp.plan.foreign.pipelining import from_pipelining
 
 TABLE = """\
 0F0,0F1,,0I0,0W0,0B1
@@ -58,16 +58,16 @@ def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("", "row 1 of the table has no action"),
+        ("", "row 1 of the table has no passes"),
         ("0F0,hello\n", "row 1, cell 2 of the table is 'hello'"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 of the table is on ranks 0 and 1"),
-        ("0F0,0B0\n2F0,2B0\n", "stage 1 of the table has no action"),
-        ("0F999999999\n9999F0\n", "stage 1 of the table has no action"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 of the table has no passes"),
+        ("0F999999999\n9999F0\n", "stage 1 of the table has no passes"),
         ("0F999999999\n", "1,000,000,000 microbatches"),
         ("0F0,0F1,0I0,0W0,0I1\n", "stage 0 has I of microbatch 1 and never W"),
         ("0F0,0B0,0W0\n", "stage 0 has B and W of microbatch 0: B is both parts"),
         ("0F0,0I0,0B0,0W0\n", "stage 0 has B and I of microbatch 0: B is both parts"),
-        ("0F0,0B0\n,\n", "row 2 of the table has no action"),
+        ("0F0,0B0\n,\n", "row 2 of the table has no passes"),
         ("0" * 140_000 + "F0\n", "the table is no CSV"),
     ],
 )

@@ -230,6 +230,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_learning_shards.py": (),
     "pure/test_cost_slowness.py": (),
     "pure/test_pipelining_tables.py": (),
+    "pure/test_foreign_tables.py": (),
     "pure/test_plan_check.py": (),
     "pure/test_plan_check_memory.py": (),
     "pure/test_plan_check_predicted.py": (),

@@ -207,11 +207,14 @@ recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `i
 
 {gallery(rows)}
 
-{PLANNED}## Tables of torch.distributed.pipelining
+{PLANNED}## Tables of other systems
 
-`megatron-epp check table.csv` reads the tables of `torch.distributed.pipelining` (a row per rank, cells such as `0F3`, `7I0`,
-`4W2`, `(0F7;7B3)OVERLAP_F_B`) and proves them like plans: every forward and backward is there once, nothing runs before what it
-needs, the order of sends matches that of receives, and there is no deadlock, even with a GPU's in-order hardware queues. It
-prints the bubble if every action takes the same time, and the largest number of microbatches in flight on a rank. Cells for
-communication are left out, since messages follow from the order.
+`megatron-epp check` reads the tables of `torch.distributed.pipelining` (`table.csv`: a row per rank, cells such as `0F3`,
+`7I0`, `4W2`, `(0F7;7B3)OVERLAP_F_B`), those that AMD's Primus logs (`Rank 0: (F|0|0),(SF|0|0),…`), and those that the
+zero-bubble fork of Megatron prints (`f0 sf0 b0 w0` with communication, `F0.1 BW0.1` or `F0-1 BW0-1` without), and proves them
+like plans: every forward and backward is there once, nothing runs before what it needs, the order of sends matches that of
+receives, and there is no deadlock, even with a GPU's in-order hardware queues. It prints the bubble if F, B and W take equally
+long, and the largest number of microbatches in flight on a rank. Communication, copies and recompute are left out: messages
+follow from the order. Where two stages of a rank may be looped or a V, the table does not say which; it is the one with fewer
+violations.
 """

@@ -46,6 +46,8 @@ epp: {slices: 2}
 launch: {environment: {A: b}}
 """
 TABLES = (b"0F0,0F1,,0I0,0W0,0B1\n,1F0,1B0,1F1,1SEND_B1,1B1\n", b"0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n")
+PRIMUS = (b"Rank 0: (F|0|0),(SF|0|0),(F|1|0),(B|0|0),(W|0|0),(BW|1|0)\nRank 1: (F|0|0),(B|0|0),[(F|1|0),(BW|1|0)],(W|0|0)\n",)
+ZERO_BUBBLE = (b"f0 sf0 f1 rb0 b0 w0 b1\nrf0 f0 b0 sb0 f1 b1 w0\n", b"F0.0 F0.1 BW0.1 BW0.0\n", b"F0-0 F0-1 BW0-1 BW0-0\n")
 LENGTHS = np.array([300, 200, 0, 1, 17, 40], dtype=np.int32)
 """Tokens of the sequences of a pair; `BOUNDARIES` divides them into documents."""
 BOUNDARIES = np.array([0, 1, 3, 4, 6], dtype=np.int64)
@@ -157,6 +159,8 @@ def _lock(path: Path) -> str:
 
 
 _COSTS = keys(SOUND["profile"], SOUND["costs"]) | {"costs of", r"stage \d+"}
+_CHECKED = {"check": command("check", "FILE", accepted=(0, 1))}
+_IN_TABLE = named(r"stages? \d+", r"rank \d+")
 FORMATS: dict[str, Format] = {
     "plan": Format(
         "given.json",
@@ -240,9 +244,9 @@ FORMATS: dict[str, Format] = {
         },
         named("header", "first bytes", r"document \d", r"sequence \d", "no documents?"),
     ),
-    "table": Format(
-        "given.csv", lambda: TABLES, text_damage, {"check": command("check", "FILE", accepted=(0, 1))}, named(r"stage \d+")
-    ),
+    "table": Format("given.csv", lambda: TABLES, text_damage, _CHECKED, _IN_TABLE),
+    "primus": Format("given.txt", lambda: PRIMUS, text_damage, _CHECKED, _IN_TABLE),
+    "zero-bubble": Format("given.txt", lambda: ZERO_BUBBLE, text_damage, _CHECKED, _IN_TABLE),
     "record": Format(
         f"given{SUFFIX}",
         lambda: (record(),),
