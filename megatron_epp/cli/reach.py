@@ -1,4 +1,4 @@
-"""Search for what else would fit in memory, by several processes and with a time limit.
+"""Search for what else would fit in memory, by several processes and with a time limit."""
 
 from __future__ import annotations
 
