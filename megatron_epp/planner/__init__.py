@@ -80,7 +80,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         return Anytime(costs, options).plan(problem)
     with uncollected():
         small = replace(options, wide_windows=False)
-        smaller = (lambda asked: _built(asked, costs, small, planner)) if planner is greedy else None
+        smaller = (lambda asked: _built(asked, costs, small, planner)) if planner in (greedy, milp) else None
         least = last_resort(problem, costs, options)
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least)
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.plan import EppError, InfeasibleError
 from tests.support.plan import campaign
-from tests.support.plan.campaign_cases import case_of, planned
+from tests.support.plan.campaign_cases import case_of, exact_case_of, planned
 from tests.support.seeds import some_by_default
 
 
@@ -37,6 +37,12 @@ def test_plans_of_the_exact_planner_have_no_fault():
     assert found["faults"] == 0
     assert found["planned"] > 0
     assert found["tried"] == found["planned"] + found["refused"]
+
+
+def test_a_cap_that_the_exact_planner_names_has_room_for_messages():
+    case = exact_case_of(5733)
+    assert case is not None
+    assert campaign.judged(case, 5733)[2] == []
 
 
 def test_a_wrong_prediction_is_a_fault():

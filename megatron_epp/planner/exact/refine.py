@@ -15,7 +15,7 @@ from megatron_epp.plan import Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.oracle import makespan_us, oracle
-from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.memory.messages import MessageRoomError, planned_with_room
 from megatron_epp.planner.memory.recompute import fit_recompute
 from megatron_epp.planner.orders.vocabulary import has_shards
 from megatron_epp.planner.orders.warm_up import slice_groups
@@ -47,11 +47,13 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
+        MessageRoomError: its decisions fit but for their messages.
         PlanError: OR-tools is not installed.
     """
     start = greedy(problem, costs, options)
     if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
         return start
+    build_plan(problem, costs, options, start)
     found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s)
     return found.decisions or start
 
@@ -90,15 +92,16 @@ class Refiner:
 
     def _plan(self, problem: Problem) -> Plan:
         asked, sequences = canonical(problem)
-        made = self.solved.recall(asked)
-        if made is None:
-            made = greedy(asked, self.costs, self.options)
-            if asked not in self._asked and len(self._asked) < WAITING:
-                self._worker.send(asked)
-                self._asked.append(asked)
-            like = self.by_shape.recall(shape_of(asked, made))
-            made = made if like is None else faster(made, like, asked, self.costs, self.options)
-        return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+        if (solved := self.solved.recall(asked)) is not None:
+            return build_plan(problem, self.costs, self.options, relabelled(solved, sequences))
+        found = greedy(asked, self.costs, self.options)
+        like = self.by_shape.recall(shape_of(asked, found))
+        made = found if like is None else faster(found, like, asked, self.costs, self.options)
+        plan = build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+        if asked not in self._asked and len(self._asked) < WAITING:  # what has no room for messages is planned anew, and no use
+            self._worker.send(asked)
+            self._asked.append(asked)
+        return plan
 
     def close(self) -> None:
         """End the process, and with it what is being solved."""
@@ -128,4 +131,12 @@ def faster(made: Decisions, like: Decisions, problem: Problem, costs: Costs, opt
 
 
 def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
-    return partial(milp, costs=costs, options=options, time_limit_s=time_limit_s)
+    return partial(_refined, costs=costs, options=options, time_limit_s=time_limit_s)
+
+
+def _refined(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
+    """Return what `milp` finds; where its start has no room for messages, that start, which is then planned anew with more."""
+    try:
+        return milp(problem, costs, options, time_limit_s)
+    except MessageRoomError:
+        return greedy(problem, costs, options)

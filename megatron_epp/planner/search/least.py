@@ -30,7 +30,7 @@ from megatron_epp.planner.search.trials import Trials
 
 def is_told_by_one_order(problem: Problem, options: Options) -> bool:
     """Return True if a chunk table that does not fit in the order of `OrderRules.least` fits in no order."""
-    return options.planner == "greedy" and not options.offload and problem.has_one_stage_per_rank
+    return options.planner in ("greedy", "milp") and not options.offload and problem.has_one_stage_per_rank
 
 
 def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_bytes: int = 0) -> int:
