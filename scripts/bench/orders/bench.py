@@ -2,6 +2,7 @@
 
     python -m scripts.bench.orders                            ten cases, all orders
     python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
+    python -m scripts.bench.orders --pictures docs            only the pictures of three batches
     python -m scripts.bench.orders --reduced                  one case, two orders
     python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
 
@@ -24,12 +25,13 @@ from typing import Any
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.library import even_layers, load_cluster, load_flags, shape_of
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
-from scripts.bench.orders.page import page, picture
+from megatron_epp.report.gantt import side_by_side
+from scripts.bench.orders.page import drawing, page, picture
 from scripts.bench.planner.suite import equal, whale
 
 GIB = 1 << 30
@@ -81,6 +83,12 @@ CASES = (
 """Every batch with room to spare and with a cap little above the least that any placement can do with."""
 
 
+DRAWN = {"64 x 8K": 40, "512 Wikipedia, one of 64K": 40, "1M and 500 tiny": 100}
+"""Batches of which there is a picture, and the cap there."""
+SLOWEST = 1.5
+"""Makespan, as a multiple of the least, above which a plan would squeeze all others in the picture."""
+
+
 @cache
 def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_parallel: int = 1) -> Costs:
     ranks = {"tensor_model_parallel_size": tensor_parallel, "context_parallel_size": context_parallel}
@@ -90,18 +98,43 @@ def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_par
     return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
-@cache
-def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> float | None:
-    """Makespan of a proven plan; None where nothing fits."""
+def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> Plan | None:
+    """Make a proven plan; None where nothing fits."""
     problem = Problem(
         case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel
     )
     try:
         costs = costs_of(layout, max(case.lengths), case.tensor_parallel, case.context_parallel)
-        made = plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload))
+        return plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
-    return made.predicted.makespan_us
+
+
+@cache
+def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> float | None:
+    """Makespan of a proven plan; None where nothing fits."""
+    made = plan_of(case, layout, planner, split, offload)
+    return None if made is None else made.predicted.makespan_us
+
+
+def draw(folder: Path) -> None:
+    """Draw the plans of all orders, the fastest first, for the three batches of `DRAWN`."""
+    usual = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
+    for case in CASES:
+        if DRAWN.get(case.name) != case.cap_gib or case.tensor_parallel > 1:
+            continue
+        found = [("the default planner, one stage per rank", plan_of(case, usual, "greedy", False, False))]
+        for name, (planner, count) in ORDERS.items():
+            schedule = SCHEDULES[planner]
+            assert schedule.order is not None
+            layout = schedule.order.layout(LAYERS, RANKS, count)
+            found.append((name, plan_of(case, layout, planner, schedule.splits_weight, schedule.offloads)))
+        plans = [(name, made) for name, made in found if made is not None]
+        plans.sort(key=lambda one: one[1].predicted.makespan_us)
+        longest_us = SLOWEST * plans[0][1].predicted.makespan_us
+        side_by_side([one for one in plans if one[1].predicted.makespan_us <= longest_us]).savefig(
+            folder / drawing(case.name), dpi=70
+        )
 
 
 def row(case: Case, name: str) -> dict[str, Any]:
@@ -149,8 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
     parser.add_argument("--orders", type=_names, default=tuple(ORDERS), metavar="NAMES", help="only these orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="only draw three batches, to files of that folder")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
     args = parser.parse_args(argv)
+    if args.pictures is not None:
+        draw(args.pictures)
+        return 0
     cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, args.orders)
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
     rows = []
@@ -161,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.page is not None:
         drawn = args.page.with_suffix(".png")
         picture(drawn)
-        args.page.write_text(page(rows, drawn.name))
+        draw(args.page.parent)
+        args.page.write_text(page(rows, drawn.name, DRAWN))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0

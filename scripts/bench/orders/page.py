@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,24 @@ def claims() -> str:
 
 
 def gallery(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the makespans of all orders over greedy's, with a column for every batch and cap."""
+    """Format the makespans of all orders over greedy's, with a column for every batch and cap; the fastest are bold."""
     cases = list(dict.fromkeys((row["batch"], row["cap_gib"]) for row in rows))
     ratios = {(row["order"], row["batch"], row["cap_gib"]): row["ratio"] for row in rows}
+    took = {case: [row["makespan_us"] for row in rows if (row["batch"], row["cap_gib"]) == case] for case in cases}
+    best = {case: min(filter(None, all_us), default=0.0) for case, all_us in took.items()}
+    fast = {
+        (row["order"], row["batch"], row["cap_gib"])
+        for row in rows
+        if row["makespan_us"] is not None and row["makespan_us"] <= 1.005 * best[row["batch"], row["cap_gib"]]
+    }
     lines = []
     for name in dict.fromkeys(row["order"] for row in rows):
-        found = [ratios.get((name, *case)) for case in cases]
-        lines.append([f"`{name}`", *("no plan" if ratio is None else f"{ratio:.3f}" for ratio in found)])
+        cells = []
+        for case in cases:
+            ratio = ratios.get((name, *case))
+            text = "no plan" if ratio is None else f"{ratio:.3f}"
+            cells.append(f"**{text}**" if (name, *case) in fast else text)
+        lines.append([f"`{name}`", *cells])
     return table(["schedule", *(f"{batch}, {cap} GiB" for batch, cap in cases)], lines)
 
 
@@ -158,13 +170,20 @@ def picture(path: Path) -> None:
     side_by_side(plans).savefig(path, dpi=80)
 
 
-def page(rows: Sequence[dict[str, Any]], drawn: str) -> str:
+def drawing(batch: str) -> str:
+    """Return the name of the picture of a batch."""
+    return f"schedules-{'-'.join(re.findall(r'[a-z0-9]+', batch.lower()))}.png"
+
+
+def page(rows: Sequence[dict[str, Any]], drawn: str, batches: Mapping[str, int]) -> str:
     """Return the whole page.
 
     Args:
         rows: figures of all orders on all batches.
         drawn: name of the picture.
+        batches: those that are drawn, with the memory cap in GiB.
     """
+    pictures = "\n\n".join(f"![{batch} under {cap} GiB]({drawing(batch)})" for batch, cap in batches.items())
     return f"""{HEAD.format(microbatches=MICROBATCHES, ranks=RANKS)}{claims()}
 
 {LAYOUTS}
@@ -203,9 +222,15 @@ placement, cap and options (for HelixPipe with one stage per rank): above 1 the 
 cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
 Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
 is with tensor parallel size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is
-recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two.
+recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the
+column, within 0.5 %; which of them is faster than another in the same column the ratios do not say, as their placements differ.
 
 {gallery(rows)}
+
+The same plans in pictures, under the middle cap, the fastest first, and without those that take half as long again. Titles have
+makespan, bubble, recompute and peak.
+
+{pictures}
 
 {PLANNED}## Tables of other systems
 
