@@ -1,0 +1,125 @@
+"""How far the default planner is from the best plan there is: random small cases, solved exactly.
+
+    python -m scripts.bench.exact.small --seeds 0:200 -o runs/small_cases.jsonl
+
+Llama 3 8B with costs by formulas for H100s, on 2 to 4 ranks with one or two stages each, sequences of lengths like Wikipedia's,
+a cap 1.02 to 2 times the least, with weight gradients split off in half of the cases and offload in a third. Cases with more
+than 24 actions a rank, copies not counted, are drawn again. The exact planner takes greedy's chunks, and chooses order,
+recompute, weight gradients and copies. The gap is greedy's makespan over the optimum, less 1; cases whose optimum is not proven
+in time are counted, and have no gap. Seeds that the file has already are not solved again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_epp.cost import Costs
+from megatron_epp.cost.library import even_layers
+from megatron_epp.data import sequence_lengths
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.writing import append_line
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.exact.oracle import oracle
+from megatron_epp.planner.memory.messages import with_room
+from megatron_epp.planner.search.greedy import greedy
+from scripts.bench.orders.bench import LAYERS, costs_of
+
+MOST_ACTIONS = 24
+CONTEXTS = (4096, 16384, 65536)
+TIGHTEST, WIDEST = 1.02, 2.0
+"""Caps as multiples of the least."""
+
+
+def drawn(seed: int) -> tuple[Problem, Costs, Options]:
+    """Return the case of a seed."""
+    random = np.random.RandomState(seed)
+    while True:
+        ranks, chunks = int(random.choice((2, 3, 4))), int(random.choice((1, 1, 2)))
+        kind: Literal["looped", "v"] = "v" if random.rand() < 0.5 else "looped"
+        layout = Layout.of_layers(
+            even_layers(LAYERS, ranks * chunks), Placement(kind if chunks > 1 else "looped", ranks, chunks)
+        )
+        whole = sequence_lengths.wikipedia(int(random.randint(2, 9)), int(random.randint(1 << 30)))
+        lengths = tuple(np.minimum(whole, int(random.choice(CONTEXTS))).tolist())
+        options = Options(split_weight=bool(random.rand() < 0.5), offload=bool(random.rand() < 1 / 3))
+        costs = costs_of(layout, max(lengths))
+        problem = Problem(lengths, layout.placement.rank_of, (1,) * ranks)
+        share = float(np.exp(random.uniform(np.log(TIGHTEST), np.log(WIDEST))))
+        try:
+            plan(problem, costs, options)
+        except InfeasibleError as error:
+            problem = replace(problem, cap_bytes=(int(share * error.least_cap_bytes),) * ranks)
+        made = plan(problem, costs, options)
+        if len(made.chunks) * chunks * (3 if options.split_weight else 2) <= MOST_ACTIONS:
+            return problem, costs, options
+
+
+def solved(seed: int, limit_s: float) -> dict[str, Any]:
+    """Return greedy's makespan and the best one of a case, with its bound."""
+    problem, costs, options = drawn(seed)
+    begin_s = time.perf_counter()
+
+    def solve(asked: Problem) -> tuple[float, float, float, int]:
+        start = greedy(asked, costs, options)
+        made = build_plan(asked, costs, options, start)
+        best = oracle(start.chunks, asked, costs, options, start=start, time_limit_s=limit_s)
+        return made.predicted.makespan_us, best.makespan_us, best.bound_us, len(start.chunks)
+
+    greedy_us, best_us, bound_us, chunks = with_room(problem, solve)
+    return {
+        "seed": seed,
+        "ranks": problem.num_ranks,
+        "stages": problem.num_stages,
+        "chunks": chunks,
+        "split_weight": options.split_weight,
+        "offload": options.offload,
+        "greedy_us": greedy_us,
+        "best_us": best_us,
+        "bound_us": bound_us,
+        "seconds": round(time.perf_counter() - begin_s, 1),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Return how many cases are proven, and their gaps."""
+    proven = [row for row in rows if row["bound_us"] >= row["best_us"] * (1 - 1e-4)]
+    said = f"{len(rows)} cases, {len(proven)} proven"
+    if proven:
+        gaps = sorted((row["greedy_us"] / row["best_us"] - 1, row["seed"]) for row in proven)
+        mean = sum(gap for gap, _ in gaps) / len(gaps)
+        worst = ", ".join(f"{gap:.2%} (seed {seed})" for gap, seed in gaps[:-4:-1])
+        said += f"; greedy above the optimum: mean {mean:.2%}, worst {worst}"
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Solve the cases of some seeds, print a line for each, and the summary of all in the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.exact.small", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="0:200", metavar="FIRST:END", help="seeds to solve (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for each case (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="lines of JSON, one per seed")
+    args = parser.parse_args(argv)
+    rows = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
+    for seed in sorted(set(range(*map(int, args.seeds.split(":")))) - {row["seed"] for row in rows}):
+        rows.append(solved(seed, args.limit_s))
+        append_line(args.output, json.dumps(rows[-1]))
+        print({name: value for name, value in rows[-1].items() if name != "seed"}, summary(rows), sep="\n", flush=True)
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
