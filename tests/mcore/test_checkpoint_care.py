@@ -12,6 +12,7 @@ import torch
 from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, fault_of, settle_folder
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
+from tests.support.failing_disk import swept
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY, Finished
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -91,6 +92,20 @@ def test_an_unreadable_tracker_file_is_replaced_by_the_newest_whole_checkpoint(c
     settle_folder(copy, falls_back=True)
     assert (copy / TRACKER).read_text() == "4"
     assert (copy / NEWEST).exists()
+
+
+def test_whichever_step_of_the_disk_fails_the_tracker_file_is_whole(copy: Path) -> None:
+    tracker, refused = copy / TRACKER, 0
+    tracker.write_text("four")
+    for answer in swept(lambda: settle_folder(copy, falls_back=True)):
+        if isinstance(answer, EppError):
+            refused += 1
+            assert str(answer).endswith(f"and it cannot be set aside: {tracker}: No space left on device")
+            assert tracker.read_text() == "four"
+        else:
+            assert tracker.read_text() == "4"
+        tracker.write_text("four")
+    assert refused >= 4
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "\0\0four", "\u00b2", ""])

@@ -15,6 +15,7 @@ from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.probe import Link
 from megatron_epp.plan import EppError
+from tests.support.failing_disk import swept
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 HERE = analytic_costs(SHAPE, CPU, [2, 2])
@@ -248,3 +249,18 @@ def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypa
     monkeypatch.setattr(dist, "all_gather_object", gather)
     mine = replace(HERE.stages[1], workspace_bytes=300)
     assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: replace(mine, workspace_bytes=900)}
+
+
+def test_whichever_step_of_the_disk_fails_kept_costs_are_whole_and_the_error_names_them(tmp_path):
+    path, refused = tmp_path / "checkpoints" / "costs.json", 0
+    stored_costs.write_whole(path, "old")
+    for answer in swept(lambda: stored_costs.write_whole(path, "new")):
+        if isinstance(answer, EppError):
+            refused += 1
+            assert str(answer) == f"cannot write {path}: No space left on device"
+            assert path.read_text() == "old"
+        else:
+            assert answer is None
+            assert path.read_text() == "new"
+        path.write_text("old")
+    assert refused >= 4

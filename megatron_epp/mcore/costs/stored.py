@@ -140,9 +140,12 @@ def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of a checkpoint folder, which is made if needed, whole or not at all."""
-    os.makedirs(path.parent, exist_ok=True)
-    write_text(path, text)
+    """Write a file of a checkpoint folder, which is made if needed, whole or not at all. Raises `EppError`, which names it."""
+    try:
+        os.makedirs(path.parent, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise EppError(f"cannot write {error.filename or path}: {error.strerror}") from None
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, object]:

@@ -96,12 +96,15 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
     iteration, number = sound.name, int(sound.name.removeprefix("iter_"))
     if not falls_back:
         raise EppError(f"{fault}; --epp-checkpoint-fallback sets it aside and goes on from {iteration}")
-    if newest is not None and newest.exists():
-        newest.rename(aside := _free(newest.with_name(f"damaged_{newest.name}")))
-        logger.warning("%s; it is now %s, and training goes on from %s", fault, aside.name, iteration)
-    else:
-        logger.warning("%s; training goes on from %s", fault, iteration)
-    write_text(folder / TRACKER, str(number))
+    try:
+        if newest is not None and newest.exists():
+            newest.rename(aside := _free(newest.with_name(f"damaged_{newest.name}")))
+            logger.warning("%s; it is now %s, and training goes on from %s", fault, aside.name, iteration)
+        else:
+            logger.warning("%s; training goes on from %s", fault, iteration)
+        write_text(folder / TRACKER, str(number))
+    except OSError as error:
+        raise EppError(f"{fault}, and it cannot be set aside: {error.filename}: {error.strerror}") from None
 
 
 def fault_of(checkpoint: Path) -> str | None:
