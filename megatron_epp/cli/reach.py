@@ -6,10 +6,10 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.plan import EppError, Plan
@@ -19,16 +19,19 @@ from megatron_epp.report.table import format_us, table
 _COARSE = 8
 """A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
 _LATE = "not found in time (--seconds)"
-_UNKNOWN: tuple[Limit, None] = (Limit(None), None)
 
 
-@dataclass(slots=True)
-class _Question:
-    """A limit that a process looks for, and what it has told so far."""
+Answer = tuple[Limit, Plan | None]
+_UNKNOWN: Answer = (Limit(None), None)
 
+
+class _Question(NamedTuple):
+    """A limit that a process looks for: the name of the choice and its own, the process, and what it tells."""
+
+    choice: str
+    name: str
     process: Any
     pipe: Connection
-    answer: tuple[Limit, Plan | None] = _UNKNOWN
 
 
 def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
@@ -43,48 +46,59 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
     Raises:
         EppError: there is no limit, whatever the memory.
     """
-    asked: dict[tuple[str, str], _Question] = {}
-    for choice, limits in choices.items():
-        for name in limits.questions():
-            ours, theirs = connection.Pipe(duplex=False)
-            process = get_context("fork").Process(target=_answer, args=(limits, name, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            asked[choice, name] = _Question(process, ours)
-    waiting = list(asked.values())
+    known: dict[str, dict[str, Answer]] = {
+        choice: dict.fromkeys(each.questions(), _UNKNOWN) for choice, each in choices.items()
+    }
+    asked = (
+        []
+        if time.monotonic() > end_s
+        else [_asked(choice, name, choices[choice]) for choice in known for name in known[choice]]
+    )
+    waiting = {one.pipe: one for one in asked}
     try:
         with progress("looking for what fits", lambda: f"{len(asked) - len(waiting)} of {len(asked)} limits"):
-            while waiting and (ready := connection.wait([one.pipe for one in waiting], max(0, end_s - time.monotonic()))):
-                waiting = [one for one in waiting if one.pipe not in ready or not _hear(one)]
+            while waiting and (ready := connection.wait(list(waiting), max(0, end_s - time.monotonic()))):
+                for one in [waiting[pipe] for pipe in ready if isinstance(pipe, Connection)]:
+                    answer, is_last = _heard(one.pipe)
+                    if answer is not None:
+                        known[one.choice][one.name] = answer
+                    if is_last:
+                        del waiting[one.pipe]
     finally:
-        for one in asked.values():
+        for one in asked:
             one.process.kill()
             one.process.join()
     found: dict[str, Reach] = {}
-    for choice in choices:
-        known = {name: one.answer for (where, name), one in asked.items() if where == choice}
-        alone, with_rest, batch = (known[name][0] if name in known else None for name in ("alone", "with_rest", "batch"))
-        found[choice] = Reach(alone, with_rest, batch, *known["cap"])
+    for choice, answers in known.items():
+        alone, with_rest, batch = (answers[name][0] if name in answers else None for name in ("alone", "with_rest", "batch"))
+        found[choice] = Reach(alone, with_rest, batch, *answers["cap"])
     return found
 
 
-def _hear(one: _Question) -> bool:
-    """Take an answer; return True if it was the last one."""
+def _asked(choice: str, name: str, limits: Limits) -> _Question:
+    """Start a process that looks for a limit."""
+    ours, theirs = connection.Pipe(duplex=False)
+    process = get_context("fork").Process(target=_answer, args=(limits, name, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Question(choice, name, process, ours)
+
+
+def _heard(pipe: Connection) -> tuple[Answer | None, bool]:
+    """Return an answer, if there is one, and whether it was the last one. Raises the error that a process sends."""
     try:
-        answer, is_last = one.pipe.recv()
+        answer, is_last = pipe.recv()
     except EOFError:  # the process has ended: what it has told remains
-        return True
+        return None, True
     if isinstance(answer, EppError):
         raise answer
-    one.answer = answer
-    return bool(is_last)
+    return answer, is_last
 
 
 def _answer(limits: Limits, name: str, pipe: Connection) -> None:
     """Look for a limit, in a process of its own; send each answer, and whether it is the last."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asked: Callable[[], tuple[Limit, Plan | None]]
-    asked = replace(limits, told=lambda found: pipe.send(((found, None), False))).questions()[name]
+    asked: Callable[[], Answer] = replace(limits, told=lambda found: pipe.send(((found, None), False))).questions()[name]
     try:
         pipe.send((asked(), True))
     except EppError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
@@ -55,6 +55,7 @@ class Account:
     gives: Mapping[Action, Items]
     order: tuple[str, ...]
     loss_share: float = 0.0
+    _peaks: dict[int, Moment] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def items(self) -> list[str]:
@@ -71,10 +72,12 @@ class Account:
 
     def peak(self, rank: int) -> Moment:
         """Return the first moment at which a rank's memory is at its maximum."""
-        totals = accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)
-        live = [0, *totals]
-        time_us, items, step = next(islice(self._changes(rank), live.index(max(live)), None))
-        return Moment(time_us, self._shown(rank, items), step)
+        if rank not in self._peaks:
+            totals = accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)
+            live = [0, *totals]
+            time_us, items, step = next(islice(self._changes(rank), live.index(max(live)), None))
+            self._peaks[rank] = Moment(time_us, self._shown(rank, items), step)
+        return self._peaks[rank]
 
     def _changes(self, rank: int) -> Iterator[tuple[float, Counter[str], AnyStep | None]]:
         """Yield the start and every change: its time, the bytes by item that are not static, and its step."""
