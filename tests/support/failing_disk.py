@@ -48,9 +48,10 @@ def failing(at: int, error: type[Exception] = OSError) -> Iterator[list[str]]:
 
         return step
 
-    def opened(*args: Any, **named: Any) -> Any:
-        writes = "w" in str((*args, named)[1])
-        return _Written(of("open", open_file)(*args, **named), of) if writes else open_file(*args, **named)
+    def opened(path: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
+        if "w" not in mode:
+            return open_file(path, mode, *args, **named)
+        return _Written(of("open", open_file)(path, mode, *args, **named), of)
 
     open_file = open
     with pytest.MonkeyPatch.context() as patch:
