@@ -3,31 +3,34 @@
 import shlex
 from dataclasses import dataclass
 
-LONGEST, VOCABULARY, WINDOW = 64, 95, 10
+LONGEST, VOCABULARY = 64, 95
 
 
 @dataclass(frozen=True)
 class SoakCase:
     """Training run after some iterations of which things are counted.
 
-    counts_objects: counts all of Python's objects instead of tensors alone. Before each count it waits for the watchdog, which
-        lets go of an iteration up to a second after its end.
+    Before each count it waits for the watchdog, which lets go of an iteration up to a second after its end.
+
+    window: iterations of the first counts, and of the last.
+    counts_objects: counts all of Python's objects instead of tensors alone.
     """
 
     iterations: int
     pipeline_size: int
     first: int
+    window: int = 10
     counts_objects: bool = False
 
     @property
     def early(self) -> range:
         """Iterations of the first counts, when caches are full."""
-        return range(self.first, self.first + WINDOW)
+        return range(self.first, self.first + self.window)
 
     @property
     def late(self) -> range:
         """Iterations of the last counts."""
-        return range(self.iterations - WINDOW + 1, self.iterations + 1)
+        return range(self.iterations - self.window + 1, self.iterations + 1)
 
     @property
     def flags(self) -> list[str]:
@@ -42,6 +45,6 @@ class SoakCase:
 
 
 CASES = {
-    "tensors": SoakCase(iterations=100, pipeline_size=1, first=11),
+    "tensors": SoakCase(iterations=100, pipeline_size=1, first=11, window=4),
     "objects": SoakCase(iterations=1000, pipeline_size=2, first=101, counts_objects=True),
 }

@@ -24,7 +24,7 @@ def main() -> None:
     step, seen, done = training.train_step, {}, 0
 
     def count() -> int:
-        while case.counts_objects and sessions.current().watchdog._activities:
+        while sessions.current().watchdog._activities:
             time.sleep(0.01)
         things = gc.get_objects()
         return len(things) if case.counts_objects else sum(issubclass(type(thing), torch.Tensor) for thing in things)
