@@ -20,7 +20,6 @@ _COARSE = 8
 """A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
 _LATE = "not found in time (--seconds)"
 
-
 Answer = tuple[Limit, Plan | None]
 _UNKNOWN: Answer = (Limit(None), None)
 
@@ -46,14 +45,10 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
     Raises:
         EppError: there is no limit, whatever the memory.
     """
-    known: dict[str, dict[str, Answer]] = {
-        choice: dict.fromkeys(each.questions(), _UNKNOWN) for choice, each in choices.items()
-    }
-    asked = (
-        []
-        if time.monotonic() > end_s
-        else [_asked(choice, name, choices[choice]) for choice in known for name in known[choice]]
-    )
+    known = {choice: dict.fromkeys(limits.questions(), _UNKNOWN) for choice, limits in choices.items()}
+    asked = list[_Question]()
+    if time.monotonic() < end_s:
+        asked += [_asked(choice, name, choices[choice]) for choice, names in known.items() for name in names]
     waiting = {one.pipe: one for one in asked}
     try:
         with progress("looking for what fits", lambda: f"{len(asked) - len(waiting)} of {len(asked)} limits"):
@@ -70,7 +65,8 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
             one.process.join()
     found: dict[str, Reach] = {}
     for choice, answers in known.items():
-        alone, with_rest, batch = (answers[name][0] if name in answers else None for name in ("alone", "with_rest", "batch"))
+        alone, batch = (answers[name][0] if name in answers else None for name in ("alone", "batch"))
+        with_rest = answers["with_rest"][0] if "with_rest" in answers else alone
         found[choice] = Reach(alone, with_rest, batch, *answers["cap"])
     return found
 

@@ -125,6 +125,11 @@ def late_estimator():
     threading.Event().wait()
 
 
+def test_a_single_sequence_is_as_long_alone_as_with_the_others_of_the_batch(report):
+    text = report("--lengths", "8192", "--memory-gb", "0.2")
+    assert row_of(text, "longest sequence, alone") == row_of(text, "longest sequence, with the others of the batch")
+
+
 def test_without_a_cap_it_says_how_to_give_one(report):
     assert "Without a cap (--memory-gb" in report()
 

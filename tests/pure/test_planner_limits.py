@@ -93,6 +93,7 @@ def test_where_nothing_fits_nothing_is_named():
 def test_without_a_cap_only_the_smallest_cap_is_asked_for():
     assert [*Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).questions()] == ["cap"]
     assert [*limits().questions()] == ["alone", "with_rest", "batch", "cap"]
+    assert [*Limits(problem((2000,), 2, CAP), lambda _: COSTS, Options()).questions()] == ["alone", "batch", "cap"]
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():

@@ -107,7 +107,8 @@ class ReportFolder:
         except (OSError, PlanError, MemoryError) as error:
             if what not in self._told:
                 self._told.add(what)
-                said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 if isinstance(error, MemoryError):
                     said = f"{self.path}: no memory left"
+                else:
+                    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 logger.warning("a report cannot be written (%s); training goes on without it", said)

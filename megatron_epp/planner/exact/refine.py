@@ -53,7 +53,7 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
     start = greedy(problem, costs, options)
     if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
         return start
-    build_plan(problem, costs, options, start)
+    build_plan(problem, costs, options, start)  # raises where messages do not fit: `plan` then asks again, with room for them
     found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s)
     return found.decisions or start
 
@@ -92,16 +92,15 @@ class Refiner:
 
     def _plan(self, problem: Problem) -> Plan:
         asked, sequences = canonical(problem)
-        if (solved := self.solved.recall(asked)) is not None:
-            return build_plan(problem, self.costs, self.options, relabelled(solved, sequences))
-        found = greedy(asked, self.costs, self.options)
-        like = self.by_shape.recall(shape_of(asked, found))
-        made = found if like is None else faster(found, like, asked, self.costs, self.options)
-        plan = build_plan(problem, self.costs, self.options, relabelled(made, sequences))
-        if asked not in self._asked and len(self._asked) < WAITING:  # what has no room for messages is planned anew, and no use
-            self._worker.send(asked)
-            self._asked.append(asked)
-        return plan
+        made = self.solved.recall(asked)
+        if made is None:
+            made = greedy(asked, self.costs, self.options)
+            if asked not in self._asked and len(self._asked) < WAITING:
+                self._worker.send(asked)
+                self._asked.append(asked)
+            like = self.by_shape.recall(shape_of(asked, made))
+            made = made if like is None else faster(made, like, asked, self.costs, self.options)
+        return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
     def close(self) -> None:
         """End the process, and with it what is being solved."""

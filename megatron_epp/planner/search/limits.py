@@ -81,16 +81,15 @@ class Limits:
     told: Callable[[Limit], None] = lambda _: None
 
     def questions(self) -> dict[str, Callable[[], tuple[Limit, Plan | None]]]:
-        """Return functions that find the limits of a `Reach` by name, each with its plan if it has one; without caps one."""
+        """Return functions that find the limits of a `Reach` by name, each with its plan if it has one.
+
+        Without caps it is one; for a single sequence there is no rest to ask about.
+        """
         if is_unlimited(max(self.problem.cap_bytes)):
             return {"cap": self.cap}
         rest = sorted(self.problem.lengths)[:-1]
-        return {
-            "alone": lambda: (self.context(), None),
-            "with_rest": lambda: (self.context(rest), None),
-            "batch": lambda: (self.batch(), None),
-            "cap": self.cap,
-        }
+        with_rest = {"with_rest": lambda: (self.context(rest), None)} if rest else {}
+        return {"alone": lambda: (self.context(), None), **with_rest, "batch": lambda: (self.batch(), None), "cap": self.cap}
 
     def context(self, others: Sequence[int] = ()) -> Limit:
         """Find the longest sequence, in tokens, that fits together with others, given in tokens."""
@@ -115,8 +114,8 @@ class Limits:
             return Limit(most)
         return self._proven(taken, _largest(fits, 1, most, len(lengths), self._tell, is_near=True))
 
-    def cap(self) -> tuple[Limit, Plan | None]:
-        """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan if there is time to make it.
+    def cap(self) -> tuple[Limit, Plan]:
+        """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
         Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection. A plan's
         messages may need less than was set aside for them; that lowers it further, down to the last byte, unless plans are

@@ -37,6 +37,8 @@ from scripts.bench.planner.suite import equal, whale
 GIB = 1 << 30
 MODEL, CLUSTER, RANKS, LAYERS, STATE_BYTES = "llama3-8b", "h100x8", 8, 32, 7.5
 TIE = 0.005
+USUAL = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
+"""One stage per rank."""
 ORDERS: dict[str, tuple[str, int]] = {
     name: (name, schedule.order.chunks_per_rank or 2) for name, schedule in SCHEDULES.items() if schedule.order is not None
 } | {"interleaved, 4": ("interleaved", 4)}
@@ -117,18 +119,23 @@ def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: 
     return None if made is None else made.predicted.makespan_us
 
 
+def layout_of(name: str) -> Layout:
+    """Return the stages that an order has."""
+    planner, count = ORDERS[name]
+    order = SCHEDULES[planner].order
+    assert order is not None
+    return order.layout(LAYERS, RANKS, count)
+
+
 def draw(folder: Path) -> None:
     """Draw the plans of all orders, the fastest first, for the three batches of `DRAWN`."""
-    usual = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
     for case in CASES:
         if DRAWN.get(case.name) != case.cap_gib or case.tensor_parallel > 1:
             continue
-        found = [("the default planner, one stage per rank", plan_of(case, usual, "greedy", False, False))]
-        for name, (planner, count) in ORDERS.items():
+        found = [("the default planner, one stage per rank", plan_of(case, USUAL, "greedy", False, False))]
+        for name, (planner, _) in ORDERS.items():
             schedule = SCHEDULES[planner]
-            assert schedule.order is not None
-            layout = schedule.order.layout(LAYERS, RANKS, count)
-            found.append((name, plan_of(case, layout, planner, schedule.splits_weight, schedule.offloads)))
+            found.append((name, plan_of(case, layout_of(name), planner, schedule.splits_weight, schedule.offloads)))
         plans = [(name, made) for name, made in found if made is not None]
         plans.sort(key=lambda one: one[1].predicted.makespan_us)
         longest_us = SLOWEST * plans[0][1].predicted.makespan_us
@@ -141,9 +148,8 @@ def row(case: Case, name: str) -> dict[str, Any]:
     """All figures of an order in one case."""
     planner, count = ORDERS[name]
     schedule = SCHEDULES[planner]
-    assert schedule.order is not None
-    layout = schedule.order.layout(LAYERS, RANKS, count)
-    usual = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1)) if schedule.lacks else layout
+    layout = layout_of(name)
+    usual = USUAL if schedule.lacks else layout
     uses = schedule.splits_weight, schedule.offloads
     theirs, ours = makespan_us(case, layout, planner, *uses), makespan_us(case, usual, "greedy", *uses)
     ratio = theirs / ours if theirs is not None and ours is not None else None
