@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
@@ -20,6 +19,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.inputs import BatchInputs
+from megatron_epp.mcore.training.reports import ReplicaFigures
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
 from megatron_epp.plan.account import Account
@@ -41,29 +41,6 @@ _BATCHES = 10
 def layout_words(layers: Sequence[int]) -> str:
     """Format the flag that gives every stage its number of layers."""
     return f"--pipeline-model-parallel-layout '{layout_flag(layers)}'"
-
-
-class _OverReplicas(NamedTuple):
-    """Sums over the replicas, on the last rank of each: ``[loss, tokens, planned makespan of each replica]``, on the device."""
-
-    sums: torch.Tensor
-    work: dist.Work
-
-    @staticmethod
-    def begin(loss: torch.Tensor, plan: Plan | None, session: Session) -> _OverReplicas:
-        """Begin to add up ``[loss, tokens]``; a collective call of all replicas' last ranks."""
-        sums = torch.zeros(2 + session.replicas, dtype=torch.float64, device=loss.device)
-        sums[:2] = loss.detach()
-        if plan is not None and mpu.get_context_parallel_rank() == 0:
-            sums[2 + session.replica] = plan.predicted.makespan_us
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        return _OverReplicas(sums, dist.all_reduce(sums, group=group, async_op=True))
-
-    def read(self) -> tuple[list[float], list[float]]:
-        """Return ``[loss, tokens]`` and the planned makespans in microseconds. On a GPU it must run on a side stream."""
-        self.work.wait()
-        values = self.sums.tolist()
-        return values[:2], values[2:]
 
 
 @dataclass(slots=True)
@@ -143,13 +120,12 @@ class IterationReport:
                 "host_peak": 0 if session.host is None else session.host.held_peak_bytes,
                 "plan_wait_us": self.plan_wait_us,
             }
-            summed = None if loss is None else _OverReplicas.begin(loss, self.batch.plan, session)
-            reports.begin(partial(self.report, figures, mark(), summed, session.costs))
+            reports.begin(partial(self.report, figures, mark(), loss, session.costs))
             if self.iteration >= session.args.train_iters:
                 reports.complete()
 
     def report(
-        self, figures: dict[str, Any], end: Any, summed: _OverReplicas | None, costs: PipelineCosts | None
+        self, figures: dict[str, Any], end: Any, loss: torch.Tensor | None, costs: PipelineCosts | None
     ) -> Callable[[], None] | None:
         """Gather the ranks' figures, append a line to ``iterations.jsonl``, and write plan and trace if requested.
 
@@ -158,7 +134,7 @@ class IterationReport:
         Args:
             figures: of this rank.
             end: mark at the end of the iteration.
-            summed: what the last ranks of all replicas add up; None on other ranks.
+            loss: ``[sum, tokens]`` on the last rank, None elsewhere.
             costs: by which the batch was planned.
 
         Returns:
@@ -167,8 +143,11 @@ class IterationReport:
         session, plan = self.session, self.batch.plan
         assert session.links is not None
         mine = figures | {"events": self.recorder.events(), "elapsed_us": elapsed_us(self.start, end)}
-        if summed is not None:
-            mine["loss"], mine["planned_us"] = summed.read()
+        if loss is not None:  # the device has computed it, since it has reached `end`
+            planned_us = 0.0 if plan is None else plan.predicted.makespan_us
+            loss_sum, num_tokens = loss.tolist()
+            of_replica = ReplicaFigures(session.replica, loss_sum, num_tokens, planned_us)
+            mine["replicas"] = session.reports.from_last_ranks(of_replica)
         is_logged = plan is not None and loggers.is_due(session.args, self.iteration)
         last = dist.get_world_size() - 1
         readers = [0] * (session.args.epp_report_dir is not None) + [last] * is_logged
@@ -184,8 +163,8 @@ class IterationReport:
         return partial(self._log, line, *self._notes(costs)) if is_logged and dist.get_rank() == last else None
 
     def _line(self, everyone: list[dict[str, Any]], measured: Measured | None) -> dict[str, Any]:
-        of_last = next(entry for entry in reversed(everyone) if "loss" in entry)
-        loss_sum, num_tokens = of_last["loss"]
+        replicas = next(entry["replicas"] for entry in reversed(everyone) if "replicas" in entry)
+        loss_sum, num_tokens = sum(one.loss_sum for one in replicas), sum(one.num_tokens for one in replicas)
         line = {
             "iteration": self.iteration,
             "schedule": self.session.args.epp_schedule,
@@ -198,8 +177,9 @@ class IterationReport:
         }
         if self.batch.plan is None or measured is None:
             return line
+        planned_us = {one.replica: one.planned_us for one in replicas}  # a replica's context-parallel ranks have one plan
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
-        line |= {"replicas": self.session.replicas, "imbalance": imbalance(of_last["planned_us"])}
+        line |= {"replicas": self.session.replicas, "imbalance": imbalance(list(planned_us.values()))}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 

@@ -10,15 +10,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from megatron.core import mpu
 
 from megatron_epp.plan import Plan, PlanError
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.writing import append_line
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import save_trace
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,15 @@ LINES = "iterations.jsonl"
 """File with a line for every iteration."""
 Log = Callable[[], None]
 """Function that writes a report's lines to Megatron's log and the loggers."""
+
+
+class ReplicaFigures(NamedTuple):
+    """One iteration of a replica, or of its share if a replica has context-parallel ranks."""
+
+    replica: int
+    loss_sum: float
+    num_tokens: float
+    planned_us: float
 
 
 class Reports:
@@ -38,9 +50,21 @@ class Reports:
     """
 
     def __init__(self) -> None:
+        self._last_ranks: ObjectGroup | None = None
         self._thread: SideThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._under_way: Future[Log | None] | None = None
+
+    def connect(self, groups: Groups, is_last: bool) -> None:
+        """Connect the last ranks of all replicas, which have the loss. All ranks of the job must call this together."""
+        own = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
+        of_last_ranks = [ranks for ranks in from_each(own if is_last else None) if ranks is not None]
+        self._last_ranks = ObjectGroup.create(own if is_last else of_last_ranks[0], groups)
+
+    def from_last_ranks(self, mine: ReplicaFigures) -> list[ReplicaFigures]:
+        """Return the figures of all replicas. A collective call of their last ranks, in the thread of reports."""
+        assert self._last_ranks is not None
+        return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
         """Complete the report under way, and begin another. `work` returns what is to be called in the training thread, if any.

@@ -158,6 +158,7 @@ class Session:
         used = ways(self.placement.rank_of)
         groups = Groups(time_limit(self.args), mpu.create_group)
         options = link_options(self.args, used)
+        self.reports.connect(groups, self.rank == self.placement.num_ranks - 1)
         self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, used, options)
         last_rank = self.placement.last_rank
         self.vocabulary = rank_vocabulary(self.args, models, self.stages, config, last_rank, groups, options)

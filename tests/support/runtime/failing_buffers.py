@@ -15,14 +15,14 @@ MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 @contextmanager
-def failing(at: int, package: str = "megatron_epp.") -> Iterator[list[str]]:
-    """Let the n-th of these calls in modules of a package fail; the list has the modules that made them."""
+def failing(at: int, *packages: str) -> Iterator[list[str]]:
+    """Let the n-th of these calls in modules of the packages (default: ours) fail; the list has the modules that made them."""
     made: list[str] = []
 
     def of(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make(*args: object, **named: object) -> Tensor:
             tensor, module = call(*args, **named), sys._getframe(1).f_globals["__name__"]
-            if tensor.numel() and module.startswith(package):
+            if tensor.numel() and module.startswith(packages or ("megatron_epp.",)):
                 made.append(module)
                 if len(made) == at:
                     raise torch.OutOfMemoryError(MESSAGE)

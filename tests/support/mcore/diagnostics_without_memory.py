@@ -1,0 +1,31 @@
+"""Trains while no module of diagnostics finds memory for a tensor, from the first iteration on."""
+
+from contextlib import ExitStack
+from functools import wraps
+
+from megatron_epp.mcore import pretrain_gpt
+from megatron_epp.mcore.training.report import IterationReport
+from tests.support.runtime.failing_buffers import failing
+
+MODULES = tuple(
+    f"megatron_epp.{name}"
+    for name in ("mcore.training.report", "mcore.training.loggers", "mcore.costs.watch", "report.", "runtime.trace")
+)
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        begin = IterationReport.begin
+
+        @wraps(begin)
+        def begin_without_memory(*given: object) -> IterationReport:
+            IterationReport.begin = begin
+            stack.enter_context(failing(1, *MODULES))
+            return begin(*given)
+
+        IterationReport.begin = begin_without_memory
+        pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    main()
