@@ -15,9 +15,14 @@ from megatron_epp import COMPILED_VARIABLE
 logger = logging.getLogger(__name__)
 
 _njit: Any = None
+_UNCOUNTED: dict[str, bool] = {}
+"""Option of numba that leaves the counting of references away; it is not documented, so a numba may come without it."""
 if os.environ.get(COMPILED_VARIABLE) != "0":
     try:
         from numba import njit as _njit
+        from numba.core.options import DefaultOptions
+
+        _UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
     except ImportError:
         _njit = None
 
@@ -35,9 +40,16 @@ def is_compiled() -> bool:
 def compiled[F: Callable[..., Any]](function: F) -> F:
     """Compile a function on its first call and keep the result on disk; other threads run meanwhile.
 
-    No fast math: sums are taken in the order written, so results are equal to the last digit with and without.
+    No fast math: sums are taken in the order written, so results are equal to the last digit with and without. References to
+    columns are not counted, for that can take ten times as long as all else: the function may make neither lists nor columns
+    (`compiled_with_lists`), and its caller keeps the columns.
     """
-    return _compiled(function)
+    return _compiled(function, **_UNCOUNTED)
+
+
+def compiled_with_lists[F: Callable[..., Any]](function: F) -> F:
+    """Compile a function, like `compiled`, that makes lists."""
+    return _compiled(function, **dict.fromkeys(_UNCOUNTED, True))  # or it would take the option from who calls it
 
 
 def inlined[F: Callable[..., Any]](function: F) -> F:
@@ -45,7 +57,7 @@ def inlined[F: Callable[..., Any]](function: F) -> F:
 
     Without it a step of local search takes ten times as long.
     """
-    return _compiled(function, forceinline=True)
+    return _compiled(function, forceinline=True, **_UNCOUNTED)
 
 
 def _compiled[F: Callable[..., Any]](function: F, **options: bool) -> F:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns, frontier_sum
-from megatron_epp.planner.kernels.compiled import Integers, compiled, inlined
+from megatron_epp.planner.kernels.compiled import Integers, compiled, compiled_with_lists, inlined
 
 
 @compiled
@@ -149,7 +149,7 @@ def step_bytes(
             gives[at] = columns.weight_bytes[item]
 
 
-@compiled
+@compiled_with_lists
 def sweep(
     actions: Integers,
     begin: int,
@@ -245,7 +245,7 @@ def fit(
     return True
 
 
-@compiled
+@compiled_with_lists
 def give_cheapest(
     alive: list[tuple[float, int, int]],
     columns: Columns,

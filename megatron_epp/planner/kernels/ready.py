@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, inlined
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, compiled_with_lists, inlined
 
 NONE = -1
 """Rank that is returned where no action is ready."""
@@ -60,7 +60,7 @@ class Ready(NamedTuple):
     filled: Integers
 
 
-@compiled
+@compiled_with_lists
 def run(ready: Ready) -> None:
     """Run the pipeline until no rank has anything left that is ready, and write the order to `ready.out`."""
     events = [(0.0, 0)]
