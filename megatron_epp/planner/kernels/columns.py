@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from functools import lru_cache
 from itertools import accumulate, product, starmap
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -107,6 +107,69 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
+class CodedOrder(Sequence[tuple[Action, ...]]):
+    """An order as numbers, whose actions are made when first asked for: a search reads those of the best order alone.
+
+    Attributes:
+        codes: the numbers.
+        num_chunks: of the chunk table.
+    """
+
+    __slots__ = ("_rows", "codes", "num_chunks")
+
+    def __init__(self, codes: Codes, num_chunks: int) -> None:
+        self.codes, self.num_chunks = codes, num_chunks
+        self._rows: tuple[tuple[Action, ...], ...] | None = None
+
+    @property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of every rank."""
+        if self._rows is None:
+            self._rows = decode(self.codes, self.num_chunks)
+        return self._rows
+
+    @property
+    def key(self) -> tuple[bytes, bytes, Kinds]:
+        """Value that orders of one chunk table share if they are equal."""
+        actions, starts, kinds = self.codes
+        return np.asarray(actions, dtype=np.int64).tobytes(), np.asarray(starts, dtype=np.int64).tobytes(), kinds
+
+    def __len__(self) -> int:
+        return self.codes.num_ranks
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Action, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[tuple[Action, ...], ...]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[Action, ...] | tuple[tuple[Action, ...], ...]:
+        return self.rows[at]
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return iter(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, CodedOrder) and self.num_chunks == other.num_chunks and self.codes.kinds == other.codes.kinds:
+            return self.key == other.key
+        return isinstance(other, Sequence) and self.rows == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.rows)
+
+
+def coded(order: Sequence[Sequence[Action]], num_chunks: int) -> CodedOrder:
+    """Return an order as numbers, which keeps its actions. Raises `PlanError` as `encode` does.
+
+    Args:
+        order: actions of every rank.
+        num_chunks: of the chunk table.
+    """
+    return order if isinstance(order, CodedOrder) else CodedOrder(encode_known(order, num_chunks), num_chunks)
+
+
 def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
     """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries.
 
@@ -179,6 +242,8 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
         num_chunks: of the chunk table.
         kinds: operations of the order.
     """
+    if isinstance(order, CodedOrder) and order.codes.kinds == kinds[: len(order.codes.kinds)]:
+        return order.codes._replace(kinds=kinds)
     number = {op: kind for kind, op in enumerate(kinds)}
     try:
         actions = integers([(site * num_chunks + c) << KIND_BITS | number[op] for row in order for op, site, c in row])
@@ -191,6 +256,8 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
 
 def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
     """Return an order as numbers, with added operations that planners have rows of. Raises `PlanError` as `encode` does."""
+    if isinstance(order, CodedOrder):
+        return order.codes
     try:
         return encode(order, num_chunks)
     except PlanError:

@@ -83,7 +83,7 @@ class Chooser:
 
     def __init__(
         self,
-        actions: tuple[Action, ...],
+        actions: Sequence[Action],
         tables: Tables,
         recompute_steps: RecomputeSteps,
         excess: Integers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
@@ -33,10 +33,12 @@ def completed(
     copies = timed(made, tables)
 
     def time_us(tried: Order) -> float:
+        if not copies:
+            return makespan_us(tried, tables, made.recompute_steps)
         return play(tried, tables, made.recompute_steps, copies).makespan_us
 
     if not has_shards(tables):
         return order, time_us(order)
-    tried = [with_shards(one, tables, made.recompute_steps) for one in dict.fromkeys((found, order))]
+    tried = [with_shards(one, tables, made.recompute_steps) for one in ((order,) if found is order else (found, order))]
     took_us = list(map(time_us, tried))
     return min(zip(tried, took_us, strict=True), key=itemgetter(1))

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 
 from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.planner.kernels import ready
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, WEIGHT, Codes, decode
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, WEIGHT, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
 from megatron_epp.planner.problem import Problem
@@ -49,7 +49,7 @@ class ListScheduling:
         ready.run(run)
         if numbers(run.filled) != starts[1:]:
             raise PlanError("list scheduling stopped before all actions ran: the chunks are not a table in forward order")
-        return decode(Codes(run.out, integers(starts)), len(chunks))
+        return CodedOrder(Codes(run.out, integers(starts)), len(chunks))
 
 
 def _ready(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> ready.Ready:

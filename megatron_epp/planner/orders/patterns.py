@@ -10,6 +10,7 @@ from itertools import accumulate, zip_longest
 from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.kernels.columns import coded
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import Order, descending, merged, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem
@@ -206,7 +207,7 @@ def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, prob
         made: the orders.
         chunks, tables, problem: as for `OrderRule.order`.
     """
-    for order in made:
+    for order in (coded(one, len(chunks)) for one in made):
         with suppress(PlanError):
             makespan_us(order, tables, [[0] * len(chunks)] * problem.num_stages)
             return order

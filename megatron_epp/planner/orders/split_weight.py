@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play
 from megatron_epp.planner.kernels import memory, split, timing
-from megatron_epp.planner.kernels.columns import Codes, decode, encode_known
+from megatron_epp.planner.kernels.columns import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
@@ -53,7 +53,7 @@ def with_split_weights(
             best, best_us = found, took_us
         if best_us <= enough_us:
             break
-    return order if best is whole else decode(best, tables.columns.num_chunks), best_us
+    return order if best is whole else CodedOrder(best, tables.columns.num_chunks), best_us
 
 
 def split_with_copies(order: Codes, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Codes | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from operator import add
+
+import numpy as np
 
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import shards, timing
-from megatron_epp.planner.kernels.columns import KINDS, Codes, decode, encode
+from megatron_epp.planner.kernels.columns import FORWARD, KIND_BITS, KIND_MASK, KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
@@ -54,14 +57,16 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
         timing.mark_split(codes.actions, split)
         timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, took_us)
     last_rank = tables.rank_of[-1]
-    line = [c for op, stage, c in order[last_rank] if op is Op.F and stage == stages - 1]
+    own = np.asarray(codes.actions[codes.starts[last_rank] : codes.starts[last_rank + 1]])
+    forwards = own[own & KIND_MASK == FORWARD] >> KIND_BITS
+    line = (forwards[forwards // chunks == stages - 1] % chunks).tolist()
     more = [(2 if tables.backward_us else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
-    first = [0, *accumulate(len(row) + extra for row, extra in zip(order, more, strict=True))]
+    first = [0, *accumulate(map(add, np.diff(codes.starts).tolist(), more))]
     run = _run(tables, line, bool(tables.backward_us), first, len(columns.need_starts) - 1)
     run = run._replace(at=integers(codes.starts[:-1]))
     if not shards.insert(codes.actions, codes.starts, columns, took_us, run):
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
-    return decode(Codes(run.out, integers(first), SHARD_KINDS), chunks)
+    return CodedOrder(Codes(run.out, integers(first), SHARD_KINDS), chunks)
 
 
 def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[int], num_nodes: int) -> shards.Shards:

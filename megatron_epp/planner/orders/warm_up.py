@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+
 from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
+from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
-Order = tuple[tuple[Action, ...], ...]
-"""The compute actions of every rank, in order."""
+Order = Sequence[Sequence[Action]]
+"""The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.columns.CodedOrder`)."""
 
 CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 """Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
@@ -87,17 +91,19 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
         num_stages, forward_only: as for `elastic_1f1b`.
         ahead: the numbers of forwards before the backwards of a stage.
     """
-    total = groups[-1].stop if groups else 0
-    backwards = descending(groups)
-    orders = []
+    total, rows = groups[-1].stop if groups else 0, []
+    forwards = np.arange(total, dtype=np.int64) << KIND_BITS | FORWARD
+    backwards = np.array([] if forward_only else descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
     for stage in range(num_stages):
-        forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
-        if forward_only:
-            orders.append(tuple(forward))
-            continue
-        backward = map(Action, repeat(Op.B), repeat(stage), backwards)
-        orders.append(tuple(merged(forward, backward, ahead(stage))))
-    return tuple(orders)
+        run = np.array([total] if forward_only or not total else ahead(stage), dtype=np.int64)
+        run = np.minimum(np.maximum.accumulate(run), total)  # forwards before each backward
+        row = np.empty(run[-1] + len(backwards), dtype=np.int64)
+        is_forward = np.ones(len(row), dtype=bool)
+        is_forward[np.arange(len(backwards)) + run[: len(backwards)]] = False
+        row[is_forward], row[~is_forward] = forwards[: run[-1]], backwards
+        rows.append(row + (stage * total << KIND_BITS))
+    starts = accumulate(map(len, rows), initial=0)
+    return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), total)
 
 
 def merged(forwards: Sequence[Action], backwards: Iterable[Action], ahead: Sequence[int]) -> list[Action]:

@@ -10,6 +10,7 @@ from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.kernels.columns import coded
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.memory.recompute import is_within
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
@@ -94,9 +95,10 @@ def _split(best: Candidate, replicas: Replicas) -> Order:
     Exchanges then come at the same times everywhere, so that all replicas issue receives at the same positions among them. A
     replica's own split is a candidate where it fits all.
     """
-    whole, recompute_steps = best.made[0].order, best.made[0].recompute_steps
+    whole, recompute_steps = best.order, best.made[0].recompute_steps
     every = [(tables, made.as_offload) for tables, made in zip(best.tables, best.made, strict=True)]
     caps = replicas.problems[0].cap_bytes
-    orders = dict.fromkeys(with_split_weights(whole, *one, caps)[0] for one in every)
+    split = (coded(with_split_weights(whole, *one, caps)[0], whole.num_chunks) for one in every)
+    orders = {one.key: one for one in split}.values()
     fitting = [order for order in orders if all(is_within(peaks(order, *one), caps) for one in every)]
     return min([whole, *fitting], key=lambda order: play(order, best.tables[0], recompute_steps).makespan_us)

@@ -12,7 +12,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.columns import CodedOrder, coded
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
@@ -59,8 +59,8 @@ class Candidate:
     complete: Order = field(default=(), repr=False, compare=False)
 
     @property
-    def order(self) -> Order:
-        return self.made[0].order
+    def order(self) -> CodedOrder:
+        return coded(self.made[0].order, len(self.made[0].chunks))
 
     @property
     def only(self) -> Decisions:
@@ -114,7 +114,7 @@ class Trials:
         self.near: list[Candidate] = []
         self.least_cap = self.least_host = 0
         self.seen: set[tuple[Aligned, OrderRule]] = set()
-        self._orders: dict[Aligned, set[Order]] = {}  # for several stages per rank, where rules may agree
+        self._orders: dict[Aligned, set[object]] = {}  # by key, for several stages per rank, where rules may agree
         self.best_of: dict[OrderRule, Candidate] = {}
         self.fastest_us: dict[Aligned, float] = {}
         self._last: tuple[Aligned, tuple[Tables, ...]] | None = None
@@ -144,10 +144,10 @@ class Trials:
                 break
             self.seen.add((table, rule))
             tried = self._ordered(table, tables, rule)
-            if tried.order in orders:
-                continue
             if not self.problem.has_one_stage_per_rank:
-                orders.add(tried.order)
+                if tried.order.key in orders:
+                    continue
+                orders.add(tried.order.key)
             found |= self._better(tried)
         return found
 
@@ -228,13 +228,13 @@ class Trials:
         return found
 
     def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
-        order = rule.order(table.skeleton, tables[0], self.problem)
+        order = coded(rule.order(table.skeleton, tables[0], self.problem), len(table.skeleton))
         made = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
         return Candidate(table, rule, made, tables)
 
     def _recomputed(self, tried: Candidate, counts: bool = True) -> Candidate | None:
         """Fit recompute to the caps; where none does, the cap that would do counts unless the host has no room for it."""
-        codes = encode(tried.order, len(tried.table.chunks[0]))
+        codes = tried.order.codes
         fit = self.replicas.fit(codes, tried.tables)
         if fit.recompute_steps is not None:
             offloads = [Offload(fit.recompute_steps, (), ())] * len(tried.made)
