@@ -90,10 +90,11 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
 
 
 def search_orders(trials: Trials, table: Aligned) -> None:
-    """Try one table with all rules until one is proven best; those of last resort only when nothing else fits."""
-    trials.better(table, (*trials.rules.first, *trials.rules.second), close=0.0)
-    if trials.best is None:
-        trials.better(table, trials.rules.least)
+    """Try one table with all rules until one is proven best.
+
+    Those of last resort are tried even where others fit: where they alone fit, more memory must not make the plan slower.
+    """
+    trials.better(table, (*trials.rules.first, *trials.rules.second, *trials.rules.least), close=0.0)
 
 
 def search_table(trials: Trials, table: Aligned) -> list[Candidate]:
