@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Rows
-from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, frontier_sum, need_columns
+from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, frontier_sum, need_columns, stacked
 from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
 from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 
@@ -265,10 +265,10 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)
 
     def sizes(rows: Sizes) -> Integers:
-        return integers(np.array(rows, dtype=np.int64).ravel())
+        return integers(stacked(rows, np.int64).ravel())
 
     def by_frontier_step(tables: Iterable[Sequence[Sequence[float]]]) -> Numbers:
-        return np.stack([np.array(table) for table in tables], axis=-1)  # [stage, chunk, step]
+        return np.stack([stacked(table) for table in tables], axis=-1)  # [stage, chunk, step]
 
     layer_us = by_frontier_step(step.layer_us for step in tables.frontier)
     saved = by_frontier_step(step.saved for step in tables.frontier)
@@ -307,7 +307,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         needs=needs,
         need_us=need_us,
         action_us=floats(by_node(times_us, num_items, np.float64)),
-        spared_us=floats(np.array(tables.spared_us, dtype=np.float64).ravel()),
+        spared_us=floats(stacked(tables.spared_us, np.float64).ravel()),
         added_takes=integers(by_node([rows.takes for rows in added], num_items, np.int64)),
         added_gives=integers(by_node([rows.gives for rows in added], num_items, np.int64)),
     )

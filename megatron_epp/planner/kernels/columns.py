@@ -180,9 +180,24 @@ def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: 
     """
     found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
     for row, table in zip(found, tables, strict=True):
-        values: Numbers = np.array(table, dtype=dtype).ravel()
+        values = stacked(table, dtype).ravel()
         row[: len(values)] = values
     return found.ravel()
+
+
+def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbers:
+    """Return rows as one array. Stages with equal costs share a row, which is converted once.
+
+    Args:
+        rows: equally long.
+        dtype: of the result; None for that of the rows.
+    """
+    arrays: dict[int, Numbers] = {}
+    for row in rows:
+        if id(row) not in arrays:
+            arrays[id(row)] = np.array(row, dtype=dtype)
+    found: Numbers = np.array([arrays[id(row)] for row in rows], dtype=dtype)
+    return found
 
 
 def need_columns(
@@ -201,9 +216,27 @@ def need_columns(
         num_chunks: of the chunk table.
         transfer_us: times by chunk of a transfer over the boundary behind a stage.
     """
+    starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
+    times_us = [stacked([transfer_us(*one) for one in site]).T.ravel() for site in carried]
+    return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))
+
+
+type Carried = tuple[Message | Collective | None, int]
+"""A transfer, and the lower of the stages at the boundary that it crosses."""
+
+
+@lru_cache(maxsize=16)
+def _needs(
+    kinds: Kinds, rank_of: tuple[int, ...], num_items: int, num_chunks: int
+) -> tuple[Numbers, Numbers, list[list[Carried]]]:
+    """Return `Columns.need_starts` and `needs`, and the transfers for every kind and site that has needs.
+
+    Args:
+        kinds, rank_of, num_items, num_chunks: as for `need_columns`.
+    """
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
-    needs, times_us = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    needs, carried = [np.zeros(0, dtype=np.int64)], []
     for kind, op in enumerate(kinds):
         sites = operation(op).sites
         for site in range(len(sites(rank_of))):
@@ -217,10 +250,8 @@ def need_columns(
             if related:
                 nodes = [number[one.op] * num_items + one.site * num_chunks + chunks for one in related]
                 needs.append(np.stack(nodes, axis=1).ravel())
-                rows = [transfer_us(one.need.carries, min(site, one.site)) for one in related]
-                times_us.append(np.array(rows).T.ravel())
-    starts = np.concatenate([[0], np.cumsum(per_node)])
-    return integers(starts), integers(np.concatenate(needs)), floats(np.concatenate(times_us))
+                carried.append([(one.need.carries, min(site, one.site)) for one in related])
+    return np.concatenate([[0], np.cumsum(per_node)]), np.concatenate(needs), carried
 
 
 def code_of(action: Action, num_chunks: int) -> int:

@@ -71,7 +71,7 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
         recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
         return Fit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
-    column, leaves, allowed = integer_zeros(items), integer_zeros(items), integers(caps_at(codes, caps))
+    column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
         return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
@@ -148,9 +148,9 @@ def fit_with_copies(
     return True
 
 
-def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:
+def caps_at(codes: Codes, caps: Sequence[int]) -> Integers:
     """Every rank's cap, by position among the codes' actions."""
-    return [cap for rank, cap in enumerate(caps) for _ in range(codes.starts[rank], codes.starts[rank + 1])]
+    return integers(np.repeat(np.array(caps, dtype=np.int64), np.diff(codes.starts)))
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:

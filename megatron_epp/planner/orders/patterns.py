@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
+import numpy as np
+
 from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.columns import coded
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, coded
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import Order, descending, merged, slice_groups, window_ahead
+from megatron_epp.planner.orders.warm_up import Order, descending, merged, order_of, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -50,13 +52,9 @@ class Interleaved:
         backwards = by_laps(descending(groups), ranks, range(laps)[::-1])
         at_of, size = {unit: at for at, unit in enumerate(forwards)}, {c: len(group) for group in groups for c in group}
         ahead = [max(at_of[laps - 1, c] + 1, k + (laps - 1) * ranks + size[c]) for k, (_, c) in enumerate(backwards)]
-        ahead = [min(count, len(forwards)) for count in accumulate(ahead, max)]
-        rows = []
-        for rank in range(ranks):
-            lead, stages = min(2 * (ranks - 1 - rank), len(ahead)), own.stages(rank)
-            f, b = ([Action(op, stages[lap], c) for lap, c in each] for op, each in ((Op.F, forwards), (Op.B, backwards)))
-            rows.append(tuple(merged(f, b, [*ahead[lead:], *[len(forwards)] * lead])))
-        return tuple(rows)
+        ahead = list(accumulate(ahead, max))
+        leads = [min(2 * (ranks - 1 - rank), len(ahead)) for rank in range(ranks)]
+        return of_laps(forwards, backwards, own, [[*ahead[lead:], *[len(forwards)] * lead] for lead in leads])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +179,27 @@ def one_warm_up(groups: Sequence[range], own: Placement) -> Order:
     backwards = by_laps(descending(groups), ranks, laps[::-1])
     position = {unit: at for at, unit in enumerate(forwards)}
     late = max(position[laps[-1], c] - at for at, (_, c) in enumerate(backwards))
-    rows = []
-    for rank in range(ranks):
-        stages = own.stages(rank)
-        f, b = ([Action(op, stages[lap], c) for lap, c in each] for op, each in ((Op.F, forwards), (Op.B, backwards)))
-        rows.append(one_each(f, b, 2 * (ranks - rank - 1) + max(late, laps[-1] * ranks)))
-    return tuple(rows)
+    warm_up = [2 * (ranks - rank - 1) + max(late, laps[-1] * ranks) for rank in range(ranks)]
+    return of_laps(forwards, backwards, own, [range(first + 1, first + 1 + len(backwards)) for first in warm_up])
+
+
+def of_laps(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], own: Placement, ahead: Sequence[Sequence[int]]
+) -> Order:
+    """Order looped stages whose laps and chunks are the same on all ranks.
+
+    Args:
+        forwards, backwards: laps and chunks, in order (`by_laps`).
+        own: the placement.
+        ahead: for each backward of each rank, how many forwards run before it.
+    """
+    num_chunks, rows = len(forwards) // own.num_chunks, []
+    (laps_f, chunks_f), (laps_b, chunks_b) = (np.array(each, dtype=np.int64).T for each in (forwards, backwards))
+    for rank in range(own.num_ranks):
+        firsts = np.array(own.stages(rank)) * num_chunks
+        f, b = (firsts[laps_f] + chunks_f) << KIND_BITS | FORWARD, (firsts[laps_b] + chunks_b) << KIND_BITS | BACKWARD
+        rows.append(merged(f, b, ahead[rank]))
+    return order_of(rows, num_chunks)
 
 
 def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:

@@ -6,7 +6,7 @@ Chunk tables are numbered in forward order: the slices of a sequence stand toget
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
-from megatron_epp.planner.kernels.compiled import integers
+from megatron_epp.planner.kernels.compiled import Numbers, integers
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -91,36 +91,40 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
         num_stages, forward_only: as for `elastic_1f1b`.
         ahead: the numbers of forwards before the backwards of a stage.
     """
-    total, rows = groups[-1].stop if groups else 0, []
+    total = groups[-1].stop if groups else 0
     forwards = np.arange(total, dtype=np.int64) << KIND_BITS | FORWARD
-    backwards = np.array([] if forward_only else descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
-    for stage in range(num_stages):
-        run = np.array([total] if forward_only or not total else ahead(stage), dtype=np.int64)
-        run = np.minimum(np.maximum.accumulate(run), total)  # forwards before each backward
-        row = np.empty(run[-1] + len(backwards), dtype=np.int64)
-        is_forward = np.ones(len(row), dtype=bool)
-        is_forward[np.arange(len(backwards)) + run[: len(backwards)]] = False
-        row[is_forward], row[~is_forward] = forwards[: run[-1]], backwards
-        rows.append(row + (stage * total << KIND_BITS))
-    starts = accumulate(map(len, rows), initial=0)
-    return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), total)
+    backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
+    rows = [
+        (forwards if forward_only else merged(forwards, backwards, ahead(stage))) + (stage * total << KIND_BITS)
+        for stage in range(num_stages)
+    ]
+    return order_of(rows, total)
 
 
-def merged(forwards: Sequence[Action], backwards: Iterable[Action], ahead: Sequence[int]) -> list[Action]:
+def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbers:
     """Put forwards before backwards.
 
     Args:
-        forwards, backwards: of a rank, in order.
+        forwards, backwards: codes of a rank's actions, in order.
         ahead: for each backward, how many forwards run before it.
     """
-    actions: list[Action] = []
-    run = 0
-    for action, upto in zip(backwards, ahead, strict=True):
-        if upto > run:
-            actions += forwards[run:upto]
-            run = upto
-        actions.append(action)
-    return actions
+    run = np.minimum(np.maximum.accumulate(np.array(ahead, dtype=np.int64)), len(forwards))
+    row = np.empty(max(run, default=0) + len(backwards), dtype=np.int64)
+    is_forward = np.ones(len(row), dtype=bool)
+    is_forward[np.arange(len(backwards)) + run] = False
+    row[is_forward], row[~is_forward] = forwards[: len(row) - len(backwards)], backwards
+    return row
+
+
+def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
+    """Return the order of every rank's codes.
+
+    Args:
+        rows: of forwards, backwards and weight gradients.
+        num_chunks: of the chunk table.
+    """
+    starts = accumulate(map(len, rows), initial=0)
+    return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
 
 
 def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:

@@ -128,7 +128,7 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> F
         columns=columns,
         group_of=integers(number for number, group in enumerate(groups) for _ in group),
         caps=integers(problem.cap_bytes),
-        caps_at=integers(caps_at(codes, problem.cap_bytes)),
+        caps_at=caps_at(codes, problem.cap_bytes),
         dear=integers(chain.from_iterable(dear)),
         dear_starts=integers(accumulate(map(len, dear), initial=0)),
         no_split=integer_zeros(columns.num_stages * chunks),
