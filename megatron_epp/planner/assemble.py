@@ -14,7 +14,7 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
-from megatron_epp.planner.kernels.columns import kinds_of
+from megatron_epp.planner.kernels.codes import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import step_bytes

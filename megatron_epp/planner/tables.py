@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Rows
-from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, frontier_sum, need_columns, stacked
+from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
+from megatron_epp.planner.kernels.columns import Columns, by_node, frontier_sum, need_columns, stacked
 from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
 from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 

@@ -16,7 +16,7 @@ from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 

@@ -15,7 +15,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels.columns import encode, encode_known
+from megatron_epp.planner.kernels.codes import encode, encode_known
 from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory import recompute as memory
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed

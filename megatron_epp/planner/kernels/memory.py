@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns, frontier_sum
+from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
+from megatron_epp.planner.kernels.columns import Columns, frontier_sum
 from megatron_epp.planner.kernels.compiled import Integers, compiled, compiled_with_lists, inlined
 
 

@@ -6,7 +6,7 @@ import heapq
 from math import inf
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS
+from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, compiled_with_lists, inlined
 
 NONE = -1

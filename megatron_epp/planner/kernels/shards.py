@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
+from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK
+from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2

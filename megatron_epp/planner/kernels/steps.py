@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
+from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
+from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
 from megatron_epp.planner.kernels.timing import Copies, Room, durations, play

@@ -14,7 +14,7 @@ from megatron_epp.plan import Action, Op
 from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of, play
-from megatron_epp.planner.kernels.columns import Codes, encode
+from megatron_epp.planner.kernels.codes import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.memory.recompute import (
     by_stage,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
-from megatron_epp.planner.kernels.columns import KIND_BITS, Codes, Columns, encode_known
+from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
+from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Integers, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split

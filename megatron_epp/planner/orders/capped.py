@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, Codes
+from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, Codes
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.orders.warm_up import Order, WarmUp, descending, run_ahead, slice_groups, window_ahead

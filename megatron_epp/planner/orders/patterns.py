@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, coded
+from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, coded
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import Order, descending, merged, order_of, slice_groups, window_ahead
 from megatron_epp.planner.problem import Problem

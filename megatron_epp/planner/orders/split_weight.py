@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play
 from megatron_epp.planner.kernels import memory, split, timing
-from megatron_epp.planner.kernels.columns import CodedOrder, Codes, encode_known
+from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import shards, timing
-from megatron_epp.planner.kernels.columns import FORWARD, KIND_BITS, KIND_MASK, KINDS, CodedOrder, Codes, encode
+from megatron_epp.planner.kernels.codes import FORWARD, KIND_BITS, KIND_MASK, KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_epp.plan import Action, Chunk, Op
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
+from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import Numbers, integers
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies
 from megatron_epp.planner.orders.spacing import whole_backwards
 from megatron_epp.planner.orders.warm_up import Order

@@ -11,7 +11,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, play
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.copy_slots import Busy, Chooser
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes

@@ -13,7 +13,7 @@ from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play, split_off
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of

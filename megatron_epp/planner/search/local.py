@@ -11,7 +11,7 @@ from megatron_epp.plan import is_unlimited
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
-from megatron_epp.planner.kernels.columns import CodedOrder, Codes, encode
+from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, copy_choice, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at

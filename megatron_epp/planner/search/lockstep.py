@@ -10,7 +10,7 @@ from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels.columns import coded
+from megatron_epp.planner.kernels.codes import coded
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.memory.recompute import is_within
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights

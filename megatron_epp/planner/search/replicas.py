@@ -20,7 +20,7 @@ from megatron_epp.plan.operations import Rows
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.kernels.columns import Codes
+from megatron_epp.planner.kernels.codes import Codes
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.memory.recompute import Fit, fit_lockstep
 from megatron_epp.planner.orders.warm_up import Order

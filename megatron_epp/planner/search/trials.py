@@ -12,7 +12,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.kernels.columns import CodedOrder, coded
+from megatron_epp.planner.kernels.codes import CodedOrder, coded
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
