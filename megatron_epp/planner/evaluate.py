@@ -84,15 +84,13 @@ def moved_of(kept: int, layer_input: int, share: float) -> int:
     return max(int(kept * share), min(kept, layer_input)) if share > 0.0 else 0
 
 
-def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> float:
+def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> float:
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
 
     Args:
-        order: actions of every rank.
-        tables: times and sizes.
-        recompute_steps: recompute steps ``[stage][chunk]``.
+        order, tables, recompute_steps, copies: as for `play`.
     """
-    return _play(order, tables, recompute_steps, ())[0]
+    return _play(order, tables, recompute_steps, copies)[0]
 
 
 def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> Played:

@@ -16,6 +16,7 @@ NEEDS_NUMBA = pytest.mark.skipif(not is_compiled(), reason="needs numba: pip ins
 
 PLANNING = """
 from dataclasses import replace
+from tests.support.plan.campaign_cases import case_of, planned
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from megatron_epp.planner import Options, plan
 from megatron_epp.plan import digest
@@ -33,6 +34,8 @@ for lengths, stages, options in [
 for options in (Options(slices=4), Options(slices=4, split_weight=True)):
     twice = replace(problem((9000, 4000, 700), 4, 30 * GIB), placement=(0, 1, 0, 1), cap_bytes=(30 * GIB,) * 2)
     print(digest(plan(twice, pipeline(4), options)))
+for seed in (47, 48):  # with the vocabulary in shards
+    print(digest(planned(case_of(seed))))
 """
 
 

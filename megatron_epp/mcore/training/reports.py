@@ -33,7 +33,7 @@ Log = Callable[[], None]
 
 
 class ReplicaFigures(NamedTuple):
-    """One iteration of a replica, or of its share if a replica has context-parallel ranks."""
+    """One iteration of a replica on one of its last ranks, each of which has the losses of its part of the tokens."""
 
     replica: int
     loss_sum: float
@@ -62,7 +62,7 @@ class Reports:
         self._last_ranks = ObjectGroup.create(own if is_last else of_last_ranks[0], groups)
 
     def from_last_ranks(self, mine: ReplicaFigures) -> list[ReplicaFigures]:
-        """Return the figures of all replicas. A collective call of their last ranks, in the thread of reports."""
+        """Return the figures of all last ranks of all replicas. A collective call of these, in the thread of reports."""
         assert self._last_ranks is not None
         return self._last_ranks.from_each(mine)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product, starmap
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeGuard, overload
 
 import numpy as np
 
@@ -53,19 +53,26 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
+Key = tuple[bytes, bytes, Kinds]
+"""Numbers of an order, and its operations."""
+
+
 class CodedOrder(Sequence[tuple[Action, ...]]):
     """An order as numbers, whose actions are made when first asked for: a search reads those of the best order alone.
 
     Attributes:
         codes: the numbers.
         num_chunks: of the chunk table.
+
+    Args:
+        rows: the actions, where they are known.
     """
 
     __slots__ = ("_rows", "codes", "num_chunks")
 
-    def __init__(self, codes: Codes, num_chunks: int) -> None:
+    def __init__(self, codes: Codes, num_chunks: int, rows: Sequence[Sequence[Action]] | None = None) -> None:
         self.codes, self.num_chunks = codes, num_chunks
-        self._rows: tuple[tuple[Action, ...], ...] | None = None
+        self._rows = None if rows is None else tuple(map(tuple, rows))
 
     @property
     def rows(self) -> tuple[tuple[Action, ...], ...]:
@@ -75,8 +82,8 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
         return self._rows
 
     @property
-    def key(self) -> tuple[bytes, bytes, Kinds]:
-        """Value that orders of one chunk table share if they are equal."""
+    def key(self) -> Key:
+        """Value by which equal orders of a chunk table, with the same `codes.kinds`, are found."""
         actions, starts, kinds = self.codes
         return np.asarray(actions, dtype=np.int64).tobytes(), np.asarray(starts, dtype=np.int64).tobytes(), kinds
 
@@ -100,8 +107,6 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
             return self.key == other.key
         return isinstance(other, Sequence) and self.rows == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return repr(self.rows)
 
@@ -113,7 +118,13 @@ def coded(order: Sequence[Sequence[Action]], num_chunks: int) -> CodedOrder:
         order: actions of every rank.
         num_chunks: of the chunk table.
     """
-    return order if isinstance(order, CodedOrder) else CodedOrder(encode_known(order, num_chunks), num_chunks)
+    if _is_coded(order, num_chunks):
+        return order
+    return CodedOrder(encode_known(order, num_chunks), num_chunks, order)
+
+
+def _is_coded(order: Sequence[Sequence[Action]], num_chunks: int) -> TypeGuard[CodedOrder]:
+    return isinstance(order, CodedOrder) and order.num_chunks == num_chunks
 
 
 def code_of(action: Action, num_chunks: int) -> int:
@@ -135,7 +146,7 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
         num_chunks: of the chunk table.
         kinds: operations of the order.
     """
-    if isinstance(order, CodedOrder) and order.codes.kinds == kinds[: len(order.codes.kinds)]:
+    if _is_coded(order, num_chunks) and order.codes.kinds == kinds[: len(order.codes.kinds)]:
         return order.codes._replace(kinds=kinds)
     number = {op: kind for kind, op in enumerate(kinds)}
     try:
@@ -149,7 +160,7 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
 
 def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
     """Return an order as numbers, with added operations that planners have rows of. Raises `PlanError` as `encode` does."""
-    if isinstance(order, CodedOrder):
+    if _is_coded(order, num_chunks):
         return order.codes
     try:
         return encode(order, num_chunks)

@@ -89,7 +89,7 @@ def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbe
         rows: equally long.
         dtype: of the result; None for that of the rows.
     """
-    arrays: dict[int, Numbers] = {}
+    rows, arrays = list(rows), dict[int, Numbers]()  # the rows of an array are objects only as long as they are kept
     for row in rows:
         if id(row) not in arrays:
             arrays[id(row)] = np.array(row, dtype=dtype)

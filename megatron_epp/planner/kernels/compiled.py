@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,13 +19,12 @@ _njit: Any = None
 _UNCOUNTED: dict[str, bool] = {}
 """Option of numba that leaves the counting of references away; it is not documented, so a numba may come without it."""
 if os.environ.get(COMPILED_VARIABLE) != "0":
-    try:
+    with contextlib.suppress(ImportError):
         from numba import njit as _njit
+    with contextlib.suppress(ImportError):
         from numba.core.options import DefaultOptions
 
         _UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
-    except ImportError:
-        _njit = None
 
 Integers = MutableSequence[int]
 """A column of 64-bit integers: an array when compiled, a list when not, because plain Python indexes lists faster."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from megatron_epp.planner.evaluate import makespan_us, play
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
@@ -33,9 +33,7 @@ def completed(
     copies = timed(made, tables)
 
     def time_us(tried: Order) -> float:
-        if not copies:
-            return makespan_us(tried, tables, made.recompute_steps)
-        return play(tried, tables, made.recompute_steps, copies).makespan_us
+        return makespan_us(tried, tables, made.recompute_steps, copies)
 
     if not has_shards(tables):
         return order, time_us(order)

@@ -38,11 +38,7 @@ def with_split_weights(
     copies, whole = timed(made, tables), encode_known(order, tables.columns.num_chunks)
 
     def time_us(tried: Codes) -> float:
-        return (
-            play(tried, tables, made.recompute_steps, copies).makespan_us
-            if copies
-            else makespan_us(tried, tables, made.recompute_steps)
-        )
+        return makespan_us(tried, tables, made.recompute_steps, copies)
 
     best, best_us = whole, time_us(whole)
     own = tuple(map(min, caps, peaks(whole, tables, made)))

@@ -57,7 +57,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
         timing.mark_split(codes.actions, split)
         timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, took_us)
     last_rank = tables.rank_of[-1]
-    own = np.asarray(codes.actions[codes.starts[last_rank] : codes.starts[last_rank + 1]])
+    own = np.asarray(codes.actions[codes.starts[last_rank] : codes.starts[last_rank + 1]], dtype=np.int64)
     forwards = own[own & KIND_MASK == FORWARD] >> KIND_BITS
     line = (forwards[forwards // chunks == stages - 1] % chunks).tolist()
     more = [(2 if tables.backward_us else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]

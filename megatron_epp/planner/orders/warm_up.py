@@ -20,7 +20,7 @@ from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 Order = Sequence[Sequence[Action]]
-"""The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.columns.CodedOrder`)."""
+"""The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.codes.CodedOrder`)."""
 
 CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 """Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
@@ -106,10 +106,11 @@ def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbe
 
     Args:
         forwards, backwards: codes of a rank's actions, in order.
-        ahead: for each backward, how many forwards run before it.
+        ahead: for each backward, how many forwards run before it; fewer than before the last one count as equally many.
     """
+    assert len(ahead) == len(backwards)
     run = np.minimum(np.maximum.accumulate(np.array(ahead, dtype=np.int64)), len(forwards))
-    row = np.empty(max(run, default=0) + len(backwards), dtype=np.int64)
+    row = np.empty((run[-1] if len(run) else 0) + len(backwards), dtype=np.int64)
     is_forward = np.ones(len(row), dtype=bool)
     is_forward[np.arange(len(backwards)) + run] = False
     row[is_forward], row[~is_forward] = forwards[: len(row) - len(backwards)], backwards

@@ -92,7 +92,7 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
 def search_orders(trials: Trials, table: Aligned) -> None:
     """Try one table with all rules until one is proven best.
 
-    Those of last resort are tried even where others fit: where they alone fit, more memory must not make the plan slower.
+    Those of last resort are tried where others fit, too: what is found under a cap has to be found under a larger one.
     """
     trials.better(table, (*trials.rules.first, *trials.rules.second, *trials.rules.least), close=0.0)
 

@@ -16,7 +16,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
@@ -118,7 +118,7 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
     tables = made.tables(problem, costs)
     if made.joined:  # `play` runs actions one by one
         return simulate(written(problem, costs, Options(), made, tables)).makespan_us
-    return play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables)).makespan_us
+    return makespan_us(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:

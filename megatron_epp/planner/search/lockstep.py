@@ -9,7 +9,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import coded
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.memory.recompute import is_within
@@ -101,4 +101,4 @@ def _split(best: Candidate, replicas: Replicas) -> Order:
     split = (coded(with_split_weights(whole, *one, caps)[0], whole.num_chunks) for one in every)
     orders = {one.key: one for one in split}.values()
     fitting = [order for order in orders if all(is_within(peaks(order, *one), caps) for one in every)]
-    return min([whole, *fitting], key=lambda order: play(order, best.tables[0], recompute_steps).makespan_us)
+    return min([whole, *fitting], key=lambda order: makespan_us(order, best.tables[0], recompute_steps))

@@ -27,7 +27,7 @@ CAPPED: tuple[OrderRule, ...] = (CappedWarmUp(3), CappedWarmUp(3, 1.5), CappedWa
 """Rules for the best table with its sequences in other orders, where its plan is far from its bound."""
 HALF = WarmUp(lead=0.5, minimal=True)
 LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, minimal=True),)
-"""Rule of last resort, when no other fits: one sequence is alive at a time, and no order of a table keeps less."""
+"""Rule of last resort: one sequence is alive at a time, and no order of a table keeps less."""
 ROOMY_LISTED: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
 LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ROOMY_LISTED[0],
@@ -71,7 +71,7 @@ class OrderRules:
     Attributes:
         first: for every grain.
         second: for the best grain, and in lockstep for all grains when none fits.
-        least: when nothing else fits.
+        least: when nothing else fits, and for slices that the user fixed.
         narrow: for grains that none of the first fits, widest first; the widest also for grains that are nearly the best.
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.

@@ -12,7 +12,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.kernels.codes import CodedOrder, coded
+from megatron_epp.planner.kernels.codes import CodedOrder, Key, coded
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
@@ -114,7 +114,7 @@ class Trials:
         self.near: list[Candidate] = []
         self.least_cap = self.least_host = 0
         self.seen: set[tuple[Aligned, OrderRule]] = set()
-        self._orders: dict[Aligned, set[object]] = {}  # by key, for several stages per rank, where rules may agree
+        self._orders: dict[Aligned, set[Key]] = {}  # by key, for several stages per rank, where rules may agree
         self.best_of: dict[OrderRule, Candidate] = {}
         self.fastest_us: dict[Aligned, float] = {}
         self._last: tuple[Aligned, tuple[Tables, ...]] | None = None
@@ -145,9 +145,9 @@ class Trials:
             self.seen.add((table, rule))
             tried = self._ordered(table, tables, rule)
             if not self.problem.has_one_stage_per_rank:
-                if tried.order.key in orders:
+                if (key := tried.order.key) in orders:
                     continue
-                orders.add(tried.order.key)
+                orders.add(key)
             found |= self._better(tried)
         return found
 

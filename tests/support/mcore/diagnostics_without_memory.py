@@ -25,6 +25,7 @@ def main() -> None:
 
         IterationReport.begin = begin_without_memory
         pretrain_gpt.main()
+        assert IterationReport.begin is begin, "no iteration was reported"
 
 
 if __name__ == "__main__":
