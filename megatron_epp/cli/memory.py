@@ -55,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
     seconds = (
         "seconds from the start after which it stops looking for what else would fit, and prints what is known (%(default)s)"
     )
-    parser.add_argument("--seconds", type=COUNT, default=8, metavar="N", help=seconds)
+    parser.add_argument("--seconds", type=COUNT, default=7, metavar="N", help=seconds)
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
     parser.add_argument("--width", type=COUNT, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
 
