@@ -21,7 +21,11 @@ def test_an_order_as_numbers_reads_like_its_actions() -> None:
     assert (order[1], order[:1], list(order)) == (ORDER[1], ORDER[:1], list(ORDER))
     assert repr(order) == repr(ORDER)
     assert coded(order, 2) is order
-    assert pickle.loads(pickle.dumps(order)) == ORDER
+
+
+def test_an_order_goes_to_another_process_as_actions_for_its_numbers_may_be_of_another_type_there() -> None:
+    received = pickle.loads(pickle.dumps(coded(ORDER, 2)))
+    assert (type(received), received) == (tuple, ORDER)
 
 
 def test_an_order_as_numbers_equals_any_order_of_the_same_actions() -> None:

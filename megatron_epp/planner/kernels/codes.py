@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product, starmap
-from typing import NamedTuple, TypeGuard, overload
+from typing import Any, NamedTuple, TypeGuard, overload
 
 import numpy as np
 
@@ -106,6 +106,9 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
         if isinstance(other, CodedOrder) and self.num_chunks == other.num_chunks and self.codes.kinds == other.codes.kinds:
             return self.key == other.key
         return isinstance(other, Sequence) and self.rows == tuple(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.rows,)  # the columns of a process that compiles are of another type than those of one that does not
 
     def __repr__(self) -> str:
         return repr(self.rows)
