@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
-from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.orders.patterns import Interleaved
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
-from tests.support.plan.planner_cases import problem
+from tests.support.plan.planner_cases import pipeline, problem
 
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
 
@@ -94,3 +98,15 @@ def test_an_order_that_deadlocks_is_named():
     one_alive = (tuple(sorted(order[0], key=lambda action: action.chunk)), crossed[1])
     with pytest.raises(PlanError, match=r"deadlock.*0B0, 1F1"):
         makespan_us(one_alive, tables((1, 1), 2), [[0, 0], [0, 0]])
+
+
+def test_where_windows_shrink_every_rank_of_looped_stages_stays_ahead_of_the_next():
+    chunks = table((24, *(1,) * 24))
+    asked = replace(problem([240, *[10] * 24], 8), placement=(0, 1, 2, 3) * 2, cap_bytes=(UNLIMITED_BYTES,) * 4)
+    order, of_paper = (
+        Interleaved(elastic).order(chunks, tabulate(chunks, asked, pipeline(8)), asked) for elastic in (True, False)
+    )
+    assert order != of_paper, "it runs: no other order had to take its place"
+    ahead = [[sum(one.op is Op.F for one in row[:at]) for at, action in enumerate(row) if action.op is Op.B] for row in order]
+    for rank, following in pairwise(ahead):
+        assert all(here >= there for here, there in zip(rank, following, strict=True))

@@ -89,7 +89,7 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
     return [table]
 
 
-def search_orders(trials: Trials, table: Aligned) -> None:
+def search_orders(trials: Trials, table: Aligned | None) -> None:
     """Try one table with all rules until one is proven best.
 
     Those of last resort are tried where others fit, too: what is found under a cap has to be found under a larger one.
@@ -156,7 +156,7 @@ def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
     coarser: Iterator[Aligned | None]
     if slices is not None:
         usual = [chunkers.table(slices=slices)]
-        trials.better(usual[0], trials.rules.first)
+        search_orders(trials, usual[0])
         coarser = (chunkers.table(slices=fewer) for fewer in range(slices - 1, 0, -1))
     else:
         counts = grain_counts(ranks, chunkers.coarsest)
