@@ -11,10 +11,13 @@ from megatron_epp.planner.kernels.compiled import (
     Integers,
     compiled,
     float_zeros,
+    floats,
     inlined,
     integer_zeros,
+    integers,
 )
-from megatron_epp.planner.kernels.memory import backward_peak
+from megatron_epp.planner.kernels.memory import backward_peak, step_bytes
+from megatron_epp.planner.kernels.timing import STUCK, durations
 
 
 class Whole(NamedTuple):
@@ -26,6 +29,8 @@ class Whole(NamedTuple):
         split_us: the same, backwards without them.
         free: bytes below the cap while each action runs, by position.
         extra: bytes that each backward needs more if its weight gradient is split off, by position.
+        takes, gives: bytes that each action allocates and frees (`memory.step_bytes`), by position.
+        none, every: zeros and ones by item.
     """
 
     actions: Integers
@@ -34,6 +39,10 @@ class Whole(NamedTuple):
     split_us: Floats
     free: Integers
     extra: Integers
+    takes: Integers
+    gives: Integers
+    none: Integers
+    every: Integers
 
 
 class Filled(NamedTuple):
@@ -60,43 +69,65 @@ class Filled(NamedTuple):
     ended_us: Floats
 
 
-def storage(count: int, ranks: int, nodes: int) -> Filled:
-    """Return storage for an order.
+def storage(actions: Integers, starts: Integers, columns: Columns) -> tuple[Whole, Filled]:
+    """Return storage for an order, and for the same with weight gradients.
 
     Args:
-        count: actions of the order.
-        ranks: of the pipeline.
-        nodes: as in `Columns.needs`.
+        actions, starts: the order (`Codes`), of forwards and whole backwards.
+        columns: times and sizes by item.
     """
-    actions, waiting = integer_zeros(2 * count), integer_zeros(count)
+    count, ranks = len(actions), len(starts) - 1
+    whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
+    free, extra, takes, gives = (integer_zeros(count) for _ in range(4))
+    none, every = integer_zeros(columns.num_items), integers([1] * columns.num_items)
+    filled, waiting = integer_zeros(2 * count), integer_zeros(count)
     ends, first, last, waiting_bytes, at = (integer_zeros(ranks) for _ in range(5))
-    return Filled(actions, ends, waiting, first, last, waiting_bytes, at, float_zeros(ranks), float_zeros(nodes))
+    ended_us = float_zeros(len(columns.need_starts) - 1)
+    return (
+        Whole(actions, starts, whole_us, split_us, free, extra, takes, gives, none, every),
+        Filled(filled, ends, waiting, first, last, waiting_bytes, at, float_zeros(ranks), ended_us),
+    )
 
 
 @compiled
-def spare_bytes(
-    columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, takes: Integers, gives: Integers, whole: Whole
-) -> None:
-    """Compute `Whole.free` and `Whole.extra`.
+def split_off(
+    whole: Whole, columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, filled: Filled
+) -> float:
+    """Put weight gradients into an order, and return its makespan in microseconds, or `STUCK` if it deadlocks.
 
     Args:
-        columns: sizes by item.
+        whole: the order; all else in it is written.
+        columns: times and sizes by item.
         recompute_steps: recompute steps by item.
         caps: bytes of every rank.
         away: bytes that copies have taken away while each action runs, by position; empty where there are none.
-        takes, gives: bytes that each action allocates and frees (`memory.step_bytes`).
-        whole: the order, updated.
+        filled: the result, and storage.
     """
+    durations(columns, recompute_steps, whole.none, whole.whole_us)
+    durations(columns, recompute_steps, whole.every, whole.split_us)
+    step_bytes(whole.actions, columns, recompute_steps, whole.none, whole.takes, whole.gives)
+    spare_bytes(columns, recompute_steps, caps, away, whole)
+    if not fill(whole, columns, filled):
+        return STUCK
+    makespan_us = 0.0
+    for rank in range(len(filled.clock_us)):
+        makespan_us = max(makespan_us, filled.clock_us[rank])
+    return makespan_us
+
+
+@compiled
+def spare_bytes(columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, whole: Whole) -> None:
+    """Compute `Whole.free` and `Whole.extra`. Arguments as of `split_off`."""
     for rank in range(len(whole.starts) - 1):
         live = columns.static[rank]
         for at in range(whole.starts[rank], whole.starts[rank + 1]):
-            live += takes[at]
+            live += whole.takes[at]
             whole.free[at] = caps[rank] - live + (away[at] if len(away) > 0 else 0)
-            live -= gives[at]
+            live -= whole.gives[at]
             item, whole.extra[at] = whole.actions[at] >> KIND_BITS, 0
             if whole.actions[at] & KIND_MASK == BACKWARD:
                 rise = backward_peak(columns, item, recompute_steps[item], True)
-                whole.extra[at] = max(0, rise - takes[at], columns.weight_bytes[item] - gives[at])
+                whole.extra[at] = max(0, rise - whole.takes[at], columns.weight_bytes[item] - whole.gives[at])
 
 
 @inlined

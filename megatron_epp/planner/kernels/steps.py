@@ -8,6 +8,7 @@ from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIN
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
+from megatron_epp.planner.kernels.split import Filled, Whole, split_off
 from megatron_epp.planner.kernels.timing import Copies, Room, durations, play
 
 NEVER = 1e300
@@ -40,6 +41,9 @@ class Facts(NamedTuple):
         dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
         no_split: zeros by item.
         copies: none.
+        splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
+        whole, filled: storage for these; the actions of `whole` are those of the choice that is judged.
+        away: empty.
     """
 
     starts: Integers
@@ -51,6 +55,10 @@ class Facts(NamedTuple):
     dear_starts: Integers
     no_split: Integers
     copies: Copies
+    splits: int
+    whole: Whole
+    filled: Filled
+    away: Integers
 
 
 class Spare(NamedTuple):
@@ -292,4 +300,8 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
             trim(trial.actions, a, b, columns, trial.recompute_steps, cap, static, dear)
     durations(columns, trial.recompute_steps, facts.no_split, spare.took_us)
     took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
-    return took_us if took_us >= 0 else NEVER
+    if took_us < 0:
+        return NEVER
+    if facts.splits == 0:
+        return took_us
+    return min(took_us, split_off(facts.whole, columns, trial.recompute_steps, facts.caps, facts.away, facts.filled))

@@ -7,9 +7,9 @@ from itertools import accumulate, chain
 
 from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play
-from megatron_epp.planner.kernels import memory, split, timing
+from megatron_epp.planner.kernels import split, timing
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
-from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, numbers
+from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.orders.warm_up import Order
@@ -100,17 +100,9 @@ def split_weights(
     Raises:
         PlanError: the order deadlocks.
     """
-    columns, count = tables.columns_with(order.kinds), len(order.actions)
-    steps, none = integers(chain.from_iterable(recompute_steps)), integer_zeros(columns.num_items)
-    whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
-    timing.durations(columns, steps, none, whole_us)
-    timing.durations(columns, steps, integers([1] * columns.num_items), split_us)
-    takes, gives, free, extra = (integer_zeros(count) for _ in range(4))
-    memory.step_bytes(order.actions, columns, steps, none, takes, gives)
-    whole = split.Whole(order.actions, order.starts, whole_us, split_us, free, extra)
-    split.spare_bytes(columns, steps, integers(caps), integers(chain.from_iterable(away)), takes, gives, whole)
-    filled = split.storage(count, order.num_ranks, len(columns.need_starts) - 1)
-    if not split.fill(whole, columns, filled):
+    columns, steps = tables.columns_with(order.kinds), integers(chain.from_iterable(recompute_steps))
+    whole, filled = split.storage(order.actions, order.starts, columns)
+    if split.split_off(whole, columns, steps, integers(caps), integers(chain.from_iterable(away)), filled) == timing.STUCK:
         raise PlanError("the order deadlocks before any weight gradient is split off")
     rows = [numbers(filled.actions[2 * start : end]) for start, end in zip(order.starts, filled.ends, strict=False)]
     return Codes(integers(chain.from_iterable(rows)), integers(accumulate(map(len, rows), initial=0)), order.kinds)

@@ -108,5 +108,5 @@ class Anytime:
         return Known(whole, self._split(found, asked) if Replicas((asked,), self.costs, self.options).splits_weight else whole)
 
     def _split(self, found: Candidates, asked: Problem) -> Decisions:
-        """Split weight gradients off, without local search, which knows whole backwards only."""
+        """Split weight gradients off, without local search: the time is spent."""
         return finished(found, asked, self.costs, replace(self.options, steps=0, budget_ms=0))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_epp.cost import Costs
@@ -31,6 +30,9 @@ from megatron_epp.planner.search.trials import CLOSE, Candidate, Trials
 
 SPLIT_PARTS = 8
 """Steps from the caps to the peaks of whole backwards with which weight gradients of fast orders are tried; set by hand."""
+
+STARTS = 3
+"""Decisions from which local search with weight gradients split off starts; set by hand."""
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -125,7 +127,8 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     """Local search; then orders are completed: with the vocabulary's shards, and with weight gradients split off where that is
     asked for, the costs time them separately and it is faster.
 
-    Local search knows whole backwards only. So what it made faster is completed here; the rest the search has completed.
+    Local search runs with whole backwards first. What it made faster is completed here; the rest the search has completed. From
+    the fastest of these it runs once more, with weight gradients split off.
 
     Args:
         found: what the search found.
@@ -135,19 +138,51 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     replicas = Replicas((problem,), costs, options)
     if not replicas.splits_weight and not replicas.has_shards:
         return fastest(better, problem, costs)
-    complete = [(one.makespan_us, replace(one.only, order=one.complete)) for one in found.near if one.complete]
-    best_us, best = min(complete, key=itemgetter(0), default=(math.inf, better[0]))
-    tried = [one.only for one in found.near if one.complete]
+    done = [Completed(one.makespan_us, one.only, replace(one.only, order=one.complete)) for one in found.near if one.complete]
+    known = [one.whole for one in done]
     split = replicas.splits_weight
-    for one in [*(one for one in better if one not in tried), *(tried if split else ())]:
-        tables = one.tables(problem, costs)
-        enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
-        if best_us <= enough_us:
-            continue
-        order, took_us = completed(one.order, tables, one.as_offload, problem.cap_bytes, split, enough_us, SPLIT_PARTS)
-        if took_us < best_us:
-            best, best_us = replace(one, order=order), took_us
-    return best
+    for whole in [*(one for one in better if one not in known), *(known if split else ())]:
+        done += _completed(whole, problem, costs, options, done)
+    for whole in _fastest(done) if split else ():
+        moved = improve(whole, whole.tables(problem, costs), problem, options, split_weight=True)
+        done += _completed(moved, problem, costs, options, done)
+    return min(done, key=attrgetter("makespan_us")).made
+
+
+class Completed(NamedTuple):
+    """Decisions with the vocabulary's shards, and with weight gradients split off where that is faster.
+
+    Attributes:
+        makespan_us: of the complete order.
+        whole: the decisions with whole backwards.
+        made: the same with the complete order.
+    """
+
+    makespan_us: float
+    whole: Decisions
+    made: Decisions
+
+
+def _completed(
+    whole: Decisions, problem: Problem, costs: Costs, options: Options, before: Sequence[Completed]
+) -> list[Completed]:
+    """Complete decisions, unless the bound says that they would hardly be faster than the fastest before."""
+    tables = whole.tables(problem, costs)
+    enough_us = lower_bound_us(tables, whole.chunks, problem, options) * (1 + CLOSE)
+    if any(one.makespan_us <= enough_us for one in before):
+        return []
+    split = Replicas((problem,), costs, options).splits_weight
+    order, took_us = completed(whole.order, tables, whole.as_offload, problem.cap_bytes, split, enough_us, SPLIT_PARTS)
+    return [Completed(took_us, whole, replace(whole, order=order))]
+
+
+def _fastest(done: Sequence[Completed]) -> list[Decisions]:
+    """Return the decisions with whole backwards of the fastest, `STARTS` of them."""
+    found: list[Decisions] = []
+    for one in sorted(done, key=attrgetter("makespan_us")):
+        if one.whole not in found:
+            found.append(one.whole)
+    return found[:STARTS]
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -13,8 +13,10 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
+from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, copy_choice, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at
+from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -68,7 +70,7 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     return (LONG_STEPS,) if is_long else RUNS
 
 
-def improve(made: Decisions, tables: Tables, problem: Problem, options: Options) -> Decisions:
+def improve(made: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
     """Take steps of local search from decisions that fit the caps. Equal arguments take equal steps.
 
     A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
@@ -80,6 +82,10 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
         tables: of their chunks.
         problem: the batch, the pipeline and its memory caps.
         options: the number of steps, the seed and the settings that the search respects.
+        split_weight: judge each step with its weight gradients split off where that is faster.
+
+    Returns:
+        Decisions with whole backwards.
     """
     asked = searches(options, problem.num_stages * len(made.chunks))
     if not asked or made.copies or problem.forward_only or options.recompute != "auto":
@@ -87,13 +93,15 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     if made.kv_offload and not is_unlimited(problem.host_cap_bytes):  # steps count no host memory
         return made
     _say_if_slow()
-    bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))
+    bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
     codes = encode(made.order, columns.num_chunks)
     start_us = makespan_us(codes, tables, made.recompute_steps)
+    if split_weight:
+        start_us = with_split_weights(made.order, tables, made.as_offload, problem.cap_bytes)[1]
     recompute_steps = list(chain.from_iterable(made.recompute_steps))
     now, best, trial = (Choice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3))
-    facts = _facts(made, tables, problem, codes)
+    facts = _facts(made, tables, problem, codes, trial, split_weight)
     items = len(recompute_steps)
     spare = Spare(
         numbers=integers([options.seed]),
@@ -118,11 +126,12 @@ def _say_if_slow() -> None:
         LOG.info("planning runs in plain Python; pip install 'megatron-epp[fast]' makes its search about ten times faster")
 
 
-def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> Facts:
+def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: Choice, split_weight: bool) -> Facts:
     columns, chunks = tables.columns, tables.columns.num_chunks
     groups = slice_groups(made.chunks)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
+    whole, filled = storage(trial.actions, codes.starts, columns)
     return Facts(
         starts=codes.starts,
         columns=columns,
@@ -133,4 +142,8 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> F
         dear_starts=integers(accumulate(map(len, dear), initial=0)),
         no_split=integer_zeros(columns.num_stages * chunks),
         copies=copy_columns((), chunks, 0),
+        splits=int(split_weight),
+        whole=whole,
+        filled=filled,
+        away=integers([]),
     )
