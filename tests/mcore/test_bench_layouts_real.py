@@ -20,7 +20,7 @@ def test_all_layouts_train_the_same_batches_with_costs_that_were_profiled(tmp_pa
     said: list[str] = []
     found, occupancy = measure(TINY, tmp_path, LAYOUTS, rounds=2, iterations=1, note=said.append)
     assert said[0] == "profiling the model"
-    assert [text.split()[-1] for text in said[1:]] == ["even", "balanced", "auto", "balanced", "auto", "even"]
+    assert [text.split()[-1] for text in said[1:]] == [*LAYOUTS, *LAYOUTS[1:], LAYOUTS[0]]
     assert Profile.from_json((tmp_path / "profile.json").read_text()).attention is not None
     assert occupancy.num_ranks == RANKS
     assert occupancy.others is not None
