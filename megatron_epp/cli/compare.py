@@ -143,6 +143,8 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
         lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
     if copying := [name for name, schedule in theirs.items() if schedule.offloads]:
         lines.append(f"activations may be offloaded in {', '.join(copying)}; with --offload in all")
+    if joining := [name for name, schedule in theirs.items() if schedule.joins]:
+        lines.append(f"exchanges are overlapped in {', '.join(joining)}; with --overlap-exchanges in greedy")
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     return "\n".join(lines)
 

@@ -8,15 +8,16 @@ from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
+from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited, simulate
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import backward_times, recompute_times
+from megatron_epp.planner.evaluate import backward_times, makespan_us, recompute_times
 from megatron_epp.planner.kernels.codes import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
+from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.orders.joined import Passing, adjacent, joined_us
@@ -96,6 +97,19 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         planner=options.planner,
         seed=options.seed,
     )
+
+
+def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
+    """Compute the makespan of decisions, in microseconds.
+
+    Args:
+        made: the decisions.
+        problem, costs: as for `plan`.
+    """
+    tables = made.tables(problem, costs)
+    if made.joined:  # `play` runs actions one by one
+        return simulate(written(problem, costs, Options(), made, tables)).makespan_us
+    return makespan_us(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
 
 
 def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tuple[int, ...]) -> None:

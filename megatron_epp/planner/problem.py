@@ -95,6 +95,8 @@ class Options:
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
         seed: of a planner's search; recorded in the plan.
+        overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
+            computes while the other exchanges activations between tensor-parallel ranks.
         wide_windows: try warm-up windows that are as large as the caps allow.
     """
 
@@ -110,6 +112,7 @@ class Options:
     steps: int = 0
     budget_ms: int | None = None
     seed: int = 0
+    overlap_exchanges: bool = False
     wide_windows: bool = True
 
     def modes(self, costs: Costs) -> tuple[str, ...]:

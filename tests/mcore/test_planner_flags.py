@@ -47,6 +47,22 @@ def test_what_cannot_be_is_refused(given, says):
         prepare_epp_args(arguments(*given))
 
 
+@pytest.mark.parametrize(
+    ("given", "megatron", "says"),
+    [
+        ([], {"tensor_model_parallel_size": 1}, "needs --tensor-model-parallel-size 2 or more: one rank exchanges nothing"),
+        (["--epp-planner", "stp"], {}, "is for --epp-planner greedy, not stp; leave one of them out"),
+        ([], {"hidden_dropout": 0.25}, "runs two actions at a time, which --hidden-dropout 0.25 does not allow"),
+        ([], {"tp_comm_overlap": True}, "runs two actions at a time, which --tp-comm-overlap does not allow"),
+        ([], {"timing_log_level": 2}, "runs two actions at a time, which --timing-log-level 2 does not allow"),
+    ],
+)
+def test_what_keeps_two_actions_from_running_in_one_step_is_refused(given, megatron, says):
+    with pytest.raises(ArgumentError, match=f"--epp-overlap-exchanges {says}"):
+        prepare_epp_args(arguments("--epp-overlap-exchanges", *given, **{"tensor_model_parallel_size": 2} | megatron))
+    prepare_epp_args(arguments("--epp-overlap-exchanges", tensor_model_parallel_size=2, timing_log_level=1))
+
+
 @pytest.mark.parametrize("flag", [action for action in FLAGS if action.type in (int, float)], ids=lambda one: one.dest)
 def test_no_flag_takes_what_is_no_finite_number(flag):
     """Nor one below zero, or so large that it means none."""

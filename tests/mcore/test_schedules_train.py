@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_epp.cost import CPU, analytic_profile
+from megatron_epp.cost.library import shape_of
 from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
@@ -32,6 +36,20 @@ def case_of(name: str) -> dict[str, Any]:
     return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}{offload}"}
 
 
+OVERLAPPED = "greedy, exchanges overlapped"
+
+
+def overlapped_case(folder: Path) -> dict[str, Any]:
+    """Return a case of the greedy planner with costs by which exchanges take long, as on CPUs they do not."""
+    shape = shape_of(
+        {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 95} | {"tensor_model_parallel_size": 2}
+    )
+    profile = folder / "slow_exchanges.json"
+    profile.write_text(analytic_profile(shape, replace(CPU, exchange_bytes=1e6)).to_json())
+    plan = f"--epp-slices 3 --epp-overlap-exchanges --epp-costs {profile}"
+    return {"cell": {"pp": 2, "tp": 2, "split": True}, "model": "llama", "plan": plan}
+
+
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.order is not None and not schedule.lacks]
 
 
@@ -42,9 +60,19 @@ def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dic
     @functools.cache
     def run(by_default: bool) -> dict[str, Figures]:
         cases = {name: case_of(name) for name in NAMES if (name in BY_DEFAULT) == by_default}
-        return parity_of(tmp_path_factory.mktemp("schedules"), cases, ITERATIONS, timeout_s=600)
+        folder = tmp_path_factory.mktemp("schedules")
+        cases |= {OVERLAPPED: overlapped_case(folder)} if by_default else {}
+        return parity_of(folder, cases, ITERATIONS, timeout_s=600)
 
     return run
+
+
+def test_greedy_plans_with_steps_of_two_actions_train_as_the_stock_schedule_does(
+    figures_of: Callable[[bool], dict[str, Figures]],
+) -> None:
+    figures = figures_of(True)[OVERLAPPED]
+    check_closeness(figures)
+    assert all(plan["joined"] > 0 for replica in figures["plans"] for plan in replica)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in NAMES])
@@ -58,10 +86,11 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     assert any(plan["copies"] > 0 for plan in plans) == SCHEDULES[name].offloads
 
 
+@pytest.mark.parametrize("name", ["stp", OVERLAPPED])
 def test_the_two_actions_of_a_step_take_turns_in_the_midst_of_their_layers(
-    figures_of: Callable[[bool], dict[str, Figures]],
+    figures_of: Callable[[bool], dict[str, Figures]], name: str
 ) -> None:
-    figures = figures_of(True)["stp"]
+    figures = figures_of(True)[name]
     joined = sum(plan["joined"] for replica in figures["plans"] for plan in replica)
     assert joined > 0
     assert figures["turns"] > 2 * 2 * joined  # two on each tensor-parallel rank, if the second ran when the first had ended

@@ -10,9 +10,8 @@ from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table
-from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.assemble import build_plan, predicted_us
 from megatron_epp.planner.exact.oracle import Proven, oracle
-from megatron_epp.planner.search.greedy import predicted_us
 from scripts.bench.orders.unit import TOKENS, Unit
 
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")

@@ -17,12 +17,11 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.planner import Options, for_table, plan
-from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.assemble import build_plan, predicted_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
 from megatron_epp.planner.problem import FULL_ONLY
-from megatron_epp.planner.search.greedy import predicted_us
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
 from megatron_epp.planner.search.replicas import Replicas

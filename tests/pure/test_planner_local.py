@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 
 from megatron_epp.planner import Options
+from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
@@ -15,7 +16,7 @@ from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.split import split_off, storage
 from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
 from megatron_epp.planner.search import local
-from megatron_epp.planner.search.greedy import candidates, predicted_us
+from megatron_epp.planner.search.greedy import candidates
 from megatron_epp.planner.search.local import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 

@@ -19,8 +19,8 @@ from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_g
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.schedules import SCHEDULES
-from megatron_epp.planner.search.greedy import predicted_us
 from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
 

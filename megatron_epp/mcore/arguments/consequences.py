@@ -273,6 +273,27 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
+def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what keeps two actions from running in one step."""
+    if not args.epp_overlap_exchanges:
+        return
+    if args.epp_planner != "greedy":
+        yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
+    if args.tensor_model_parallel_size == 1:
+        yield "--epp-overlap-exchanges needs --tensor-model-parallel-size 2 or more: one rank exchanges nothing"
+    given = {
+        "--num-experts": args.num_experts,
+        "--hidden-dropout": args.hidden_dropout,
+        "--attention-dropout": args.attention_dropout,
+        "--tp-comm-overlap": args.tp_comm_overlap,
+        "--timing-log-level": args.timing_log_level > 1 and args.timing_log_level,
+    }
+    for flag, value in given.items():
+        if value:
+            shown = flag if value is True else f"{flag} {value}"
+            yield f"--epp-overlap-exchanges runs two actions at a time, which {shown} does not allow; leave one of them out"
+
+
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_layout,
@@ -282,6 +303,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_stages,
     _batch_problems,
     _plan_problems,
+    _overlap_problems,
     vocabulary_problems,
     check_experts,
     _check_patterns,

@@ -175,6 +175,10 @@ _RUNNING = (
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
+    Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
+        "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
+        "activations between tensor-parallel ranks. For the planner greedy; such steps have not run on GPUs yet."
+    ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|learn|FILE").described(
         "Where predicted times come from: formulas, a short measurement at start-up, the first iterations of training, which "
         "are planned by formulas, or a file. Measured and learnt times are kept with the checkpoints, so that a resumed run "

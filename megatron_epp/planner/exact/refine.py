@@ -50,6 +50,7 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
         MessageRoomError: its decisions fit but for their messages.
         PlanError: OR-tools is not installed.
     """
+    options = replace(options, overlap_exchanges=False)  # the program knows no steps of two actions
     start = greedy(problem, costs, options)
     if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
         return start
@@ -72,11 +73,11 @@ class Refiner:
             options: the user's settings.
             time_limit_s: seconds for each batch.
         """
-        self.costs, self.options = costs, options
+        self.costs, self.options = costs, replace(options, overlap_exchanges=False)
         self.solved = Recent[Problem, Decisions]()
         self.by_shape = Recent[Shape, Decisions]()
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
-        self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
+        self._worker = Worker(_refining, costs, self.options, time_limit_s, niceness=NICENESS)
 
     def plan(self, problem: Problem) -> Plan:
         """The refined plan where there is one, else the greedy plan, without waiting for the solver.

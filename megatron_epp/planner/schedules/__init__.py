@@ -46,6 +46,7 @@ class Schedule:
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
         lacks: what training lacks to run its plans; empty if it runs them.
         offloads: it has copies of its own, with `Options.offload`.
+        joins: its order has steps of two actions, which the greedy planner has with `Options.overlap_exchanges`.
     """
 
     plan: Callable[[Problem, Costs, Options], Decisions]
@@ -54,6 +55,7 @@ class Schedule:
     splits_weight: bool = False
     lacks: str = ""
     offloads: bool = False
+    joins: bool = False
 
     @property
     def order(self) -> FixedOrder | None:
@@ -89,6 +91,7 @@ SCHEDULES: dict[str, Schedule] = {
         "exchanges behind compute, two stages in a V",
         "2510.27257",
         splits_weight=True,
+        joins=True,
     ),
     "hanayo": Schedule(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
     "helixpipe": Schedule(

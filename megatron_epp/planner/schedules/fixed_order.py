@@ -12,13 +12,13 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.orders.joined import JoinedOrder, adjacent
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
-from megatron_epp.planner.search.greedy import predicted_us
 
 CHUNKS_PER_RANK = (2, 4, 6, 8, 12, 16, 24, 32)
 """Grains that every order is tried with, besides whole sequences: chunks of a table as multiples of the ranks."""

@@ -18,6 +18,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished
 from megatron_epp.planner.search.least import last_resort
 from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
 from megatron_epp.planner.search.replicas import Replicas
 
@@ -99,6 +100,8 @@ class Anytime:
         if Replicas((asked,), self.costs, self.options).splits_weight:
             best = fastest([self._split(Candidates([whole], []), asked), known.best], asked, self.costs)
         self.solved.remember(asked, Known(whole, best))
+        if self.options.overlap_exchanges:
+            best = overlapped([best, whole], asked, self.costs, self.options)
         return build_plan(problem, self.costs, self.options, relabelled(best, sequences))
 
     def _started(self, asked: Problem) -> Known:

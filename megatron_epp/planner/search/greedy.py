@@ -8,15 +8,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, simulate
-from megatron_epp.planner.assemble import written
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
@@ -24,6 +22,7 @@ from megatron_epp.planner.problem import Options, Problem, require_one_stage_per
 from megatron_epp.planner.search.grains import search, search_table
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
+from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import CLOSE, Candidate, Trials
@@ -33,6 +32,9 @@ SPLIT_PARTS = 8
 
 STARTS = 3
 """Decisions from which local search with weight gradients split off starts; set by hand."""
+
+JOINED = 8
+"""Candidates of which actions are joined into steps of two, the fastest; set by hand."""
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -50,7 +52,11 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
-    return finished(candidates(problem, costs, options), problem, costs, options)
+    made = _overlapped(candidates(problem, costs, options), problem, costs, options)
+    if not options.overlap_exchanges or not options.split_weight:
+        return made
+    # Orders that are fast with weight gradients split off may leave few pairs to join.
+    return fastest([made, greedy(problem, costs, replace(options, split_weight=False))], problem, costs)
 
 
 class Candidates(NamedTuple):
@@ -59,10 +65,12 @@ class Candidates(NamedTuple):
     Attributes:
         best: the fastest of each kind, from which local search starts; at least one.
         near: fast ones, best ones among them, with their complete orders where orders are completed.
+        of_rules: the fastest of each order rule.
     """
 
     best: list[Decisions]
     near: list[Candidate]
+    of_rules: Sequence[Candidate] = ()
 
 
 def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Candidates:
@@ -95,7 +103,7 @@ def _candidates(found: Sequence[Candidate], trials: Trials) -> Candidates:
         more.append(min(backward_first, key=attrgetter("makespan_us")))
     best = [one.only for one in found]
     best += [one.only for one in more if one.only not in best]
-    return Candidates(best, near)
+    return Candidates(best, near, [*trials.best_of.values()])
 
 
 def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions:
@@ -108,19 +116,6 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
     if len(choices) == 1:
         return choices[0]
     return min(choices, key=lambda one: predicted_us(one, problem, costs))
-
-
-def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
-    """Compute the makespan of decisions, in microseconds.
-
-    Args:
-        made: the decisions.
-        problem, costs: as for `plan`.
-    """
-    tables = made.tables(problem, costs)
-    if made.joined:  # `play` runs actions one by one
-        return simulate(written(problem, costs, Options(), made, tables)).makespan_us
-    return makespan_us(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -147,6 +142,17 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
         moved = improve(whole, whole.tables(problem, costs), problem, options, split_weight=True)
         done += _completed(moved, problem, costs, options, done)
     return min(done, key=attrgetter("makespan_us")).made
+
+
+def _overlapped(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Finish candidates, and where that is asked for, join actions of the result, or of a candidate that is nearly as fast."""
+    made = finished(found, problem, costs, options)
+    if not options.overlap_exchanges:
+        return made
+    more = [*found.near, *(one for one in found.of_rules if one not in found.near)]
+    more = sorted(more, key=attrgetter("makespan_us"))[:JOINED]
+    orders = [replace(one.only, order=one.complete or one.order) for one in more]
+    return overlapped([made, *found.best, *orders], problem, costs, options)
 
 
 class Completed(NamedTuple):
@@ -200,7 +206,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(Replicas((problem,), costs, options))
     found = search_table(trials, Aligned((chunks,))) or [trials.result()]
-    return finished(_candidates(found, trials), problem, costs, options)
+    return _overlapped(_candidates(found, trials), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

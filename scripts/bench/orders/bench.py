@@ -8,8 +8,8 @@
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
-order needs, and splits weight gradients off or offloads where the schedule does. The ratio is the order's makespan over
-greedy's; an order that is faster by more than 0.5 % is marked.
+order needs, and splits weight gradients off, offloads or overlaps exchanges where the schedule does. The ratio is the order's
+makespan over greedy's; an order that is faster by more than 0.5 % is marked.
 """
 
 from __future__ import annotations
@@ -100,22 +100,22 @@ def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_par
     return costs.with_separate_attention() if layout.has_separate_attention else costs
 
 
-def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> Plan | None:
+def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool = False) -> Plan | None:
     """Make a proven plan; None where nothing fits."""
     problem = Problem(
         case.lengths, layout.placement.rank_of, (case.cap_gib * GIB,) * RANKS, token_multiple=case.context_parallel
     )
     try:
         costs = costs_of(layout, max(case.lengths), case.tensor_parallel, case.context_parallel)
-        return plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload))
+        return plan(problem, costs, Options(planner=planner, split_weight=split, offload=offload, overlap_exchanges=overlap))
     except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
         return None
 
 
 @cache
-def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool) -> float | None:
+def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool) -> float | None:
     """Makespan of a proven plan; None where nothing fits."""
-    made = plan_of(case, layout, planner, split, offload)
+    made = plan_of(case, layout, planner, split, offload, overlap)
     return None if made is None else made.predicted.makespan_us
 
 
@@ -150,7 +150,7 @@ def row(case: Case, name: str) -> dict[str, Any]:
     schedule = SCHEDULES[planner]
     layout = layout_of(name)
     usual = USUAL if schedule.lacks else layout
-    uses = schedule.splits_weight, schedule.offloads
+    uses = schedule.splits_weight, schedule.offloads, schedule.joins
     theirs, ours = makespan_us(case, layout, planner, *uses), makespan_us(case, usual, "greedy", *uses)
     ratio = theirs / ours if theirs is not None and ours is not None else None
     return {

@@ -203,6 +203,12 @@ overlapped with the other action. It has been run with Megatron's own layers on 
 schedule; not yet with Transformer Engine's layers or on GPUs, where the gain is to be measured. With sequence parallelism the
 gathers ahead of a linear layer are not overlapped, since their buffer is shared by all layers.
 
+With `--overlap-exchanges` (`--epp-overlap-exchanges`) the default planner has such steps, too: in its fastest orders it joins
+backwards with the forwards behind them, where that is faster. On paper, Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under
+80 GiB take 19 % less time so (16 % with weight gradients split off), 512 like Wikipedia's and one of 64K under 40 GiB 15 %
+less; with TP 4 it is 5 to 7 %, with TP 2 1 to 2 %. The ratios below compare STP with that, at its own placement; with one stage
+per rank, where every backward is followed by a forward, the default planner needs 9 % less time than STP at TP 8.
+
 The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
 `--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload and with a script's own
 microbatches; and without tensor parallelism, where there is nothing to overlap. Activations are not offloaded.
@@ -221,8 +227,8 @@ colour of the first. Weight gradients, where they are actions of their own, are 
 placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Columns are batch and memory
 cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
 Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
-is with tensor parallel size 8, whose exchange only STP hides. "no plan": the schedule does not fit under the cap, whatever is
-recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the
+is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan": the
+schedule does not fit under the cap, whatever is recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the
 column, within 0.5 %; which of them is faster than another in the same column the ratios do not say, as their placements differ.
 
 {gallery(rows)}

@@ -67,13 +67,13 @@ def _even(ranks: int) -> Layout:
 def ratios(seed: int) -> dict[str, Any]:
     """Return each order's makespan over greedy's for a random batch; None where the order, or greedy, has no plan."""
     name, problem = drawn(seed)
-    found: dict[tuple[Layout, str, bool], float | None] = {}
+    found: dict[tuple[Layout, str, bool, bool], float | None] = {}
 
-    def makespan_us(layout: Layout, planner: str, split: bool) -> float | None:
-        key = (layout, planner, split)
+    def makespan_us(layout: Layout, planner: str, split: bool, overlap: bool) -> float | None:
+        key = (layout, planner, split, overlap)
         if key not in found:
             there = Problem(problem.lengths, layout.placement.rank_of, problem.cap_bytes)
-            options = Options(planner=planner, split_weight=split)
+            options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
             try:
                 found[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
             except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
@@ -87,8 +87,8 @@ def ratios(seed: int) -> dict[str, Any]:
         layout = schedule.order.layout(LAYERS, problem.num_ranks, count)
         usual = _even(problem.num_ranks) if schedule.lacks else layout
         theirs, ours = (
-            makespan_us(layout, planner, schedule.splits_weight),
-            makespan_us(usual, "greedy", schedule.splits_weight),
+            makespan_us(layout, planner, schedule.splits_weight, schedule.joins),
+            makespan_us(usual, "greedy", schedule.splits_weight, schedule.joins),
         )
         rows[order] = {"makespan_us": theirs, "greedy_us": ours}
     return {"seed": seed, "batch": name, "orders": rows}

@@ -12,12 +12,11 @@ from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
-from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.assemble import build_plan, predicted_us
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.planner.schedules.fixed_order import Batch, as_joined
-from megatron_epp.planner.search.greedy import predicted_us
 
 TOKENS = 96
 PASSES = 3

@@ -5,6 +5,10 @@ import argparse
 from megatron_epp.mcore.arguments.parser import add_epp_args
 
 MEGATRON = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "timing_log_level": 0,
+    "tp_comm_overlap": False,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     "calculate_per_token_loss": True,

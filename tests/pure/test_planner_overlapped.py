@@ -1,0 +1,79 @@
+"""Backwards joined with the forwards behind them, where exchanges between tensor-parallel ranks are then behind compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import InfeasibleError, Op, Plan, Step
+from megatron_epp.plan.check import check
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem, web_lengths
+
+RANKS = 4
+ASKED = Options(overlap_exchanges=True)
+
+
+def costs_of(tensor_parallel: int, stages: int = RANKS, shares: tuple[float, ...] = ()) -> PipelineCosts:
+    shape = shape_of(load_flags("llama3-8b") | {"num_layers": 16, "tensor_model_parallel_size": tensor_parallel})
+    layers = [16 // stages] * stages
+    return analytic_profile(shape, H100).costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=shares)
+
+
+def joined(made: Plan) -> list[Step]:
+    return [step for step in chain.from_iterable(made.ranks) if step.also]
+
+
+@pytest.mark.parametrize("lengths", [(8192,) * 24, (30000, 9000, 5000, *[900] * 40)], ids=["equal", "skewed"])
+@pytest.mark.parametrize("options", [Options(), Options(split_weight=True), Options(budget_ms=0)], ids=["", "split", "budget"])
+def test_steps_of_a_backward_and_a_forward_make_a_plan_of_tensor_parallel_ranks_faster(
+    lengths: tuple[int, ...], options: Options
+):
+    asked, costs = problem(lengths, RANKS, 40 * GIB), costs_of(8)
+    plain, made = (plan(asked, costs, replace(options, overlap_exchanges=on)) for on in (False, True))
+    assert not joined(plain)
+    assert {tuple(action.op for action in step.actions) for step in joined(made)} == {(Op.B, Op.F)}
+    assert made.predicted.makespan_us < (0.98 if options.split_weight else 0.95) * plain.predicted.makespan_us
+    assert check(made) == []
+
+
+def test_without_tensor_parallel_ranks_and_in_an_evaluation_nothing_is_joined():
+    asked = problem((9000, 8000, 3000, 2500), RANKS)
+    assert plan(asked, costs_of(1), ASKED) == plan(asked, costs_of(1))
+    evaluation = replace(asked, forward_only=True)
+    assert plan(evaluation, costs_of(8), ASKED) == plan(evaluation, costs_of(8))
+
+
+@pytest.mark.parametrize("kind", ["looped", "v"])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_under_tight_caps_are_no_slower_and_within_them(kind: str, seed: int):
+    placement = Placement(kind, RANKS, 2).rank_of  # type: ignore[arg-type]
+    costs = costs_of(4, 8)
+    batch = Problem(web_lengths(40, seed, longest=20000), placement, (1,) * RANKS)
+    with pytest.raises(InfeasibleError) as error:
+        plan(batch, costs)
+    asked = replace(batch, cap_bytes=(int(1.2 * named_cap_bytes(error.value)),) * RANKS)
+    plain, made = plan(asked, costs), plan(asked, costs, ASKED)
+    assert made.predicted.makespan_us <= plain.predicted.makespan_us
+    assert max(made.predicted.peak_bytes) <= asked.cap_bytes[0]
+    assert check(made) == []
+
+
+def test_shards_of_the_vocabulary_stand_between_the_steps():
+    asked, costs = problem((8192,) * 24, RANKS, 60 * GIB), costs_of(8, shares=(0.25,) * RANKS)
+    plain, made = plan(asked, costs), plan(asked, costs, ASKED)
+    assert joined(made)
+    assert any(step.action.op is Op.S for step in made.ranks[0])
+    assert made.predicted.makespan_us < plain.predicted.makespan_us
+    assert check(made) == []
+
+
+def test_copies_to_the_host_stay_and_the_exact_planner_joins_nothing():
+    pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
+    asked, costs = problem((4096,) * 4, RANKS), costs_of(8)
+    assert not joined(plan(asked, costs, replace(ASKED, planner="milp")))
