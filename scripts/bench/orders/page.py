@@ -227,9 +227,10 @@ colour of the first. Weight gradients, where they are actions of their own, are 
 placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Columns are batch and memory
 cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
 Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
-is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan": the
-schedule does not fit under the cap, whatever is recomputed, or has too few chunks. `interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the
-column, within 0.5 %; which of them is faster than another in the same column the ratios do not say, as their placements differ.
+is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan":
+the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. `interleaved, 4` has four stages per
+rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of them is faster than another in the same
+column the ratios do not say, as their placements differ.
 
 {gallery(rows)}
 
