@@ -17,7 +17,7 @@ from megatron_epp.planner.chunks.variants import started
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.warm_up import slice_groups
-from megatron_epp.planner.search import grains, local, order_rules
+from megatron_epp.planner.search import grains, order_rules
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4
@@ -74,7 +74,6 @@ def test_other_sequences_come_first_and_none_is_lost_or_parted():
 def test_plans_of_uneven_stages_are_no_slower_and_some_are_faster(split: bool, most: float, monkeypatch: pytest.MonkeyPatch):
     costs, options = analytic_costs(SHAPE, H100, [4.5, 4, 3.5], state_bytes_per_parameter=8.0), Options(split_weight=split)
     asked = problem(web_lengths(40, seed=21, longest=8000), 3, 60 * GIB, token_multiple=128)
-    monkeypatch.setattr(local, "SMALL", 0)  # local search, which does not run on large plans, finds as fast ones
     made = plan(asked, costs, options)
     monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", replace(order_rules.ONE_STAGE_PER_RANK, capped=()))
     before = plan(asked, costs, options)

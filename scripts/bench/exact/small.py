@@ -66,19 +66,20 @@ def drawn(seed: int) -> tuple[Problem, Costs, Options]:
             return problem, costs, options
 
 
-def solved(seed: int, limit_s: float, known: dict[str, Any]) -> dict[str, Any]:
+def solved(seed: int, limit_s: float, known: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return greedy's makespan and the best one of a case, with its bound.
 
     Args:
         seed: of the case.
         limit_s: seconds for the exact planner.
         known: an earlier result for the seed, which is taken over if it is of the same chunks and caps; empty if there is none.
+        steps: of greedy's local search.
     """
     problem, costs, options = drawn(seed)
     begin_s = time.perf_counter()
 
     def solve(asked: Problem) -> dict[str, Any]:
-        start = greedy(asked, costs, options)
+        start = greedy(asked, costs, replace(options, steps=steps))
         greedy_us = build_plan(asked, costs, options, start).predicted.makespan_us
         case = hashlib.sha256(repr((asked, start.chunks)).encode()).hexdigest()[:12]
         row = {"case": case, "greedy_us": greedy_us, "chunks": len(start.chunks)}
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:END", help="seeds to solve (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for each case (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=0, help="of greedy's local search (default: as few as it takes unasked)")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="lines of JSON, the last of a seed counts"
     )
@@ -119,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = args.output.read_text().splitlines() if args.output.exists() else []
     rows = {row["seed"]: row for row in map(json.loads, lines)}
     for seed in range(*map(int, args.seeds.split(":"))):
-        row = solved(seed, args.limit_s, rows.get(seed, {}))
+        row = solved(seed, args.limit_s, rows.get(seed, {}), args.steps)
         if row != rows.get(seed):
             rows[seed] = row
             append_line(args.output, json.dumps(row))
