@@ -31,8 +31,9 @@ def report_times_ms(rank: int, made: Plan, plan_digest: str) -> tuple[float, ...
     """Return the processor times of a rank's reports by `COLUMNS`, in milliseconds; medians of `ROUNDS` iterations."""
     mpu.initialize_model_parallel(pipeline_model_parallel_size=made.num_ranks)
     everyone, last = range(made.num_ranks), made.num_ranks - 1
+    groups = Groups()
     args = Namespace(epp_schedule="elastic", log_interval=1, tensorboard_log_interval=1, train_iters=UNLIMITED_BYTES)
-    session = Namespace(args=args, links=Links.create(everyone, everyone, Groups()), replicas=1, replica=0, rank=rank)
+    session = Namespace(args=args, links=Links.create(everyone, everyone, groups), replicas=1, replica=0, rank=rank)
     session.host, session.costs, session.plan_wait_us, session.iteration, session.report_folder = None, None, 0.0, 0, None
     session.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
     batch = Namespace(plan=made, plan_digest=plan_digest, lengths=made.lengths, planning_us=0.0)
@@ -41,6 +42,7 @@ def report_times_ms(rank: int, made: Plan, plan_digest: str) -> tuple[float, ...
         args.epp_report_dir = folder
         session.report_folder = ReportFolder(Path(folder), "bench") if rank == 0 else None
         for column, session.reports in enumerate((_Inline(), _Timed(found[2]))):
+            session.reports.connect(groups, is_last=rank == last)
             for _ in range(ROUNDS):
                 report = IterationReport.begin(session, batch, forward_only=False)
                 report.recorder.begin()
