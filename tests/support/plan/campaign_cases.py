@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, analytic_profile, on_device
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
@@ -15,6 +15,8 @@ OTHERS = tuple(sorted(set(PLANNERS) - {"greedy", "milp"}))
 """Planners but the exact one, which takes seconds."""
 SMALL_LENGTHS, SMALL_STAGES = 5, 4
 """Most sequences and stages of the cases that the exact planner gets."""
+OVERLAPPING, EXCHANGED = 0.15, 0.3
+"""Share of the cases in which exchanges may be overlapped, and of a layer's forward that is exchange there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,11 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """Draw the case of a seed. Its cap is drawn between nothing and more than the plan without a cap needs."""
-    draw = random.Random(seed)
+    """Draw the case of a seed. Its cap is drawn between nothing and more than the plan without a cap needs.
+
+    Whether exchanges are overlapped is drawn apart, so that the other cases stay those of earlier runs.
+    """
+    draw, overlaps = random.Random(seed), random.Random(-1 - seed).random() < OVERLAPPING
     planner = "greedy" if draw.random() < 0.6 else draw.choice(OTHERS)
     ranks, chunks = draw.choice([1, 2, 2, 3, 4, 4, 6, 8]), draw.choice([1, 1, 1, 2, 2, 3])
     placement = Placement(draw.choice(["v", "looped"]) if chunks > 1 else "looped", ranks, chunks)
@@ -43,6 +48,7 @@ def case_of(seed: int) -> Case:
         recompute=draw.choice(["auto", "auto", "auto", "auto", 0, 1, 99]),
         recompute_modes=draw.choice(["all", "full"]),
         steps=draw.choice([0, 0, 0, 200]),
+        overlap_exchanges=overlaps,
     )
     problem = Problem(
         lengths=_lengths(draw),
@@ -51,7 +57,8 @@ def case_of(seed: int) -> Case:
         token_multiple=draw.choice([1, 1, 2, 16, 128]),
         forward_only=forward_only,
     )
-    return _capped(draw, Case(problem, _costs(draw, placement), options))
+    costs = _costs(draw, placement)
+    return _capped(draw, Case(problem, _exchanging(costs) if overlaps else costs, options))
 
 
 def exact_case_of(seed: int) -> Case | None:
@@ -102,6 +109,12 @@ def _costs(draw: random.Random, placement: Placement) -> PipelineCosts:
         host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4]),
     )
     return on_device(costs) if draw.random() < 0.5 else costs
+
+
+def _exchanging(costs: PipelineCosts) -> PipelineCosts:
+    """Return costs of which a part of every layer's pass is exchange between tensor-parallel ranks."""
+    stages = (replace(own, exchange=Line(0.0, EXCHANGED * own.forward.per_token_us)) for own in costs.stages)
+    return replace(costs, stages=tuple(stages))
 
 
 def _capped(draw: random.Random, case: Case) -> Case:
