@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -14,27 +14,34 @@ from megatron_epp.mcore.training import exchanges
 from megatron_epp.runtime.turns import Turns
 from scripts.bench.orders.unit import Unit
 
-CONFIG = {"num_moe_experts": None, "hidden_dropout": 0.0, "attention_dropout": 0.0, "tp_comm_overlap": False}
+ARGUMENTS = {
+    "tensor_model_parallel_size": 2,
+    "num_experts": None,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tp_comm_overlap": False,
+    "timing_log_level": 0,
+}
 
 
 @pytest.fixture(autouse=True)
 def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     exchanges._say.cache_clear()
-    monkeypatch.setattr(exchanges.mpu, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(exchanges.mpu, "get_tensor_model_parallel_group", lambda: "group")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
-def found(name: str = "stp", timing_log_level: int = 0, **changes: Any) -> exchanges.Exchanges | None:
-    config, args = SimpleNamespace(**(CONFIG | changes)), SimpleNamespace(timing_log_level=timing_log_level)
-    return exchanges.exchanges_for(Unit(name, 2, 5).plan(), config, args)
+def found(name: str = "stp", **changes: Any) -> exchanges.Exchanges | None:
+    return exchanges.exchanges_for(Unit(name, 2, 5).plan(), Namespace(**(ARGUMENTS | changes)))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_moe_experts": 4}, "layers with experts"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout"),
+        ({"tensor_model_parallel_size": 1}, "no exchange"),
+        ({"num_experts": 4}, "layers with experts"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
+        ({"attention_dropout": 0.2}, "--attention-dropout 0.2"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"timing_log_level": 2}, "--timing-log-level 2"),
     ],

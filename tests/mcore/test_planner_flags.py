@@ -50,11 +50,11 @@ def test_what_cannot_be_is_refused(given, says):
 @pytest.mark.parametrize(
     ("given", "megatron", "says"),
     [
-        ([], {"tensor_model_parallel_size": 1}, "needs --tensor-model-parallel-size 2 or more: one rank exchanges nothing"),
+        ([], {"tensor_model_parallel_size": 1}, "does not go with --tensor-model-parallel-size 1: there is no exchange"),
         (["--epp-planner", "stp"], {}, "is for --epp-planner greedy, not stp; leave one of them out"),
-        ([], {"hidden_dropout": 0.25}, "runs two actions at a time, which --hidden-dropout 0.25 does not allow"),
-        ([], {"tp_comm_overlap": True}, "runs two actions at a time, which --tp-comm-overlap does not allow"),
-        ([], {"timing_log_level": 2}, "runs two actions at a time, which --timing-log-level 2 does not allow"),
+        ([], {"hidden_dropout": 0.25}, "does not go with --hidden-dropout 0.25: both would draw"),
+        ([], {"tp_comm_overlap": True}, "does not go with --tp-comm-overlap: its buffers"),
+        ([], {"timing_log_level": 2}, "does not go with --timing-log-level 2: its timers"),
     ],
 )
 def test_what_keeps_two_actions_from_running_in_one_step_is_refused(given, megatron, says):

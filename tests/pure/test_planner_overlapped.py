@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 
@@ -12,7 +12,9 @@ from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, Problem, fitted, plan
+from megatron_epp.planner.assemble import predicted_us
+from megatron_epp.planner.search.greedy import greedy
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem, web_lengths
 
 RANKS = 4
@@ -50,18 +52,31 @@ def test_without_tensor_parallel_ranks_and_in_an_evaluation_nothing_is_joined():
 
 
 @pytest.mark.parametrize("kind", ["looped", "v"])
+@pytest.mark.parametrize("share", [1.2, 2.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_plans_under_tight_caps_are_no_slower_and_within_them(kind: str, seed: int):
+def test_plans_under_caps_are_no_slower_and_within_them(kind: str, share: float, seed: int):
     placement = Placement(kind, RANKS, 2).rank_of  # type: ignore[arg-type]
     costs = costs_of(4, 8)
     batch = Problem(web_lengths(40, seed, longest=20000), placement, (1,) * RANKS)
     with pytest.raises(InfeasibleError) as error:
         plan(batch, costs)
-    asked = replace(batch, cap_bytes=(int(1.2 * named_cap_bytes(error.value)),) * RANKS)
+    asked = replace(batch, cap_bytes=(int(share * named_cap_bytes(error.value)),) * RANKS)
     plain, made = plan(asked, costs), plan(asked, costs, ASKED)
+    assert any(map(any, made.recompute_us)) or kind == "v", "the cap binds"
+    assert joined(made) or share < 2 or kind == "v"
     assert made.predicted.makespan_us <= plain.predicted.makespan_us
     assert max(made.predicted.peak_bytes) <= asked.cap_bytes[0]
     assert check(made) == []
+
+
+def test_backwards_that_would_wait_for_a_forwards_input_stay_alone():
+    asked = Problem(web_lengths(40, 2, longest=20000), Placement("v", RANKS, 2).rank_of, (80 * GIB,) * RANKS)
+    costs = costs_of(4, 8)
+    made = greedy(asked, costs, ASKED)
+    every = frozenset(pair for row in made.order for pair in pairwise(row) if (pair[0].op, pair[1].op) == (Op.B, Op.F))
+    assert made.joined < every
+    slower = fitted(made.order, made.chunks, asked, costs, Options(), every)
+    assert predicted_us(made, asked, costs) < predicted_us(slower, asked, costs)
 
 
 def test_shards_of_the_vocabulary_stand_between_the_steps():
@@ -73,7 +88,8 @@ def test_shards_of_the_vocabulary_stand_between_the_steps():
     assert check(made) == []
 
 
-def test_copies_to_the_host_stay_and_the_exact_planner_joins_nothing():
+def test_the_exact_planner_joins_nothing():
     pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
-    asked, costs = problem((4096,) * 4, RANKS), costs_of(8)
+    asked, costs = problem((4096,) * 8, 2), costs_of(8, 2)
+    assert joined(plan(asked, costs, ASKED))
     assert not joined(plan(asked, costs, replace(ASKED, planner="milp")))

@@ -273,25 +273,33 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
+def keeps_actions_apart(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield flags with which the two actions of a step cannot take turns at their exchanges, as they are given, and why."""
+    at_a_time = "for one action at a time"
+    if args.tensor_model_parallel_size == 1:
+        yield "--tensor-model-parallel-size 1", "there is no exchange to overlap"
+    if args.num_experts:
+        yield (
+            f"--num-experts {args.num_experts}",
+            f"layers with experts keep what they have sent until it comes back, {at_a_time}",
+        )
+    for flag, share in (("--hidden-dropout", args.hidden_dropout), ("--attention-dropout", args.attention_dropout)):
+        if share:
+            yield f"{flag} {share}", "both would draw from one random state"
+    if args.tp_comm_overlap:
+        yield "--tp-comm-overlap", f"its buffers are {at_a_time}"
+    if args.timing_log_level > 1:
+        yield f"--timing-log-level {args.timing_log_level}", f"its timers are {at_a_time}"
+
+
 def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what keeps two actions from running in one step."""
+    """Yield what does not go with steps of two actions."""
     if not args.epp_overlap_exchanges:
         return
     if args.epp_planner != "greedy":
         yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
-    if args.tensor_model_parallel_size == 1:
-        yield "--epp-overlap-exchanges needs --tensor-model-parallel-size 2 or more: one rank exchanges nothing"
-    given = {
-        "--num-experts": args.num_experts,
-        "--hidden-dropout": args.hidden_dropout,
-        "--attention-dropout": args.attention_dropout,
-        "--tp-comm-overlap": args.tp_comm_overlap,
-        "--timing-log-level": args.timing_log_level > 1 and args.timing_log_level,
-    }
-    for flag, value in given.items():
-        if value:
-            shown = flag if value is True else f"{flag} {value}"
-            yield f"--epp-overlap-exchanges runs two actions at a time, which {shown} does not allow; leave one of them out"
+    for flag, reason in keeps_actions_apart(args):
+        yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"
 
 
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (

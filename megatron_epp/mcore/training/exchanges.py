@@ -13,6 +13,7 @@ import torch.distributed
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
+from megatron_epp.mcore.arguments.consequences import keeps_actions_apart
 from megatron_epp.plan import Plan
 from megatron_epp.runtime.turns import Collective, Exchanges, Turns, exchanges_of
 
@@ -29,20 +30,19 @@ another action must not fill before it has been used.
 """
 
 
-def exchanges_for(plan: Plan, config: Any, args: argparse.Namespace) -> Exchanges | None:
+def exchanges_for(plan: Plan, args: argparse.Namespace) -> Exchanges | None:
     """Return the exchanges at which the actions of a plan's steps take turns; None where they run one after the other.
 
     Rank 0 logs the reason once.
 
     Args:
         plan: of an iteration.
-        config: the model's `TransformerConfig`.
         args: of the training.
     """
     if not any(step.also for row in plan.ranks for step in row):
         return None
-    if reason := _obstacle(config, args):
-        _say(reason)
+    for flag, reason in keeps_actions_apart(args):
+        _say(f"with {flag} {reason}")
         return None
     launched = [one for one in _LAUNCHED if hasattr(one.module, one.name)]
     collectives = exchanges_of(launched, mpu.get_tensor_model_parallel_group())
@@ -53,21 +53,6 @@ def exchanges_for(plan: Plan, config: Any, args: argparse.Namespace) -> Exchange
             yield
 
     return exchanging
-
-
-def _obstacle(config: Any, args: argparse.Namespace) -> str:
-    """Reason for which two actions cannot take turns; empty if they can."""
-    if mpu.get_tensor_model_parallel_world_size() == 1:
-        return "without --tensor-model-parallel-size there is no exchange to overlap"
-    if config.num_moe_experts:
-        return "layers with experts keep what they have sent until it comes back, for one action at a time"
-    if config.hidden_dropout or config.attention_dropout:
-        return "both would draw from one state of --hidden-dropout"
-    if config.tp_comm_overlap:
-        return "--tp-comm-overlap has buffers for one action at a time"
-    if args.timing_log_level > 1:
-        return "the timers of --timing-log-level 2 time one action at a time"
-    return ""
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
             handlers = None if vocabulary is None else vocabulary.begin(inputs)
         running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
-        Executor(*running, handlers, exchanges_for(batch.plan, config, args), program).run()
+        Executor(*running, handlers, exchanges_for(batch.plan, args), program).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
                 tied.add_gradients()

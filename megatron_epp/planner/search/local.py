@@ -96,9 +96,10 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
     codes = encode(made.order, columns.num_chunks)
-    start_us = makespan_us(codes, tables, made.recompute_steps)
     if split_weight:
-        start_us = with_split_weights(made.order, tables, made.as_offload, problem.cap_bytes)[1]
+        _, start_us = with_split_weights(made.order, tables, made.as_offload, problem.cap_bytes)
+    else:
+        start_us = makespan_us(codes, tables, made.recompute_steps)
     recompute_steps = list(chain.from_iterable(made.recompute_steps))
     now, best, trial = (Choice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3))
     facts = _facts(made, tables, problem, codes, trial, split_weight)
