@@ -273,7 +273,7 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-def keeps_actions_apart(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def flags_against_overlap(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield flags with which the two actions of a step cannot take turns at their exchanges, as they are given, and why."""
     at_a_time = "for one action at a time"
     if args.tensor_model_parallel_size == 1:
@@ -298,7 +298,7 @@ def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.epp_planner != "greedy":
         yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
-    for flag, reason in keeps_actions_apart(args):
+    for flag, reason in flags_against_overlap(args):
         yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"
 
 

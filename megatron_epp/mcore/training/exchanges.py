@@ -13,7 +13,7 @@ import torch.distributed
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.mcore.arguments.consequences import keeps_actions_apart
+from megatron_epp.mcore.arguments.consequences import flags_against_overlap
 from megatron_epp.plan import Plan
 from megatron_epp.runtime.turns import Collective, Exchanges, Turns, exchanges_of
 
@@ -41,7 +41,7 @@ def exchanges_for(plan: Plan, args: argparse.Namespace) -> Exchanges | None:
     """
     if not any(step.also for row in plan.ranks for step in row):
         return None
-    for flag, reason in keeps_actions_apart(args):
+    for flag, reason in flags_against_overlap(args):
         _say(f"with {flag} {reason}")
         return None
     launched = [one for one in _LAUNCHED if hasattr(one.module, one.name)]
