@@ -125,15 +125,20 @@ class Chooser:
     def _copy(self, forward: Action, entered: int, position: int) -> None:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept, least = tables.kept_bytes(stage, c, self.recompute_steps[stage][c]), tables.layer_input[stage][c]
-        allowed = int(kept * tables.offloadable_share)
-        if leaves <= position or allowed < max(1, min(kept, least)):  # no copy moves less than the input of a layer
+        kept, allowed = tables.kept_bytes(stage, c, self.recompute_steps[stage][c]), self.most_bytes(stage, c)
+        if leaves <= position or not allowed:
             return
         most = min(allowed, int(self.excess[position:leaves].max()))
         for part in PARTS:
             share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
             if self.take(forward, entered, share, float(self.start[position]), float(self.end[position])):
                 return
+
+    def most_bytes(self, stage: int, c: int) -> int:
+        """Return the most bytes that may be copied of a chunk; 0 if that is less than the input of a layer, the least copy."""
+        kept = self.tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        allowed = int(kept * self.tables.offloadable_share)
+        return 0 if allowed < min(kept, self.tables.layer_input[stage][c]) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.

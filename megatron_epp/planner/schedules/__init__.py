@@ -8,6 +8,7 @@ from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.breadth_first import breadth_first
 from megatron_epp.planner.schedules.chronos import chronos, shallow_first
@@ -23,7 +24,7 @@ from megatron_epp.planner.schedules.helixpipe import helixpipe
 from megatron_epp.planner.schedules.infinipipe.search import infinipipe
 from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
-from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved, longest_lived_shares
+from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved
 from megatron_epp.planner.schedules.seq1f1b import one_f_one_b, seq1f1b
 from megatron_epp.planner.schedules.slimpipe import slimpipe
 from megatron_epp.planner.schedules.sppo import sequence_aware_shares

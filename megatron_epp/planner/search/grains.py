@@ -6,8 +6,9 @@ The numbers here and in `trials` were set by hand; no paper has them. `python -m
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 
 from megatron_epp.planner.chunks.align import Aligned
@@ -120,8 +121,8 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     counts = grain_counts(problem.num_ranks, chunkers.coarsest)
     hint = warm.recall(problem) if warm is not None else None
     start = counts.index(hint) if hint in counts else first_grain(counts, problem.num_ranks)
-    tables = {}
-    for count, table in _walk(trials, chunkers, counts, start, 1 if hint in counts else PATIENCE):
+    tables, patience = {}, 1 if hint in counts else PATIENCE
+    for count, table in _walk(chunkers, counts, start, patience, partial(_with_first_rules, trials)):
         tables[count] = table
     _refine(trials, chunkers)
     # With a fixed recompute only an order that keeps little lets coarse tables fit, which may be faster than finer ones.
@@ -161,7 +162,7 @@ def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
     else:
         counts = grain_counts(ranks, chunkers.coarsest)
         start = first_grain(counts, ranks)
-        for _ in _walk(trials, chunkers, counts, start, PATIENCE):
+        for _ in _walk(chunkers, counts, start, PATIENCE, partial(_with_first_rules, trials)):
             pass
         usual = []
         if trials.best is None:
@@ -179,15 +180,16 @@ def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
 
 
 def _walk(
-    trials: Trials, chunkers: Chunkers, counts: Sequence[float], start: int, patience: int
+    chunkers: Chunkers, counts: Sequence[float], start: int, patience: int, is_better: Callable[[Aligned], bool]
 ) -> Iterator[tuple[float, Aligned]]:
     """Try grains from `start` to finer ones, then to coarser ones, until they get no better, and yield those tried.
 
     Args:
-        trials, chunkers: as for `search_tables`.
+        chunkers: the batch and its balance.
         counts: chunks in all to aim at, rising.
         start: where in `counts` to begin.
         patience: grains in a row that may be no better.
+        is_better: tries a table.
     """
     seen: set[Aligned | None] = set()
     for way in (counts[start:], counts[:start][::-1]):
@@ -197,14 +199,17 @@ def _walk(
             if table in seen:  # neither better nor worse: short sequences leave many grains with one table
                 continue
             seen.add(table)
-            is_better = trials.better(table, trials.rules.first)
-            if table is not None and trials.rules.narrow:
-                is_better |= trials.better(table, trials.narrow(table))
-            worse = 0 if is_better else worse + 1
+            worse = 0 if table is not None and is_better(table) else worse + 1
             if table is not None:
                 yield count, table
             if worse == patience:
                 break
+
+
+def _with_first_rules(trials: Trials, table: Aligned) -> bool:
+    """Try a grain; True if it is better than those before."""
+    is_better = trials.better(table, trials.rules.first)
+    return trials.better(table, trials.narrow(table)) or is_better if trials.rules.narrow else is_better
 
 
 def _refine(trials: Trials, chunkers: Chunkers) -> None:
@@ -300,6 +305,7 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
     else:
         for table in dict.fromkeys([*tables, *([] if best is None else [best.table])]):
             trials.better_with_copies(table, (free.best.rule, *rules.first))
+        _search_even(trials, chunkers)
     if free.best_us < WORTH * trials.best_us:
         _search_kv_offload(trials, chunkers)
     is_far = free.best_us < FAR * trials.best_us and (
@@ -310,6 +316,20 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
             tables.append(_present(chunkers.table(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1]))))
         for table in dict.fromkeys(tables):
             trials.better_with_copies(table, rules.frugal)
+
+
+def _search_even(trials: Trials, chunkers: Chunkers) -> None:
+    """Try even orders with copies for the best table, then for finer and for coarser ones until they get no better."""
+    rules, best = trials.rules.even, trials.best
+    if not rules or best is None:
+        return
+    if trials.replicas.options.slices is not None:
+        trials.better_with_copies(best.table, rules)
+        return
+    counts = grain_counts(trials.problem.num_ranks, chunkers.coarsest)
+    start = bisect_left(counts, len(best.table.skeleton))
+    for _ in _walk(chunkers, counts, start, PATIENCE, lambda table: trials.better_with_copies(table, rules)):
+        pass
 
 
 def _search_kv_offload(trials: Trials, chunkers: Chunkers) -> None:

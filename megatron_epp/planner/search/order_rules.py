@@ -75,6 +75,7 @@ class OrderRules:
         narrow: for grains that none of the first fits, widest first; the widest also for grains that are nearly the best.
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.
+        even: with copies, for the best table and coarser ones: actions at equal distances leave links time for many copies.
     """
 
     first: tuple[OrderRule, ...]
@@ -83,6 +84,7 @@ class OrderRules:
     frugal: tuple[OrderRule, ...]
     capped: tuple[OrderRule, ...] = ()
     narrow: tuple[OrderRule, ...] = ()
+    even: tuple[OrderRule, ...] = ()
 
 
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST), CAPPED)
@@ -106,6 +108,7 @@ def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> Or
         frugal=tuple(map(_with_slack, rules.frugal)),
         capped=tuple(map(_with_slack, rules.capped)),
         narrow=tuple(map(_with_slack, rules.narrow)),
+        even=rules.even,
     )
 
 
@@ -128,4 +131,5 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,
+        even=looped[-1:] if is_looped(problem) else (),
     )

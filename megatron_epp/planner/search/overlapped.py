@@ -1,4 +1,4 @@
-"""Backwards joined with the forwards behind them into steps of two actions, whose exchanges are overlapped with compute.
+"""Neighbouring actions joined into steps of two, whose exchanges are overlapped with compute.
 
 In such a step each action computes while the other exchanges activations between tensor-parallel ranks. STP (2510.27257) builds
 an order around them; here they are made of neighbours in any order.
@@ -6,7 +6,7 @@ an order around them; here they are made of neighbours in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,14 +17,21 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
-from megatron_epp.planner.orders.warm_up import Order, without_weights
+from megatron_epp.planner.orders.warm_up import Order, slice_groups, without_weights
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
 
+BACKWARD_FIRST = ((Op.B, Op.F),)
+"""Kinds of neighbours that are joined: the two with most to exchange, and with most to compute in the meantime."""
+WITH_WEIGHTS = (*BACKWARD_FIRST, (Op.F, Op.W), (Op.W, Op.F))
+"""The same, and weight gradients, during which a forward exchanges."""
+WITH_FORWARDS = (*BACKWARD_FIRST, (Op.F, Op.B), (Op.F, Op.F))
+"""The same, and further forwards, in a warm-up too."""
+
 
 def overlapped(found: Sequence[Decisions], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Join backwards with the forwards behind them where that is faster.
+    """Join neighbouring actions where that is faster.
 
     Both actions of a step hold their memory at once, so recompute is fitted to the caps again. Decisions with copies or KV
     offload stay as they are, and so do all where stages exchange nothing.
@@ -74,19 +81,44 @@ def _together(row: Sequence[Action], joined: Joined) -> Iterator[Action]:
 
 
 def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
-    """Yield the order with weight gradients of their own in the cool-down and with none, each with pairs to join.
+    """Yield orders, each with pairs to join.
 
-    Elsewhere they would stand between backwards and forwards. The pairs are all of these, or those that wait for nothing: a
-    step begins when the inputs of both are there, and a backward that waits for its forward's holds up the ranks before it.
+    Backwards are joined with the forwards behind them where weight gradients have actions of their own in the cool-down
+    only or not at all, for elsewhere they would stand between the two. In the order as it is, weight gradients are joined with
+    forwards too, or forwards with backwards and with forwards. Pairs are all of these, or those that wait for nothing: a step
+    begins when the inputs of both actions are there, and an action that waits for the other's holds up the ranks that need it.
     """
     split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)
     for order in dict.fromkeys((tuple(map(_split_in_cool_down, split)), without_weights(split))):
-        pairs = frozenset(pair for row in order for pair in pairwise(row) if pair[0].op is Op.B and pair[1].op is Op.F)
+        pairs = _pairs(order, BACKWARD_FIRST)
         yield order, pairs
-        played = play(order, tables, made.recompute_steps)
-        times = (zip(*row, strict=True) for row in zip(order, played.start_us, played.end_us, strict=True))
-        at_us = {action: (start_us, end_us) for row in times for action, start_us, end_us in row}
-        yield order, frozenset(pair for pair in pairs if _sent_us(pair[1], at_us) <= at_us[pair[0]][0])
+        yield order, _without_wait(pairs, order, made, tables)
+    pairs = _pairs(split, WITH_WEIGHTS)
+    yield split, pairs
+    yield split, _without_wait(pairs, split, made, tables)
+    group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
+    free = frozenset(pair for pair in _pairs(split, WITH_FORWARDS) if group_of[pair[0].chunk] != group_of[pair[1].chunk])
+    yield split, _without_wait(free, split, made, tables)
+
+
+def _pairs(order: Order, kinds: Collection[tuple[Op, Op]]) -> Joined:
+    """Return neighbours of certain kinds, from the start of every rank on; an action is in one pair at most."""
+    found: set[tuple[Action, Action]] = set()
+    for row in order:
+        last: Action | None = None
+        for one, two in pairwise(row):
+            if one is not last and (one.op, two.op) in kinds:
+                found.add((one, two))
+                last = two
+    return frozenset(found)
+
+
+def _without_wait(pairs: Joined, order: Order, made: Decisions, tables: Tables) -> Joined:
+    """Return the pairs of which the second action has its input when the first starts, where no actions are joined."""
+    played = play(order, tables, made.recompute_steps)
+    times = (zip(*row, strict=True) for row in zip(order, played.start_us, played.end_us, strict=True))
+    at_us = {action: (start_us, end_us) for row in times for action, start_us, end_us in row}
+    return frozenset(pair for pair in pairs if _sent_us(pair[1], at_us, tables) <= at_us[pair[0]][0])
 
 
 def _split_in_cool_down(row: Sequence[Action]) -> tuple[Action, ...]:
@@ -96,6 +128,11 @@ def _split_in_cool_down(row: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(action for action in row if action.op is not Op.W or action[1:] not in whole)
 
 
-def _sent_us(forward: Action, at_us: dict[Action, tuple[float, float]]) -> float:
-    """Return when the stage before has ended a forward, in microseconds."""
-    return at_us[forward._replace(stage=forward.stage - 1)][1] if forward.stage else 0.0
+def _sent_us(action: Action, at_us: dict[Action, tuple[float, float]], tables: Tables) -> float:
+    """Return when the action ends whose message another waits for, in microseconds; 0 where it waits for none."""
+    if action.op is Op.F:
+        return at_us[action._replace(stage=action.stage - 1)][1] if action.stage else 0.0
+    if action.op is Op.B:
+        is_last = action.stage == len(tables.rank_of) - 1
+        return at_us[action._replace(op=Op.F) if is_last else action._replace(stage=action.stage + 1)][1]
+    return 0.0

@@ -13,8 +13,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, Key, coded
+from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
-from megatron_epp.planner.memory.offload import Offload, fit_offload
+from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.split_weight import peaks
 from megatron_epp.planner.orders.warm_up import Order, OrderRule
@@ -249,23 +250,45 @@ class Trials:
     def _copied(self, tried: Candidate) -> bool:
         """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest.
 
+        Copies are made where a cap requires them, and, for a single replica, ahead of that, as the link has time for them.
+        """
+        room = self.replicas.host_room(tried.order, tried.table, tuple(one.kv_offload for one in tried.made))
+        found = self._copied_when_needed(tried, room)
+        return found if self.replicas.is_lockstep else self._copied_ahead(tried, room[0]) or found
+
+    def _copied_when_needed(self, tried: Candidate, room: Sequence[Sequence[int]]) -> bool:
+        """Try copies that the caps require; True if they make the fastest.
+
         With shards of the vocabulary actions move after copies were chosen, so bytes are away at other times. If a rank comes
         out above its cap, copies are chosen again for a lower one.
         """
-        room = self.replicas.host_room(tried.order, tried.table, tuple(one.kv_offload for one in tried.made))
         aims = self.problem.cap_bytes
         for _ in range(ROUNDS):
-            found = fit_offload(tried.order, tried.tables, aims, room)
-            if found is not None and found.short_bytes:
-                self._needs_host(found.short_bytes)
-            if found is None or found.short_bytes:
+            candidate = self._with_copies(tried, fit_offload(tried.order, tried.tables, aims, room))
+            if candidate is None:
                 return False
-            candidate = self._completed(tried.decided(found.makespan_us, found.made))
             above = self._above(candidate)
             if max(above) <= 0:
                 return self._keep(candidate)
             aims = tuple(aim - max(0, over) for aim, over in zip(aims, above, strict=True))
         return False
+
+    def _copied_ahead(self, tried: Candidate, room: Sequence[int]) -> bool:
+        """Try copies of all that the link has time for; True if they make the fastest."""
+        (tables,) = tried.tables
+        limit_us = self.best_us * (NEARLY if self.is_split or self.has_shards else 1.0)  # completion makes orders faster
+        shares = longest_lived_shares(tables)
+        found = fit_ahead(tried.order, tables, self.problem.cap_bytes, room, shares, limit_us)
+        candidate = self._with_copies(tried, found)
+        return candidate is not None and max(self._above(candidate)) <= 0 and self._keep(candidate)
+
+    def _with_copies(self, tried: Candidate, found: Copied | None) -> Candidate | None:
+        """Complete a candidate with the copies found; None where there are none or the host has no room for them."""
+        if found is None or found.short_bytes:
+            if found is not None:
+                self._needs_host(found.short_bytes)
+            return None
+        return self._completed(tried.decided(found.makespan_us, found.made))
 
     def _above(self, found: Candidate) -> list[int]:
         """Bytes by which a candidate with copies is above each cap when its order is complete; 0 or less if it fits."""
