@@ -16,8 +16,9 @@ from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.split import split_off, storage
 from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
 from megatron_epp.planner.search import local
-from megatron_epp.planner.search.greedy import candidates
+from megatron_epp.planner.search.greedy import TINY, candidates, greedy
 from megatron_epp.planner.search.local import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
+from scripts.bench.exact.small import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(3, 2), Options(slices=1)
@@ -91,3 +92,13 @@ def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
     order = split_weights(codes, tables, made.recompute_steps, GIVEN.cap_bytes)
     assert any(code & KIND_MASK == WEIGHT for code in order.actions)
     assert took_us == makespan_us(order, tables, made.recompute_steps)
+
+
+def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unasked(monkeypatch: pytest.MonkeyPatch):
+    """Of 12 actions; the exact planner proves the time to be the least."""
+    given, costs, options = drawn(104)
+    made = greedy(given, costs, options)
+    assert len(made.chunks) * given.num_stages <= TINY
+    assert predicted_us(made, given, costs) == pytest.approx(211_229, abs=1)
+    monkeypatch.setattr("megatron_epp.planner.search.greedy.TINY", 0)
+    assert predicted_us(greedy(given, costs, options), given, costs) > 1.05 * predicted_us(made, given, costs)
