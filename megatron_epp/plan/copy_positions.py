@@ -45,15 +45,15 @@ def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: I
     Args:
         start_us, end_us: of the rank's compute actions.
     """
-    freed: dict[Action, int] = {}
+    freed: dict[tuple[int, int], int] = {}
     last = last_free = 0
-    for action, begins_us, ends_us, latest in copies:
-        own = freed[action._replace(op=Op.O)] if action.op is Op.L else 0
+    for (op, stage, chunk), begins_us, ends_us, latest in copies:
+        own = freed[stage, chunk] if op is Op.L else 0
         last = min(max(last, bisect_right(end_us, begins_us), own), latest)
-        if action.op is Op.L:
+        if op is Op.L:
             yield CopyPositions(last, last)
         else:
-            freed[action] = last_free = min(max(last, last_free, bisect_left(start_us, ends_us)), latest)
+            freed[stage, chunk] = last_free = min(max(last, last_free, bisect_left(start_us, ends_us)), latest)
             yield CopyPositions(last, last_free)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -192,12 +192,12 @@ class Busy:
             after_us, before_us: the time within which it is.
             took_us: the length.
         """
-        at = max(1, bisect_left(self.times, (after_us, after_us)))
-        for (_, left), (right, _) in pairwise(self.times[at - 1 :]):
-            begin = max(left, after_us)
+        times = self.times
+        for at in range(max(1, bisect_left(times, (after_us, after_us))), len(times)):
+            begin = max(times[at - 1][1], after_us)
             if begin + took_us > before_us:
                 return None
-            if begin + took_us <= right:
+            if begin + took_us <= times[at][0]:
                 return begin
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -256,7 +257,8 @@ def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps])
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
     """List the copies of every rank with the microseconds that each takes, as `play` takes them."""
-    return [[(action, tables.host_us(made.moved(tables, *action[1:])), after) for action, after in row] for row in made.copies]
+    took_us = cache(lambda stage, c: tables.host_us(made.moved(tables, stage, c)))  # for a copy out and the one back
+    return [[(action, took_us(action.stage, action.chunk), after) for action, after in row] for row in made.copies]
 
 
 def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
@@ -302,8 +304,8 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
         rank: the rank.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]
-    actions = [action for action, _ in made.copies[rank]]
+    actions, moved = [action for action, _ in made.copies[rank]], cache(lambda stage, c: made.moved(tables, stage, c))
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
-    sizes = [made.moved(tables, stage, c) * (1 if op is Op.L else -1) for op, stage, c in actions]
+    sizes = [moved(stage, c) * (1 if op is Op.L else -1) for op, stage, c in actions]
     at = [position.changes for position in copy_positions(starts, ends, ran)]
     return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 
 from megatron_epp.plan import PlanError
-from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play
+from megatron_epp.planner.evaluate import Played, RecomputeSteps, makespan_us, play
 from megatron_epp.planner.kernels import split, timing
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
@@ -35,24 +35,25 @@ def with_split_weights(
         enough_us: makespan at which no further order is tried.
         parts: steps from the caps to these peaks.
     """
-    copies, whole = timed(made, tables), encode_known(order, tables.columns.num_chunks)
-
-    def time_us(tried: Codes) -> float:
-        return makespan_us(tried, tables, made.recompute_steps, copies)
-
-    best, best_us = whole, time_us(whole)
-    own = tuple(map(min, caps, peaks(whole, tables, made)))
+    whole = encode_known(order, tables.columns.num_chunks)
+    before = play(whole, tables, made.recompute_steps, timed(made, tables)) if made.copies else None
+    best = whole
+    best_us = makespan_us(whole, tables, made.recompute_steps) if before is None else before.makespan_us
+    own = tuple(map(min, caps, peaks(whole, tables, made, before)))
     less = (tuple(least + (cap - least) * part // parts for cap, least in zip(caps, own, strict=True)) for part in range(parts))
+    away = [] if before is None else away_bytes(tables, made, before)
     for aims in dict.fromkeys((caps, *less)):
-        found = split_with_copies(whole, tables, made, aims)
-        if found is not None and (took_us := time_us(found)) < best_us:
-            best, best_us = found, took_us
+        found = split_with_copies(whole, tables, made, aims, away)
+        if found is not None and found[1] < best_us:
+            best, best_us = found
         if best_us <= enough_us:
             break
     return order if best is whole else CodedOrder(best, tables.columns.num_chunks), best_us
 
 
-def split_with_copies(order: Codes, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Codes | None:
+def split_with_copies(
+    order: Codes, tables: Tables, made: Offload, caps: tuple[int, ...], away: Sequence[Sequence[int]]
+) -> tuple[Codes, float] | None:
     """Split weight gradients off an order, which may be overlapped with copies.
 
     The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
@@ -62,20 +63,21 @@ def split_with_copies(order: Codes, tables: Tables, made: Offload, caps: tuple[i
     Args:
         order: forwards and whole backwards that fit the caps.
         tables, made, caps: as for `with_split_weights`.
+        away: bytes that the copies of the order have taken away, as for `split_weights`.
 
     Returns:
-        the order, or None if a rank is above its cap after all rounds.
+        the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
     """
     if not made.copies:
-        return split_weights(order, tables, made.recompute_steps, caps)
-    before = play(order, tables, made.recompute_steps, copies := timed(made, tables))
-    away, aims = away_bytes(tables, made, before), list(caps)
+        found = split_weights(order, tables, made.recompute_steps, caps)
+        return found, makespan_us(found, tables, made.recompute_steps)
+    copies, aims = timed(made, tables), list(caps)
     for again in range(ROUNDS):
         found = split_weights(order, tables, made.recompute_steps, aims, away)
         after = play(found, tables, made.recompute_steps, copies)
         above = [peak - cap for peak, cap in zip(peaks_with_copies(found, tables, made, after), caps, strict=True)]
         if max(above) <= 0:
-            return found
+            return found, after.makespan_us
         aims = [aim - max(0, over << again) for aim, over in zip(aims, above, strict=True)]
     return None
 
@@ -108,13 +110,15 @@ def split_weights(
     return Codes(integers(chain.from_iterable(rows)), integers(accumulate(map(len, rows), initial=0)), order.kinds)
 
 
-def peaks(order: Order | Codes, tables: Tables, made: Offload) -> list[int]:
+def peaks(order: Order | Codes, tables: Tables, made: Offload, played: Played | None = None) -> list[int]:
     """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
 
     Args:
         order: the actions of every rank.
         tables, made: as for `with_split_weights`.
+        played: times of the order with the copies, where they are known.
     """
     if made.copies:
-        return peaks_with_copies(order, tables, made, play(order, tables, made.recompute_steps, timed(made, tables)))
+        times = played or play(order, tables, made.recompute_steps, timed(made, tables))
+        return peaks_with_copies(order, tables, made, times)
     return peaks_of(held_bytes(order, tables, made.recompute_steps))
