@@ -94,24 +94,27 @@ class Spaced:
 
     Attributes:
         units: of time from rank to rank, of a forward and of a backward.
+        in_groups: half as many chunks as ranks follow each other on a stage, instead of one.
     """
 
     units: tuple[float, float] = UNITS
+    in_groups: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
-        made = [whole_backwards(slice_groups(chunks), looped(problem), self.units)] if is_looped(problem) else []
+        group = -(-problem.num_ranks // 2) if self.in_groups else 1
+        made = [whole_backwards(slice_groups(chunks), looped(problem), self.units, group)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
 
 
-def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS) -> Order:
+def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS, group: int = 1) -> Order:
     """Return the order of least distances without W.
 
     Args:
         groups, placement: as for `Spacing.order`.
-        units: as for `Spacing.of`.
+        units, group: as for `Spacing.of`.
     """
-    made = Spacing.of(placement.num_ranks, placement.num_chunks, 1, units).order(groups, placement)
+    made = Spacing.of(placement.num_ranks, placement.num_chunks, group, units).order(groups, placement)
     return without_weights(made)
 
 

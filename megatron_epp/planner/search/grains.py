@@ -14,6 +14,7 @@ from itertools import permutations
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length, started, tables_with_whole
+from megatron_epp.planner.orders.warm_up import OrderRule
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, LEAST_LISTED, ROOMY_LISTED, SECOND
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Chunkers
@@ -125,6 +126,8 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     for count, table in _walk(chunkers, counts, start, patience, partial(_with_first_rules, trials)):
         tables[count] = table
     _refine(trials, chunkers)
+    if trials.is_split:
+        _search_even(trials, chunkers, trials.better)
     # With a fixed recompute only an order that keeps little lets coarse tables fit, which may be faster than finer ones.
     for count in counts if trials.best is None or trials.replicas.options.recompute != "auto" else ():
         tables[count] = _present(chunkers.table(chunks=count))
@@ -305,7 +308,7 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
     else:
         for table in dict.fromkeys([*tables, *([] if best is None else [best.table])]):
             trials.better_with_copies(table, (free.best.rule, *rules.first))
-        _search_even(trials, chunkers)
+        _search_even(trials, chunkers, trials.better_with_copies)
     if free.best_us < WORTH * trials.best_us:
         _search_kv_offload(trials, chunkers)
     is_far = free.best_us < FAR * trials.best_us and (
@@ -318,17 +321,22 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
             trials.better_with_copies(table, rules.frugal)
 
 
-def _search_even(trials: Trials, chunkers: Chunkers) -> None:
-    """Try even orders with copies for the best table, then for finer and for coarser ones until they get no better."""
+def _search_even(trials: Trials, chunkers: Chunkers, try_rules: Callable[[Aligned, Sequence[OrderRule]], bool]) -> None:
+    """Try even orders for the best table, then for finer and for coarser ones until they get no better.
+
+    Args:
+        trials, chunkers: as for `search_tables`.
+        try_rules: tries a table in several orders; returns True if one is better.
+    """
     rules, best = trials.rules.even, trials.best
     if not rules or best is None:
         return
     if trials.replicas.options.slices is not None:
-        trials.better_with_copies(best.table, rules)
+        try_rules(best.table, rules)
         return
     counts = grain_counts(trials.problem.num_ranks, chunkers.coarsest)
     start = bisect_left(counts, len(best.table.skeleton))
-    for _ in _walk(chunkers, counts, start, PATIENCE, lambda table: trials.better_with_copies(table, rules)):
+    for _ in _walk(chunkers, counts, start, PATIENCE, lambda table: try_rules(table, rules)):
         pass
 
 

@@ -187,7 +187,8 @@ def _completed(
     if any(one.makespan_us <= enough_us for one in before):
         return []
     split = Replicas((problem,), costs, options).splits_weight
-    order, took_us = completed(whole.order, tables, whole.as_offload, problem.cap_bytes, split, enough_us, SPLIT_PARTS)
+    parts = SPLIT_PARTS // 2 if whole.copies else SPLIT_PARTS  # each takes several rounds with copies
+    order, took_us = completed(whole.order, tables, whole.as_offload, problem.cap_bytes, split, enough_us, parts)
     return [Completed(took_us, whole, replace(whole, order=order))]
 
 

@@ -57,7 +57,7 @@ PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 """Further rules for every grain of looped placements."""
 LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 """Further rules for the best grain of looped placements."""
-SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS),)
+SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLIT_UNITS, in_groups=True))
 """Those where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for the best grain of V placements with two stages per rank."""
@@ -75,7 +75,7 @@ class OrderRules:
         narrow: for grains that none of the first fits, widest first; the widest also for grains that are nearly the best.
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.
-        even: with copies, for the best table and coarser ones: actions at equal distances leave links time for many copies.
+        even: orders at equal distances for the best table, and for finer and coarser ones until they get no better.
     """
 
     first: tuple[OrderRule, ...]
@@ -131,5 +131,5 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,
-        even=looped[-1:] if is_looped(problem) else (),
+        even=looped[1:] or looped if is_looped(problem) else (),
     )

@@ -205,10 +205,10 @@ gathers ahead of a linear layer are not overlapped, since their buffer is shared
 
 With `--overlap-exchanges` (`--epp-overlap-exchanges`) the default planner has such steps, too: in its fastest orders it joins
 neighbouring actions where that is faster, backwards or weight gradients with forwards, and forwards with each other. On paper,
-Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under 80 GiB take 19 % less time so (16 % with weight gradients split off), 512
-like Wikipedia's and one of 64K under 40 GiB 15 % less; with TP 4 it is 5 to 7 %, with TP 2 1 to 2 %. The ratios below compare
-STP with that, at its own placement, where STP needs 3 % more time; with one stage per rank, where every backward is followed by
-a forward, the default planner needs 9 % less time than STP at TP 8.
+Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under 80 GiB take 19 % less time so (16 % with weight gradients split off),
+512 like Wikipedia's and one of 64K under 40 GiB 15 % less; with TP 4 it is 5 to 7 %, with TP 2 1 to 2 %. The ratios below
+compare STP with that, at its own placement, where STP needs 3 % more time; with one stage per rank, where every backward is
+followed by a forward, the default planner needs 9 % less time than STP at TP 8.
 
 The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
 `--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload and with a script's own
