@@ -95,7 +95,7 @@ def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
 
 
 def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unasked(monkeypatch: pytest.MonkeyPatch):
-    """Of 12 actions; the exact planner proves the time to be the least."""
+    """The plan has 12 actions of forward and backward; the exact planner proves that none takes less time."""
     given, costs, options = drawn(104)
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= TINY

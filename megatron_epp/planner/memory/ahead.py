@@ -113,7 +113,8 @@ def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, 
     for _, rank, position, action in sorted(forwards):
         _, stage, c = action
         share, chooser = min(wanted[stage][c], tables.offloadable_share), choosers[rank]
-        if int(share * tables.kept_bytes(stage, c, steps[stage][c])) and chooser.most_bytes(stage, c):
+        kept = tables.kept_bytes(stage, c, steps[stage][c])
+        if int(share * kept) and chooser.most_bytes(stage, c, kept):
             needed_us = played.start_us[rank][chooser.leaves[stage, c]]
             if chooser.take(action, position, share, needed_us, 0.0):
                 shares[stage][c] = share

@@ -125,7 +125,8 @@ class Chooser:
     def _copy(self, forward: Action, entered: int, position: int) -> None:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept, allowed = tables.kept_bytes(stage, c, self.recompute_steps[stage][c]), self.most_bytes(stage, c)
+        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        allowed = self.most_bytes(stage, c, kept)
         if leaves <= position or not allowed:
             return
         most = min(allowed, int(self.excess[position:leaves].max()))
@@ -134,9 +135,13 @@ class Chooser:
             if self.take(forward, entered, share, float(self.start[position]), float(self.end[position])):
                 return
 
-    def most_bytes(self, stage: int, c: int) -> int:
-        """Return the most bytes that may be copied of a chunk; 0 if that is less than the input of a layer, the least copy."""
-        kept = self.tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+    def most_bytes(self, stage: int, c: int, kept: int) -> int:
+        """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy.
+
+        Args:
+            stage, c: stage and chunk.
+            kept: bytes that the stage keeps of the chunk.
+        """
         allowed = int(kept * self.tables.offloadable_share)
         return 0 if allowed < min(kept, self.tables.layer_input[stage][c]) else allowed
 

@@ -122,12 +122,11 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     counts = grain_counts(problem.num_ranks, chunkers.coarsest)
     hint = warm.recall(problem) if warm is not None else None
     start = counts.index(hint) if hint in counts else first_grain(counts, problem.num_ranks)
-    tables, patience = {}, 1 if hint in counts else PATIENCE
-    for count, table in _walk(chunkers, counts, start, patience, partial(_with_first_rules, trials)):
-        tables[count] = table
+    patience = 1 if hint in counts else PATIENCE
+    tables = dict(_walk(chunkers, counts, start, patience, partial(_with_first_rules, trials)))
     _refine(trials, chunkers)
     if trials.is_split:
-        _search_even(trials, chunkers, trials.better)
+        tables |= dict(_walk_even(trials, chunkers, patience, trials.better))
     # With a fixed recompute only an order that keeps little lets coarse tables fit, which may be faster than finer ones.
     for count in counts if trials.best is None or trials.replicas.options.recompute != "auto" else ():
         tables[count] = _present(chunkers.table(chunks=count))
@@ -308,7 +307,8 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
     else:
         for table in dict.fromkeys([*tables, *([] if best is None else [best.table])]):
             trials.better_with_copies(table, (free.best.rule, *rules.first))
-        _search_even(trials, chunkers, trials.better_with_copies)
+        for _ in _walk_even(trials, chunkers, PATIENCE, trials.better_with_copies):
+            pass
     if free.best_us < WORTH * trials.best_us:
         _search_kv_offload(trials, chunkers)
     is_far = free.best_us < FAR * trials.best_us and (
@@ -321,11 +321,16 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
             trials.better_with_copies(table, rules.frugal)
 
 
-def _search_even(trials: Trials, chunkers: Chunkers, try_rules: Callable[[Aligned, Sequence[OrderRule]], bool]) -> None:
-    """Try even orders for the best table, then for finer and for coarser ones until they get no better.
+def _walk_even(
+    trials: Trials, chunkers: Chunkers, patience: int, try_rules: Callable[[Aligned, Sequence[OrderRule]], bool]
+) -> Iterator[tuple[float, Aligned]]:
+    """Try even orders for the best table, then for finer and for coarser ones until they get no better, and yield those tried.
+
+    With slices that the user fixed there is one table.
 
     Args:
         trials, chunkers: as for `search_tables`.
+        patience: as for `_walk`.
         try_rules: tries a table in several orders; returns True if one is better.
     """
     rules, best = trials.rules.even, trials.best
@@ -336,8 +341,7 @@ def _search_even(trials: Trials, chunkers: Chunkers, try_rules: Callable[[Aligne
         return
     counts = grain_counts(trials.problem.num_ranks, chunkers.coarsest)
     start = bisect_left(counts, len(best.table.skeleton))
-    for _ in _walk(chunkers, counts, start, PATIENCE, lambda table: try_rules(table, rules)):
-        pass
+    yield from _walk(chunkers, counts, start, patience, lambda table: try_rules(table, rules))
 
 
 def _search_kv_offload(trials: Trials, chunkers: Chunkers) -> None:

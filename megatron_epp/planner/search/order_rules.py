@@ -131,5 +131,5 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,
-        even=looped[1:] or looped if is_looped(problem) else (),
+        even=(SPLIT_LOOPED_PATTERNS if split else LOOPED_PATTERNS) if is_looped(problem) else (),
     )

@@ -6,7 +6,7 @@ an order around them; here they are made of neighbours in any order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -88,17 +88,16 @@ def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
     forwards too, or forwards with backwards and with forwards. Pairs are all of these, or those that wait for nothing: a step
     begins when the inputs of both actions are there, and an action that waits for the other's holds up the ranks that need it.
     """
-    split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)
-    for order in dict.fromkeys((tuple(map(_split_in_cool_down, split)), without_weights(split))):
-        pairs = _pairs(order, BACKWARD_FIRST)
-        yield order, pairs
-        yield order, _without_wait(pairs, order, made, tables)
-    pairs = _pairs(split, WITH_WEIGHTS)
-    yield split, pairs
-    yield split, _without_wait(pairs, split, made, tables)
     group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
-    free = frozenset(pair for pair in _pairs(split, WITH_FORWARDS) if group_of[pair[0].chunk] != group_of[pair[1].chunk])
-    yield split, _without_wait(free, split, made, tables)
+    split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)
+    for order in dict.fromkeys((tuple(map(_split_in_cool_down, split)), without_weights(split), split)):
+        waits = _waiting(order, made, tables)
+        pairs = _pairs(order, WITH_WEIGHTS if order == split else BACKWARD_FIRST)
+        yield order, pairs
+        yield order, frozenset(pair for pair in pairs if not waits(pair))
+        if order == split:
+            free = (pair for pair in _pairs(order, WITH_FORWARDS) if group_of[pair[0].chunk] != group_of[pair[1].chunk])
+            yield order, frozenset(pair for pair in free if not waits(pair))
 
 
 def _pairs(order: Order, kinds: Collection[tuple[Op, Op]]) -> Joined:
@@ -107,18 +106,18 @@ def _pairs(order: Order, kinds: Collection[tuple[Op, Op]]) -> Joined:
     for row in order:
         last: Action | None = None
         for one, two in pairwise(row):
-            if one is not last and (one.op, two.op) in kinds:
+            if one != last and (one.op, two.op) in kinds:
                 found.add((one, two))
                 last = two
     return frozenset(found)
 
 
-def _without_wait(pairs: Joined, order: Order, made: Decisions, tables: Tables) -> Joined:
-    """Return the pairs of which the second action has its input when the first starts, where no actions are joined."""
+def _waiting(order: Order, made: Decisions, tables: Tables) -> Callable[[tuple[Action, Action]], bool]:
+    """Return a function: does a pair's second action lack its input when the first starts, where no actions are joined?"""
     played = play(order, tables, made.recompute_steps)
-    times = (zip(*row, strict=True) for row in zip(order, played.start_us, played.end_us, strict=True))
-    at_us = {action: (start_us, end_us) for row in times for action, start_us, end_us in row}
-    return frozenset(pair for pair in pairs if _sent_us(pair[1], at_us, tables) <= at_us[pair[0]][0])
+    rows = (zip(*row, strict=True) for row in zip(order, played.start_us, played.end_us, strict=True))
+    at_us = {action: (start_us, end_us) for row in rows for action, start_us, end_us in row}
+    return lambda pair: _sent_us(pair[1], at_us, tables) > at_us[pair[0]][0]
 
 
 def _split_in_cool_down(row: Sequence[Action]) -> tuple[Action, ...]:

@@ -284,9 +284,10 @@ class Trials:
 
     def _with_copies(self, tried: Candidate, found: Copied | None) -> Candidate | None:
         """Complete a candidate with the copies found; None where there are none or the host has no room for them."""
-        if found is None or found.short_bytes:
-            if found is not None:
-                self._needs_host(found.short_bytes)
+        if found is None:
+            return None
+        if found.short_bytes:
+            self._needs_host(found.short_bytes)
             return None
         return self._completed(tried.decided(found.makespan_us, found.made))
 
