@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
@@ -79,8 +80,10 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with uncollected():
+        if planner is greedy:
+            planner = partial(greedy, before={})
         small = replace(options, wide_windows=False)
-        smaller = (lambda asked: _built(asked, costs, small, planner)) if planner in (greedy, milp) else None
+        smaller = (lambda asked: _built(asked, costs, small, planner)) if options.planner in ("greedy", "milp") else None
         least = last_resort(problem, costs, options)
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least)
 

@@ -89,7 +89,7 @@ def test_what_ends_with_one_queue_ends_with_more(plan, rng, seed):
 def test_receives_posted_right_before_their_use_hang_on_hardware_queues_and_are_refused():
     """How plans were lowered once: the second unmatched send of a stream keeps all behind it in the queue from starting."""
     hung = refused = 0
-    for seed in (2, 4, 8, 12):
+    for seed in (1, 3, 27, 31):
         for plan in random_plans(seed):
             rows = late_receives(lower(plan))
             assert [a for row in rows for a in row if a.op in (Op.F, Op.B)] != []

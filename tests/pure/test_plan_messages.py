@@ -10,7 +10,9 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.messages import message_room
+from megatron_epp.planner.search import greedy
 from tests.support.plan.launch_plans import costs_of
+from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import one_f_one_b, v_shape
 
@@ -90,6 +92,30 @@ def test_looped_placements_have_more_in_flight_than_two_messages_a_neighbour():
     assert "are set aside for them" in str(check(short)[0])
 
 
+def test_where_messages_need_more_room_the_fastest_candidates_are_tried_again_before_others(monkeypatch):
+    """Orders of several stages per rank say how many messages are in flight only when they are known."""
+    searches, plans = list[Problem](), list[float]()
+
+    def counted(trials, *rest):
+        searches.append(trials.problem)
+        return search(trials, *rest)
+
+    search = greedy.search
+    monkeypatch.setattr(greedy, "search", counted)
+    placement, costs = Placement("looped", 4, 2), costs_of(8)
+    lengths = web_lengths(30, 1, longest=16384)
+    free = plan(problem(placement, lengths), costs)
+    cap = int(0.7 * max(free.static_bytes) + 0.3 * max(free.predicted.peak_bytes))
+    for enough in (0.0, 1.1):
+        searches.clear()
+        monkeypatch.setattr(greedy, "ENOUGH", enough)
+        made = plan(problem(placement, lengths, cap), costs)
+        assert check(made) == []
+        plans.append(made.predicted.makespan_us)
+        assert [bool(asked.message_bytes) for asked in searches] == ([False, True] if not enough else [False])
+    assert plans[0] <= plans[1] < 1.1 * plans[0]
+
+
 @pytest.mark.parametrize(("kind", "stages"), [("looped", 1), ("looped", 2), ("v", 2)])
 def test_the_least_cap_that_an_error_names_has_room_for_messages(kind, stages):
     placement = Placement(kind, 4, stages)
@@ -99,3 +125,19 @@ def test_the_least_cap_that_an_error_names_has_room_for_messages(kind, stages):
         plan(problem(placement, lengths, max(free.static_bytes)), costs_of(4 * stages), Options())
     made = plan(problem(placement, lengths, error.value.least_cap_bytes), costs_of(4 * stages))
     assert max(simulate(made).peak_bytes) <= error.value.least_cap_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "lengths", "options"),
+    [
+        ("looped", 4, (1425, 6939, 11789, 8273, 1101, 2321, 14096, 2304), Options()),
+        ("looped", 4, (11449, 5409, 3322, 7968, 6222, 4939, 1395), Options(recompute=0)),
+        ("v", 2, (10667, 7067, 12858), Options(split_weight=True)),
+        ("looped", 2, (13563, 8148, 6102), Options(recompute=0, split_weight=True)),
+    ],
+)
+def test_a_cap_is_named_for_a_search_that_knows_of_no_other(kind, ranks, lengths, options):
+    placement, costs = Placement(kind, ranks, 2), costs_of(2 * ranks)
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem(placement, lengths, 1), costs, options)
+    assert check(plan(problem(placement, lengths, error.value.least_cap_bytes), costs, options)) == []

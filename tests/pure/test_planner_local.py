@@ -13,7 +13,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
 from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.kernels.split import split_off, storage
+from megatron_epp.planner.kernels.split import EAGER, split_off, storage
 from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
 from megatron_epp.planner.search import local
 from megatron_epp.planner.search.greedy import TINY, candidates, greedy
@@ -69,17 +69,17 @@ def test_equal_arguments_take_equal_steps():
     assert improve(start, tables, GIVEN, OPTIONS) == improve(start, tables, GIVEN, replace(OPTIONS))
 
 
-def split_us(made: Decisions) -> float:
-    """Makespan with weight gradients split off where that is faster."""
-    return with_split_weights(made.order, made.tables(GIVEN, COSTS), made.as_offload, GIVEN.cap_bytes)[1]
-
-
 def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_for():
-    (start,) = candidates(GIVEN, COSTS, OPTIONS).best
-    tables = start.tables(GIVEN, COSTS)
-    whole, split = (improve(start, tables, GIVEN, OPTIONS, split_weight=asked) for asked in (False, True))
+    given, costs, options = drawn(108)
+    start = candidates(given, costs, options).best[0]
+    tables = start.tables(given, costs)
+    whole, split = (improve(start, tables, given, options, split_weight=asked) for asked in (False, True))
+
+    def split_us(made: Decisions) -> float:
+        return with_split_weights(made.order, tables, made.as_offload, given.cap_bytes)[1]
+
     assert split_us(split) < min(split_us(start), split_us(whole))
-    assert predicted_us(split, GIVEN, COSTS) >= predicted_us(whole, GIVEN, COSTS)
+    assert predicted_us(split, given, costs) >= predicted_us(whole, given, costs)
 
 
 def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
@@ -88,8 +88,8 @@ def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
     codes, columns = encode(made.order, len(made.chunks)), tables.columns
     whole, filled = storage(codes.actions, codes.starts, columns)
     steps = integers(chain.from_iterable(made.recompute_steps))
-    took_us = split_off(whole, columns, steps, integers(GIVEN.cap_bytes), integers([]), filled)
-    order = split_weights(codes, tables, made.recompute_steps, GIVEN.cap_bytes)
+    took_us = split_off(whole, columns, steps, integers(GIVEN.cap_bytes), integers([]), filled, EAGER)
+    order = split_weights(codes, tables, made.recompute_steps, GIVEN.cap_bytes, (), EAGER)
     assert any(code & KIND_MASK == WEIGHT for code in order.actions)
     assert took_us == makespan_us(order, tables, made.recompute_steps)
 

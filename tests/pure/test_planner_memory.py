@@ -11,11 +11,15 @@ import pytest
 
 from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan import RECOMPUTE_MODES, Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, plan
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
+from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
@@ -71,16 +75,17 @@ def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
 
 
+@pytest.mark.parametrize("by_stay", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_named(seed: int):
+def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_named(seed: int, by_stay: bool):
     order, tables = small_case(seed)
     least = max(least_peaks(order, tables))
     most = max(peaks_bytes(order, tables, [[0] * len(tables.message_us)] * len(order)))
     for cap in {least, (2 * least + most) // 3, (least + most) // 2, most}:
-        recompute_steps = fit_recompute(order, tables, (cap,) * len(order), Options()).recompute_steps
+        recompute_steps = fit_recompute(order, tables, (cap,) * len(order), Options(), by_stay).recompute_steps
         assert recompute_steps is not None
         assert max(peaks_bytes(order, tables, recompute_steps)) <= cap
-    below = fit_recompute(order, tables, (least - 1,) * len(order), Options())
+    below = fit_recompute(order, tables, (least - 1,) * len(order), Options(), by_stay)
     assert (below.recompute_steps, below.needed_bytes) == (None, least)
 
 
@@ -122,6 +127,40 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     recompute_steps = [again.full for again in row]
     assert recompute_steps[0] > 0
     assert recompute_steps[1:] == [0, 0, 0]
+
+
+def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recompute():
+    """A rank's first stage keeps chunks for longer than its second, whose recompute takes 1 % less time for the same bytes."""
+    placement, count, plain = Placement("looped", 4, 2), 32, pipeline(8)
+    first = plain.stages[0].forward
+    dearer = replace(first, fixed_us=1.01 * first.fixed_us, per_token_us=1.01 * first.per_token_us)
+    costs = replace(plain, stages=(replace(plain.stages[0], forward=dearer),) * 4 + plain.stages[4:])
+    asked = Problem((4096,) * count, placement.rank_of, (UNLIMITED_BYTES,) * 4)
+    chunks = whole_sequences(asked.lengths)
+    tables = tabulate(chunks, asked, costs)
+    order = Spaced().order(chunks, tables, asked)
+    static, peak = max(tables.static), max(peaks_bytes(order, tables, [[0] * count] * 8))
+    caps = (static + (peak - static) * 7 // 10,) * 4
+    by_price, by_stay = (fit_recompute(order, tables, caps, Options(), stay).recompute_steps for stay in (False, True))
+    assert by_price is not None
+    assert by_stay is not None
+    assert sum(map(sum, by_stay)) < 0.5 * sum(map(sum, by_price))
+    assert makespan_us(order, tables, by_stay) < 0.9 * makespan_us(order, tables, by_price)
+    made = plan(replace(asked, cap_bytes=caps), costs, Options(slices=1))
+    assert made.predicted.makespan_us <= makespan_us(order, tables, by_stay)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
+    """Measured times of a mode may be zero."""
+    plain = pipeline(2).stages[0]
+    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.recompute.items()}
+    costs = replace(pipeline(2), stages=(replace(plain, recompute=modes),) * 2)
+    free = plan(problem((16384,) * 4, 2), costs, Options(slices=1))
+    static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)
+    made = plan(problem((16384,) * 4, 2, int(static + share * (peak - static))), costs, Options(slices=1))
+    assert check(made) == []
+    assert any(sum(again) > again.full for row in made.recompute for again in row)
 
 
 def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():

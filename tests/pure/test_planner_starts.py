@@ -17,7 +17,7 @@ from megatron_epp.planner.chunks.variants import started
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.warm_up import slice_groups
-from megatron_epp.planner.search import grains, order_rules
+from megatron_epp.planner.search import order_rules, passes
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4
@@ -73,7 +73,7 @@ def test_other_sequences_come_first_and_none_is_lost_or_parted():
 @pytest.mark.parametrize(("split", "most"), [(True, 0.99), (False, 1.0)])
 def test_plans_of_uneven_stages_are_no_slower_and_some_are_faster(split: bool, most: float, monkeypatch: pytest.MonkeyPatch):
     costs, options = analytic_costs(SHAPE, H100, [4.5, 4, 3.5], state_bytes_per_parameter=8.0), Options(split_weight=split)
-    asked = problem(web_lengths(40, seed=21, longest=8000), 3, 60 * GIB, token_multiple=128)
+    asked = problem(web_lengths(40, seed=28, longest=8000), 3, 60 * GIB, token_multiple=128)
     made = plan(asked, costs, options)
     monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", replace(order_rules.ONE_STAGE_PER_RANK, capped=()))
     before = plan(asked, costs, options)
@@ -103,7 +103,7 @@ def test_a_plan_far_from_its_bound_is_tried_with_the_next_coarser_table_too(monk
 
     noted = replace(order_rules.ONE_STAGE_PER_RANK, capped=(Noted(rule.lead, rule.room),))
     monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", noted)
-    monkeypatch.setattr(grains, "DISTANT", 0.0)  # nothing is near enough
+    monkeypatch.setattr(passes, "DISTANT", 0.0)  # nothing is near enough
     made = plan(asked, COSTS)
     assert check(made) == []
     first, *rest = dict.fromkeys(tried)

@@ -161,12 +161,14 @@ def sweep(
     static: int,
     recompute_steps: Integers,
     leaves: Integers,
+    by_stay: int,
 ) -> bool:
     """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
 
     Recompute steps are taken in the order of bytes saved per time of recompute, and among equals on the chunk that stays
-    longest. More recompute of a chunk adds no bytes to earlier actions, so one walk is enough, and it finds a solution wherever
-    there is one within the limits.
+    longest; or in the order of bytes times stay per time, which takes less recompute where memory is short all along. More
+    recompute of a chunk adds no bytes to earlier actions, so one walk is enough, and it finds a solution wherever there is one
+    within the limits.
 
     Args:
         actions, begin, stop, columns, static: as for `peak`.
@@ -174,6 +176,7 @@ def sweep(
         caps: bytes, by position among the actions.
         recompute_steps: the result, by item; items of other ranks are left alone.
         leaves: working storage, a number per item.
+        by_stay: nonzero for the order of bytes times stay. A stay is counted in actions of the rank.
 
     Returns:
         True if the rank stays under its cap.
@@ -183,7 +186,7 @@ def sweep(
             item = actions[at] >> KIND_BITS
             recompute_steps[item] = 0
             leaves[item] = at
-    alive = [(0.0, 0, 0)]  # cheapest first; what has left or has nothing left to give is dropped when it comes up
+    alive = [(0.0, 0, 0, 1)]  # cheapest first; what has left or has nothing left to give is dropped when it comes up
     alive.pop()
     live = static
     for at in range(begin, stop):
@@ -194,7 +197,8 @@ def sweep(
         if op == FORWARD:
             live += columns.activation[item] + columns.forward_alloc[item]
             if columns.saved[item * columns.num_frontier_steps] > 0 and limit[item] > 0:
-                heapq.heappush(alive, (columns.price[item * columns.num_frontier_steps], -leaves[item], item))
+                stay = leaves[item] - at if by_stay else 1
+                heapq.heappush(alive, (columns.price[item * columns.num_frontier_steps] / stay, -leaves[item], item, stay))
             change = -columns.forward_free[item]
         elif op == BACKWARD:
             live -= kept(columns, item, recompute_steps[item])
@@ -226,6 +230,7 @@ def fit(
     caps_at: Integers,
     recompute_steps: Integers,
     leaves: Integers,
+    by_stay: int,
 ) -> bool:
     """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
 
@@ -236,19 +241,20 @@ def fit(
         caps_at: the same by position among the actions.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
+        by_stay: as for `sweep`.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
         if peak(actions, begin, stop, columns, recompute_steps, static) <= caps[rank]:
             continue
-        if not sweep(actions, begin, stop, columns, columns.most, caps_at, static, recompute_steps, leaves):
+        if not sweep(actions, begin, stop, columns, columns.most, caps_at, static, recompute_steps, leaves, by_stay):
             return False
     return True
 
 
 @compiled_with_lists
 def give_cheapest(
-    alive: list[tuple[float, int, int]],
+    alive: list[tuple[float, int, int, int]],
     columns: Columns,
     limit: Integers,
     recompute_steps: Integers,
@@ -262,7 +268,7 @@ def give_cheapest(
     next.
 
     Args:
-        alive: heap of ``(price, -position where it leaves, item)``.
+        alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
         columns, limit, recompute_steps, leaves: as for `sweep`; `leaves` are the positions of the backwards.
         at: the current position.
         excess: bytes above the cap.
@@ -280,7 +286,8 @@ def give_cheapest(
     )
     recompute_steps[item] += count
     if recompute_steps[item] % num_layers == 0 and recompute_steps[item] < limit[item]:
-        heapq.heapreplace(alive, (columns.price[frontier_step + 1], -leaves[item], item))
+        stay = alive[0][3]
+        heapq.heapreplace(alive, (columns.price[frontier_step + 1] / stay, -leaves[item], item, stay))
     return count * columns.saved[frontier_step]
 
 

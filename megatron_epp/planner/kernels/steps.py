@@ -8,7 +8,7 @@ from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIN
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
-from megatron_epp.planner.kernels.split import Filled, Whole, split_off
+from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
 from megatron_epp.planner.kernels.timing import Copies, Room, durations, play
 
 NEVER = 1e300
@@ -290,9 +290,9 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]
         a, b = starts[rank], starts[rank + 1]
-        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.recompute_steps, spare.leaves)
+        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0)
         if not fits and not sweep(
-            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.recompute_steps, spare.leaves
+            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0
         ):
             return NEVER
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
@@ -304,4 +304,4 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
         return NEVER
     if facts.splits == 0:
         return took_us
-    return min(took_us, split_off(facts.whole, columns, trial.recompute_steps, facts.caps, facts.away, facts.filled))
+    return min(took_us, split_off(facts.whole, columns, trial.recompute_steps, facts.caps, facts.away, facts.filled, EAGER))

@@ -55,7 +55,7 @@ def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
     return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
-def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
+def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options, by_stay: bool = False) -> Fit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
 
     When recompute of everything meets the caps, they are met (`least_peaks`).
@@ -65,6 +65,7 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         tables: times and sizes.
         caps: bytes of every rank.
         options: recompute that the user fixed, if any.
+        by_stay: prefer chunks that stay long (`sweep`).
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
@@ -73,12 +74,14 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
         return Fit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
-    if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
+    if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves, int(by_stay)):
         return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
 
 
-def fit_lockstep(codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
+def fit_lockstep(
+    codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options, by_stay: bool = False
+) -> Fit:
     """Keep every rank of every replica under its cap with the same recompute in all.
 
     The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that
@@ -89,8 +92,9 @@ def fit_lockstep(codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence
         tables: of every replica; their times are the same (`replicas.slowest_times`).
         caps: of the ranks of every replica.
         options: the user's settings.
+        by_stay: as for `fit_recompute`.
     """
-    fits = [fit_recompute(codes, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
+    fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:
         return fits[0]
     if any(fit.recompute_steps is None for fit in fits):
@@ -141,7 +145,7 @@ def fit_with_copies(
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integer_zeros(items), integer_zeros(items), integers(chain.from_iterable(limit))
     static = tables.static[rank]
-    if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
+    if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves, 0):
         return False
     found = by_stage(column, columns.num_chunks)
     for stage in tables.stages_of[rank]:

@@ -15,6 +15,8 @@ from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
+WHOLE = 1.0
+"""Share of a weight gradient's time that a gap needs so that the rank's next action is never late (`kernels.split.EAGER`)."""
 ROUNDS = 8
 """Rounds in which fewer weight gradients are delayed, where the order is overlapped with copies."""
 
@@ -24,8 +26,9 @@ def with_split_weights(
 ) -> tuple[Order, float]:
     """Split weight gradients off where that is faster; return the faster order and its makespan in microseconds.
 
-    They wait as the caps let them, and where that takes longer than `enough_us`, within less memory, down to the peaks of whole
-    backwards: then they run sooner, which may be faster.
+    They wait as the caps let them: for gaps that they fit into, or for gaps of at least `EAGER` of their time. Where that takes
+    longer than `enough_us`, they wait within less memory, down to the peaks of whole backwards: then they run sooner, which may
+    be faster.
 
     Args:
         order: forwards and whole backwards that fit the caps.
@@ -42,8 +45,8 @@ def with_split_weights(
     own = tuple(map(min, caps, peaks(whole, tables, made, before)))
     less = (tuple(least + (cap - least) * part // parts for cap, least in zip(caps, own, strict=True)) for part in range(parts))
     away = [] if before is None else away_bytes(tables, made, before)
-    for aims in dict.fromkeys((caps, *less)):
-        found = split_with_copies(whole, tables, made, aims, away)
+    for aims, gap_share in ((caps, WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, *less)))):
+        found = split_with_copies(whole, tables, made, aims, away, gap_share)
         if found is not None and found[1] < best_us:
             best, best_us = found
         if best_us <= enough_us:
@@ -52,7 +55,7 @@ def with_split_weights(
 
 
 def split_with_copies(
-    order: Codes, tables: Tables, made: Offload, caps: tuple[int, ...], away: Sequence[Sequence[int]]
+    order: Codes, tables: Tables, made: Offload, caps: tuple[int, ...], away: Sequence[Sequence[int]], gap_share: float
 ) -> tuple[Codes, float] | None:
     """Split weight gradients off an order, which may be overlapped with copies.
 
@@ -64,16 +67,17 @@ def split_with_copies(
         order: forwards and whole backwards that fit the caps.
         tables, made, caps: as for `with_split_weights`.
         away: bytes that the copies of the order have taken away, as for `split_weights`.
+        gap_share: as for `split_weights`.
 
     Returns:
         the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
     """
     if not made.copies:
-        found = split_weights(order, tables, made.recompute_steps, caps)
+        found = split_weights(order, tables, made.recompute_steps, caps, (), gap_share)
         return found, makespan_us(found, tables, made.recompute_steps)
     copies, aims = timed(made, tables), list(caps)
     for again in range(ROUNDS):
-        found = split_weights(order, tables, made.recompute_steps, aims, away)
+        found = split_weights(order, tables, made.recompute_steps, aims, away, gap_share)
         after = play(found, tables, made.recompute_steps, copies)
         above = [peak - cap for peak, cap in zip(peaks_with_copies(found, tables, made, after), caps, strict=True)]
         if max(above) <= 0:
@@ -83,14 +87,19 @@ def split_with_copies(
 
 
 def split_weights(
-    order: Codes, tables: Tables, recompute_steps: RecomputeSteps, caps: Sequence[int], away: Sequence[Sequence[int]] = ()
+    order: Codes,
+    tables: Tables,
+    recompute_steps: RecomputeSteps,
+    caps: Sequence[int],
+    away: Sequence[Sequence[int]],
+    gap_share: float,
 ) -> Codes:
     """Split the weight gradients off the backwards of an order.
 
     A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
-    fits into: until the next action's input has arrived. Where the waiting ones would lift the rank above its cap, they run
-    before; where even a single one would, the backward stays whole, as does one without anything to delay
-    (`kernels.split.puts_off`).
+    fits into, or that has a share of its time: until the next action's input has arrived. Where the waiting ones would lift the
+    rank above its cap, they run before; where even a single one would, the backward stays whole, as does one without anything
+    to delay (`kernels.split.puts_off`).
 
     Args:
         order: forwards and whole backwards that fit the caps with `recompute_steps`.
@@ -98,13 +107,17 @@ def split_weights(
         recompute_steps: recompute ``[stage][chunk]``.
         caps: bytes of the ranks.
         away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
+        gap_share: share of a weight gradient's time that a gap needs for it to run there.
 
     Raises:
         PlanError: the order deadlocks.
     """
     columns, steps = tables.columns_with(order.kinds), integers(chain.from_iterable(recompute_steps))
     whole, filled = split.storage(order.actions, order.starts, columns)
-    if split.split_off(whole, columns, steps, integers(caps), integers(chain.from_iterable(away)), filled) == timing.STUCK:
+    if (
+        split.split_off(whole, columns, steps, integers(caps), integers(chain.from_iterable(away)), filled, gap_share)
+        == timing.STUCK
+    ):
         raise PlanError("the order deadlocks before any weight gradient is split off")
     rows = [numbers(filled.actions[2 * start : end]) for start, end in zip(order.starts, filled.ends, strict=False)]
     return Codes(integers(chain.from_iterable(rows)), integers(accumulate(map(len, rows), initial=0)), order.kinds)

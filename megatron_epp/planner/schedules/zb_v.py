@@ -7,76 +7,13 @@ length. Sequences with slices have as many more forwards alive, since the first 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
-from megatron_epp.plan import Action, Op
-from megatron_epp.planner.orders.warm_up import Order, descending
+from megatron_epp.planner.orders.unit_times import in_unit_times
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.schedules.fixed_order import Batch
 
 
 def zb_v(batch: Batch) -> Iterator[Order]:
     """Yield the order."""
-    yield _Units(batch).run()
-
-
-class _Units:
-    """Run of a pipeline in units of time.
-
-    Args:
-        batch: the chunk table, on two stages per rank.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        ranks, stages = batch.placement.num_ranks, batch.placement.num_stages
-        self._stages = [batch.placement.stages(rank) for rank in range(ranks)]
-        self._backwards, self._total = descending(batch.groups), batch.num_chunks
-        self._most_kept = 2 * (ranks + batch.most_slices - 1)
-        self._begun = {Op.F: [0] * stages, Op.B: [0] * stages}
-        self._ended: dict[Action, int] = {}
-        self._waiting: list[deque[Action]] = [deque() for _ in self._stages]
-        self._kept = [0] * ranks
-
-    def run(self) -> Order:
-        """Return the order of every rank's actions."""
-        rows: list[list[Action]] = [[] for _ in self._stages]
-        unit, left = 0, 3 * self._total * sum(map(len, self._stages))
-        while left:
-            chosen = [(rank, found) for rank in range(len(rows)) if (found := self._next(rank, unit)) is not None]
-            for rank, action in chosen:
-                self._begin(rank, action, unit)
-                rows[rank].append(action)
-            unit, left = unit + 1, left - len(chosen)
-        return tuple(map(tuple, rows))
-
-    def _next(self, rank: int, unit: int) -> Action | None:
-        """Return what a rank begins at a unit of time; None if nothing is ready."""
-        for stage in reversed(self._stages[rank]):
-            done, last = self._begun[Op.B][stage], len(self._begun[Op.B]) - 1
-            if done < self._total:
-                action = Action(Op.B, stage, self._backwards[done])
-                above = action._replace(stage=stage + 1) if stage < last else action._replace(op=Op.F)
-                if self._has_ended(unit, above, action._replace(op=Op.F)):
-                    return action
-        for stage in reversed(self._stages[rank]):
-            done = self._begun[Op.F][stage]
-            if done < self._total and self._kept[rank] < self._most_kept:
-                action = Action(Op.F, stage, done)
-                if stage == 0 or self._has_ended(unit, action._replace(stage=stage - 1)):
-                    return action
-        return self._waiting[rank][0] if self._waiting[rank] else None
-
-    def _has_ended(self, unit: int, *actions: Action) -> bool:
-        return all(self._ended.get(action, unit + 1) <= unit for action in actions)
-
-    def _begin(self, rank: int, action: Action, unit: int) -> None:
-        self._ended[action] = unit + 1
-        if action.op is Op.W:
-            self._waiting[rank].popleft()
-            self._kept[rank] -= 1
-            return
-        self._begun[action.op][action.stage] += 1
-        if action.op is Op.F:
-            self._kept[rank] += 1
-        else:
-            self._waiting[rank].append(action._replace(op=Op.W))
+    yield in_unit_times(batch.groups, batch.placement)

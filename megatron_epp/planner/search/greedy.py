@@ -19,13 +19,13 @@ from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
-from megatron_epp.planner.search.grains import search, search_table
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
 from megatron_epp.planner.search.overlapped import overlapped
+from megatron_epp.planner.search.passes import search, search_table
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Replicas
-from megatron_epp.planner.search.trials import CLOSE, Candidate, Trials
+from megatron_epp.planner.search.trials import CLOSE, Candidate, Choice, Trials
 
 SPLIT_PARTS = 16
 """Steps from the caps to the peaks of whole backwards with which weight gradients of fast orders are tried. With 8, plans were
@@ -40,13 +40,41 @@ TINY = 20
 pairs of plans of up to 64, three were slower with more memory by more than 1 %; with this limit none of 846 was.
 """
 
+ENOUGH = 1.002
+"""Multiple of the makespan with less memory set aside for messages up to which there is no further search. Local search and
+completion come after it, from fewer starts.
+"""
+
 JOINED = 8
 """Candidates of which actions are joined into steps of two, the fastest; set by hand."""
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
 
-def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+class Earlier(NamedTuple):
+    """Search for the same batch with less memory set aside for messages, whose candidates are tried before the next search.
+
+    Attributes:
+        choices: its fastest candidates.
+        makespan_us: of the best of them.
+        problem: what was asked for.
+    """
+
+    choices: Sequence[Choice]
+    makespan_us: float
+    problem: Problem
+
+    def serves(self, problem: Problem) -> bool:
+        """Return True if only the memory set aside for messages differs, of which there is more now."""
+        is_same = replace(self.problem, message_bytes=problem.message_bytes) == problem
+        return is_same and sum(self.problem.message_bytes) < sum(problem.message_bytes)
+
+
+Before = dict[Options, Earlier]
+"""The last search with each set of options."""
+
+
+def greedy(problem: Problem, costs: Costs, options: Options, before: Before | None = None) -> Decisions:
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
@@ -55,15 +83,16 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
     Args:
         problem, costs, options: as for `plan`.
+        before: earlier searches, whose fastest candidates are tried first; updated.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
-    made = _overlapped(candidates(problem, costs, options), problem, costs, options)
+    made = _overlapped(candidates(problem, costs, options, before=before), problem, costs, options)
     if not options.overlap_exchanges or not options.split_weight:
         return made
     # Orders that are fast with weight gradients split off may leave few pairs to join.
-    return fastest([made, greedy(problem, costs, replace(options, split_weight=False))], problem, costs)
+    return fastest([made, greedy(problem, costs, replace(options, split_weight=False), before)], problem, costs)
 
 
 class Candidates(NamedTuple):
@@ -80,16 +109,18 @@ class Candidates(NamedTuple):
     of_rules: Sequence[Candidate] = ()
 
 
-def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Candidates:
+def candidates(
+    problem: Problem, costs: Costs, options: Options, warm: Warm | None = None, before: Before | None = None
+) -> Candidates:
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
     Args:
         problem, costs, options: as for `greedy`.
         warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
+        before: as for `greedy`. Where those candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)
-    trials = Trials(replicas)
-    found = search(trials, warm)
+    trials, found = _searched(replicas, warm, {} if before is None else before)
     token_cap = Chunker.of(problem, costs, options.chunk_tokens).token_cap
     if options.slices is None and max(problem.lengths) <= token_cap and problem.has_one_stage_per_rank:
         plain = Trials(replicas)
@@ -99,6 +130,28 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return _candidates(found or [trials.result()], trials)
+
+
+def _searched(replicas: Replicas, warm: Warm | None, before: Before) -> tuple[Trials, list[Candidate]]:
+    """Search, unless candidates of an earlier search are nearly as fast now; return what was tried and the best of each kind.
+
+    Args:
+        replicas: of the problem.
+        warm, before: as for `candidates`.
+    """
+    (problem,), options = replicas.problems, replicas.options
+    earlier = before.get(options)
+    choices = earlier.choices if earlier is not None and earlier.serves(problem) else ()
+    trials = Trials(replicas)
+    found = trials.retry(choices)
+    if earlier is not None and found and trials.best_us <= ENOUGH * earlier.makespan_us:
+        before[options] = earlier._replace(problem=problem)
+        return trials, found
+    trials = Trials(replicas)
+    found = search(trials, warm)
+    found += [one for one in trials.retry(choices) if one not in found]
+    before[options] = Earlier(trials.choices(), trials.best_us, problem)
+    return trials, found
 
 
 def _candidates(found: Sequence[Candidate], trials: Trials) -> Candidates:

@@ -16,7 +16,7 @@ from megatron_epp.planner.memory.recompute import is_within
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
-from megatron_epp.planner.search.grains import search
+from megatron_epp.planner.search.passes import search
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Candidate, Trials
 

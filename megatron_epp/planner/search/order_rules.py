@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved, is_looped, is_v
+from megatron_epp.planner.orders.reversed_slices import ReversedSlices
 from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced
+from megatron_epp.planner.orders.unit_times import UnitTimes
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Problem
 
@@ -42,7 +44,8 @@ LIST_SCHEDULES: tuple[OrderRule, ...] = (
 """Rules for any other placement than one stage per rank in order, the first two for every grain."""
 WIDE_V = ListScheduling(2.5, alternating=True)
 """Further rule for every grain of V placements: with it a coarser grain may be the best than with the others."""
-NARROW_LISTED: tuple[OrderRule, ...] = (ListScheduling(1.5, alternating=True), ListScheduling(1, alternating=True))
+NARROWEST = ListScheduling(1, alternating=True)
+NARROW_LISTED: tuple[OrderRule, ...] = (ListScheduling(1.5, alternating=True), NARROWEST)
 """Further rules for grains that no other rule fits, the first for those that are nearly the best, too."""
 SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(1.25, alternating=True, waiting=1),
@@ -60,7 +63,7 @@ LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLIT_UNITS, in_groups=True))
 """Those where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
-"""Further rules for the best grain of V placements with two stages per rank."""
+"""Further rules for V placements with two stages per rank."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
 
@@ -75,7 +78,7 @@ class OrderRules:
         narrow: for grains that none of the first fits, widest first; the widest also for grains that are nearly the best.
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.
-        even: orders at equal distances for the best table, and for finer and coarser ones until they get no better.
+        walked: for the best table, and for finer and coarser ones until they get no better.
     """
 
     first: tuple[OrderRule, ...]
@@ -84,7 +87,7 @@ class OrderRules:
     frugal: tuple[OrderRule, ...]
     capped: tuple[OrderRule, ...] = ()
     narrow: tuple[OrderRule, ...] = ()
-    even: tuple[OrderRule, ...] = ()
+    walked: tuple[OrderRule, ...] = ()
 
 
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST), CAPPED)
@@ -108,7 +111,7 @@ def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> Or
         frugal=tuple(map(_with_slack, rules.frugal)),
         capped=tuple(map(_with_slack, rules.capped)),
         narrow=tuple(map(_with_slack, rules.narrow)),
-        even=rules.even,
+        walked=rules.walked,
     )
 
 
@@ -120,16 +123,18 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
     if problem.has_one_stage_per_rank:
         return ONE_STAGE_PER_RANK
     more = SPLIT_LIST_SCHEDULES if split else ()
-    looped = (*LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
+    further: tuple[OrderRule, ...] = ()
+    walked: tuple[OrderRule, ...] = ()
+    if is_v(problem):
+        further, walked = (*V_PATTERNS, UnitTimes()), (*V_PATTERNS, NARROWEST)
+    elif is_looped(problem):
+        walked = SPLIT_LOOPED_PATTERNS if split else LOOPED_PATTERNS
+        further = (ReversedSlices(), *LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
     return OrderRules(
         first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else (WIDE_V,)), *more[:1]),
-        second=(
-            *more[1:],
-            *(V_PATTERNS if is_v(problem) else looped if is_looped(problem) else ()),
-            *LIST_SCHEDULES[2:],
-        ),
+        second=(*more[1:], *further, *LIST_SCHEDULES[2:]),
         least=LEAST_LISTED,
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,
-        even=(SPLIT_LOOPED_PATTERNS if split else LOOPED_PATTERNS) if is_looped(problem) else (),
+        walked=walked,
     )

@@ -131,9 +131,15 @@ class Replicas:
             for chunks, problem, mine in every
         ]
 
-    def fit(self, codes: Codes, tables: Sequence[Tables]) -> Fit:
-        """Fit the recompute of all replicas under their caps."""
-        return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options)
+    def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> Fit:
+        """Fit the recompute of all replicas under their caps.
+
+        Args:
+            codes: the order.
+            tables: of every replica.
+            by_stay: as for `fit_recompute`.
+        """
+        return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
         """Compute a makespan, in microseconds, that no plan of a chunk table beats."""

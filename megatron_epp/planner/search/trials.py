@@ -7,10 +7,11 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, Key, coded
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
@@ -35,6 +36,8 @@ NEARLY = 1.05
 """Makespan, as a share of the best, up to which a rule for several stages per rank goes on while it gets better itself."""
 ROUNDS = 4
 """Times that copies are chosen again for lower caps."""
+CHOICES = 8
+"""Number of candidates that are tried again where messages take more memory than was set aside, the fastest."""
 NEAR = 4
 """Number of candidates without copies that are kept, the fastest."""
 
@@ -86,6 +89,20 @@ class Candidate:
             replace(one, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares) for one, own in every
         )
         return replace(self, made=made, makespan_us=makespan_us)
+
+
+class Choice(NamedTuple):
+    """Table and rule of a candidate.
+
+    Attributes:
+        table: the chunk table.
+        rule: what ordered it.
+        with_copies: activations were offloaded.
+    """
+
+    table: Aligned
+    rule: OrderRule
+    with_copies: bool = False
 
 
 class Trials:
@@ -152,9 +169,34 @@ class Trials:
             found |= self._better(tried)
         return found
 
-    def may_be_better(self, table: Aligned) -> bool:
-        """Return False if the lower bound of a table says that no order of it is faster than the best so far."""
-        return math.isinf(self.best_us) or self.replicas.bound_us(self._tables(table), table) < self.best_us
+    def choices(self) -> list[Choice]:
+        """Return the tables and rules of the fastest candidates: of the best, if it has copies, and of those without."""
+        best = [] if self.best is None or not any(one.copies for one in self.best.made) else [self.best]
+        plain = sorted(self.best_of.values(), key=attrgetter("makespan_us"))[:CHOICES]
+        return [Choice(one.table, one.rule, one in best) for one in (*best, *plain)]
+
+    def retry(self, choices: Iterable[Choice]) -> list[Candidate]:
+        """Try candidates of a search with less memory set aside for messages; return the best, without copies and with them.
+
+        Args:
+            choices: of that search.
+        """
+        found: list[Candidate] = []
+        for with_copies in (False, True):
+            for one in choices:
+                if one.with_copies == with_copies:
+                    (self.better_with_copies if with_copies else self.better)(one.table, (one.rule,))
+            found += [self.best] if self.best is not None and self.best not in found else []
+        return found
+
+    def may_be_better(self, table: Aligned, factor: float = 1.0) -> bool:
+        """Return False if the lower bound of a table, times a factor, is no less than the best makespan so far.
+
+        Args:
+            table: the chunk table.
+            factor: with 1, False proves that no order of the table is faster.
+        """
+        return math.isinf(self.best_us) or factor * self.replicas.bound_us(self._tables(table), table) < self.best_us
 
     def narrow(self, table: Aligned) -> tuple[OrderRule, ...]:
         """Return rules with narrower windows for a table: all if no candidate of it fits, one if it is nearly the best."""
@@ -234,18 +276,30 @@ class Trials:
         return Candidate(table, rule, made, tables)
 
     def _recomputed(self, tried: Candidate, counts: bool = True) -> Candidate | None:
-        """Fit recompute to the caps; where none does, the cap that would do counts unless the host has no room for it."""
+        """Fit recompute to the caps; where none does, the cap that would do counts unless the host has no room for it.
+
+        With several stages per rank, whose chunks stay for times of different lengths, two ways to choose it are tried. Copies
+        and steps of local search know the first alone.
+        """
         codes = tried.order.codes
         fit = self.replicas.fit(codes, tried.tables)
-        if fit.recompute_steps is not None:
-            offloads = [Offload(fit.recompute_steps, (), ())] * len(tried.made)
-            whole = tried.decided(makespan_us(codes, tried.tables[0], fit.recompute_steps), offloads)
-            if (self.is_split or self.has_shards) and (self.whole is None or whole.makespan_us < self.whole.makespan_us):
-                self.whole = whole
-            return self._completed(whole)
-        if counts:
-            self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
-        return None
+        if fit.recompute_steps is None:
+            if counts:
+                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+            return None
+        found = [fit.recompute_steps]
+        is_fixed = self.replicas.options.recompute != "auto"
+        if any(map(any, fit.recompute_steps)) and not is_fixed and not self.problem.has_one_stage_per_rank:
+            other = self.replicas.fit(codes, tried.tables, by_stay=True).recompute_steps
+            found += [other] if other is not None and other != fit.recompute_steps else []
+        return min((self._complete_with(tried, steps) for steps in found), key=attrgetter("makespan_us"))
+
+    def _complete_with(self, tried: Candidate, steps: RecomputeSteps) -> Candidate:
+        whole_us = makespan_us(tried.order.codes, tried.tables[0], steps)
+        whole = tried.decided(whole_us, [Offload(steps, (), ())] * len(tried.made))
+        if (self.is_split or self.has_shards) and (self.whole is None or whole.makespan_us < self.whole.makespan_us):
+            self.whole = whole
+        return self._completed(whole)
 
     def _copied(self, tried: Candidate) -> bool:
         """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest.
