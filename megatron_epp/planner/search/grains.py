@@ -188,11 +188,12 @@ def _with_first_rules(trials: Trials, table: Aligned) -> bool:
 
 
 def _refine(trials: Trials, chunkers: Chunkers) -> None:
-    """Try chunks as long as the longest sequence, or as the token cap allows where it binds; the best with further rules."""
+    """Try chunks as long as the longest sequence, or as the token cap allows where it binds, and the best, with all rules."""
+    rules = (*trials.rules.first, *trials.rules.second)
     if chunkers.is_even:
-        trials.better(chunkers.table(slices=1), (*trials.rules.first, *trials.rules.second), close=0.0)
+        trials.better(chunkers.table(slices=1), rules, close=0.0)
     elif trials.best is not None and not trials.replicas.is_lockstep:  # otherwise whole sequences have a search of their own
-        trials.better(chunkers.table(slices=1), trials.rules.first)
+        trials.better(chunkers.table(slices=1), rules)
     if trials.best is not None:
         trials.better(trials.best.table, trials.rules.second)
 

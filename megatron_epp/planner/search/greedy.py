@@ -40,7 +40,7 @@ TINY = 20
 pairs of plans of up to 64, three were slower with more memory by more than 1 %; with this limit none of 846 was.
 """
 
-ENOUGH = 1.002
+ENOUGH = 1.001
 """Multiple of the makespan with less memory set aside for messages up to which there is no further search. Local search and
 completion come after it, from fewer starts.
 """
