@@ -19,6 +19,8 @@ from megatron_epp.planner.kernels.compiled import (
 from megatron_epp.planner.kernels.memory import backward_peak, step_bytes
 from megatron_epp.planner.kernels.timing import STUCK, durations
 
+WHOLE = 1.0
+"""Share of a weight gradient's time that a gap needs so that the rank's next action is never late."""
 EAGER = 0.25
 """Share of a weight gradient's time that a gap needs for it to run there. With 1 many gradients find no gap and run at the end.
 Set by hand: with 0, 0.25 or 0.5, alone or besides 1, plans differ by less than 0.2 % in the mean.

@@ -15,8 +15,6 @@ from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
-WHOLE = 1.0
-"""Share of a weight gradient's time that a gap needs so that the rank's next action is never late (`kernels.split.EAGER`)."""
 ROUNDS = 8
 """Rounds in which fewer weight gradients are delayed, where the order is overlapped with copies."""
 
@@ -45,7 +43,7 @@ def with_split_weights(
     own = tuple(map(min, caps, peaks(whole, tables, made, before)))
     less = (tuple(least + (cap - least) * part // parts for cap, least in zip(caps, own, strict=True)) for part in range(parts))
     away = [] if before is None else away_bytes(tables, made, before)
-    for aims, gap_share in ((caps, WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, *less)))):
+    for aims, gap_share in ((caps, split.WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, *less)))):
         found = split_with_copies(whole, tables, made, aims, away, gap_share)
         if found is not None and found[1] < best_us:
             best, best_us = found

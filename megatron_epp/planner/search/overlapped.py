@@ -15,7 +15,10 @@ from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.kernels.codes import CodedOrder, encode
+from megatron_epp.planner.kernels.split import WHOLE
 from megatron_epp.planner.orders.joined import Joined
+from megatron_epp.planner.orders.split_weight import peaks, split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order, slice_groups, without_weights
 from megatron_epp.planner.problem import Options, Problem
@@ -90,12 +93,19 @@ def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
     """
     group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
     split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)
-    for order in dict.fromkeys((tuple(map(_split_in_cool_down, split)), without_weights(split), split)):
+    whole = without_weights(split)
+    splits = [split]
+    if whole != split:  # within the memory of whole backwards fewer gradients stand between backwards and forwards
+        codes = encode(whole, len(made.chunks))
+        least = peaks(codes, tables, made.as_offload)
+        early = split_weights(codes, tables, made.recompute_steps, least, (), WHOLE)
+        splits.append(tuple(map(tuple, CodedOrder(early, len(made.chunks)))))
+    for order in dict.fromkeys((*(tuple(map(_split_in_cool_down, one)) for one in splits), whole, *splits)):
         waits = _waiting(order, made, tables)
-        pairs = _pairs(order, WITH_WEIGHTS if order == split else BACKWARD_FIRST)
+        pairs = _pairs(order, WITH_WEIGHTS if order in splits else BACKWARD_FIRST)
         yield order, pairs
         yield order, frozenset(pair for pair in pairs if not waits(pair))
-        if order == split:
+        if order in splits:
             free = (pair for pair in _pairs(order, WITH_FORWARDS) if group_of[pair[0].chunk] != group_of[pair[1].chunk])
             yield order, frozenset(pair for pair in free if not waits(pair))
 

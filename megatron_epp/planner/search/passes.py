@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -58,7 +59,7 @@ def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
         if not trials.problem.forward_only:
             _search_copies(trials, chunkers)
         elif trials.best is None:
-            _search_kv_offload(trials, chunkers)
+            _search_kv_offload(trials, chunkers, math.inf)
         found += [] if trials.best is None or trials.best in found else [trials.best]
     return found
 
@@ -147,7 +148,7 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
         for _ in walk_further(trials, chunkers, PATIENCE, trials.better_with_copies):
             pass
     if free.best_us < WORTH * trials.best_us:
-        _search_kv_offload(trials, chunkers)
+        _search_kv_offload(trials, chunkers, free.best_us / FAR)
     is_far = free.best_us < FAR * trials.best_us and (
         trials.best is None or not any(made.kv_offload for made in trials.best.made)
     )
@@ -158,8 +159,13 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
             trials.better_with_copies(table, rules.frugal)
 
 
-def _search_kv_offload(trials: Trials, chunkers: Chunkers) -> None:
-    """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values."""
+def _search_kv_offload(trials: Trials, chunkers: Chunkers, enough_us: float) -> None:
+    """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values.
+
+    Args:
+        trials, chunkers: as for `search_tables`.
+        enough_us: makespan up to which no order that keeps less is tried.
+    """
     options, ranks = trials.replicas.options, trials.problem.num_ranks
     if not options.kv_offload:
         return
@@ -171,5 +177,5 @@ def _search_kv_offload(trials: Trials, chunkers: Chunkers) -> None:
     for rule in (trials.rules.first[0], trials.rules.least[0]):
         for table in dict.fromkeys(tables):
             trials.better_with_kv_offload(table, rule)
-        if trials.best is not None:
+        if trials.best is not None and trials.best_us <= enough_us:
             break
