@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_epp.planner import Chunker, Options, WarmUp, plan, tabulate
+from megatron_epp.planner import Chunker, WarmUp, tabulate
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, coded
 from megatron_epp.planner.kernels.split import EAGER, WHOLE
@@ -27,7 +27,7 @@ def one_f_one_b(seed: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_that_run_in_gaps_shorter_than_themselves_do_not_all_wait_for_the_end(seed: int):
     asked, tables, order, steps = one_f_one_b(seed)
-    whole, eager = (split_weights(order.codes, tables, steps, asked.cap_bytes, (), fit) for fit in (WHOLE, EAGER))
+    whole, eager = (split_weights(order.codes, tables, steps, asked.cap_bytes, (), share) for share in (WHOLE, EAGER))
     assert makespan_us(eager, tables, steps) < 0.98 * makespan_us(whole, tables, steps)
     assert makespan_us(whole, tables, steps) < makespan_us(order, tables, steps)
     last = [[int(code) & KIND_MASK == WEIGHT for code in row.actions[row.starts[0] : row.starts[1]]] for row in (whole, eager)]
@@ -40,14 +40,8 @@ def test_the_faster_of_both_ways_counts(seed: int):
     asked, tables, order, steps = one_f_one_b(seed)
     found, took_us = with_split_weights(order, tables, Offload(steps, (), ()), asked.cap_bytes)
     both = [
-        makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), fit), tables, steps)
-        for fit in (WHOLE, EAGER)
+        makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), share), tables, steps)
+        for share in (WHOLE, EAGER)
     ]
     assert took_us == makespan_us(found, tables, steps)
     assert took_us <= min(both)
-
-
-def test_a_plan_of_few_long_sequences_gains_more_by_splitting():
-    lengths = (60_000, 30_000, 9_000, *[2_000] * 8)
-    plain, split = (plan(problem(lengths, RANKS), pipeline(RANKS), Options(split_weight=on)) for on in (False, True))
-    assert split.predicted.makespan_us < 0.97 * plain.predicted.makespan_us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -143,14 +144,15 @@ def _searched(replicas: Replicas, warm: Warm | None, before: Before) -> tuple[Tr
     earlier = before.get(options)
     choices = earlier.choices if earlier is not None and earlier.serves(problem) else ()
     trials = Trials(replicas)
-    found = trials.retry(choices)
-    if earlier is not None and found and trials.best_us <= ENOUGH * earlier.makespan_us:
+    again = trials.retry(choices)
+    if earlier is not None and again and trials.best_us <= ENOUGH * earlier.makespan_us:
         before[options] = earlier._replace(problem=problem)
-        return trials, found
+        return trials, again
     trials = Trials(replicas)
     found = search(trials, warm)
-    found += [one for one in trials.retry(choices) if one not in found]
-    before[options] = Earlier(trials.choices(), trials.best_us, problem)
+    found += [one for one in again if one not in found]
+    least_us = min((one.makespan_us for one in found), default=math.inf)
+    before[options] = Earlier(list(dict.fromkeys((*trials.choices(), *choices))), least_us, problem)
     return trials, found
 
 
