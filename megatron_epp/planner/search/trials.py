@@ -28,7 +28,7 @@ CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
 CLOSE = 0.005
 """Relative gain in makespan below which a table is not worth another try."""
-WORTH = 0.985
+WORTH = 0.992
 """Share of the best makespan so far below which the bound with offload must lie for it to be tried."""
 PROVEN = 1e-9
 """Relative excess of a bound over the best makespan that proves, rounding included, that a candidate is no better."""
