@@ -148,9 +148,9 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-LEAST = {"cut layers": 0.97, "cut layers, weights apart": 0.88}
-"""Least measured bytes over planned. Peaks of a layer that an MLP and an attention make are not measured, but taken as all that
-the layer keeps, besides what it keeps for weight gradients; of a stage of one such layer that is a tenth too much."""
+LEAST = {"cut layers": 0.97, "cut layers, weights apart": 0.9}
+"""Least measured bytes over planned. Of whole layers and of an MLP and an attention that count as one, plans take the larger
+peak; of a stage of one or two layers with split weight gradients that is up to 9 % too much."""
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -54,14 +55,17 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     if layers == 0:
         costs = replace(costs, extra_bytes_per_token=max(0.0, base.kept - base.half), head_bytes_per_token=0.0)
         return _with_kv_bytes(costs, stage, _of_slices(stage)) if costs.half.num_cached_layers else costs
-    # Not so a hybrid model's attention and MLP layers, and two halves that count as a layer.
-    is_uniform = len({type(layer) for layer in layers_of(stage)}) == 1 and not costs.first_mlp_bytes_per_token
+    is_alike = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
+    is_uniform = is_alike and not costs.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
         """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
         found = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         kept = least + (found.kept - base.kept) / (1 if is_uniform else layers)
-        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.peak_above_entry if is_uniform else None)
+        if not is_alike:
+            return replace(known, bytes_per_token=kept, full_bytes_per_token=None)
+        above = found.peak_above_entry if is_uniform else _peak(stage, mode)
+        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + above)
 
     if costs.first_mlp_bytes_per_token:
         costs = replace(costs, first_mlp_bytes_per_token=_first_mlp(stage))
@@ -74,17 +78,28 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         extra_bytes_per_token=max(0.0, base.kept - layers * least - base.half),
         head_bytes_per_token=max(0.0, base.head - base.half * costs.half.num_cached_layers),
     )
-    if splits and is_uniform:
-        peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
-        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
+    if splits and is_alike:
+        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + _peak(stage, "", keep_weights=True))
     slices = _of_slices(stage)
     costs = _with_kv_bytes(costs, stage, slices)
-    if is_uniform and costs.kv_gradient_bytes_per_token:
+    if is_alike and costs.kv_gradient_bytes_per_token:
         held = least + costs.kv_bytes_per_token
-        costs = replace(costs, attended_bytes_per_token=held + slices.left)
+        costs = replace(costs, attended_bytes_per_token=held + _left(stage, slices, costs.first_mlp_bytes_per_token))
         if splits:
-            costs = replace(costs, apart_attended_bytes_per_token=held + _of_slices(stage, keep_weights=True).left)
+            left = _left(stage, _of_slices(stage, keep_weights=True), costs.first_mlp_bytes_per_token, keep_weights=True)
+            costs = replace(costs, apart_attended_bytes_per_token=held + left)
     return costs
+
+
+def _left(stage: MegatronStage, of_last: _Slices, first_mlp_bytes: float, keep_weights: bool = False) -> float:
+    """Return `_Slices.left` of a stage, given that of its last layer.
+
+    Where the attention at the stage's end counts as a layer with the MLP at its start, costs add that MLP's bytes to it.
+    """
+    ends = _ends(stage)
+    if not ends:
+        return of_last.left
+    return max(of_last.left - first_mlp_bytes, _of_slices(stage, keep_weights, layer=ends[-1:]).left)
 
 
 def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> StageCosts:
@@ -125,7 +140,7 @@ class Held(NamedTuple):
     Attributes:
         kept: held from forward to backward.
         head: part of `kept` that is freed before the backward reaches the layers.
-        peak_above_entry: peak while the last layer's backward runs, above what was live when it began.
+        peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
         weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
         half: part of `kept` that the stage's half layer keeps, if it has one besides its layers.
     """
@@ -146,21 +161,51 @@ def _half(stage: MegatronStage) -> list[torch.nn.Module]:
     return [layers[0 if cut.begins_with_mlp else -1]]
 
 
+def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
+    """Return the MLP at a stage's start and the attention at its end if they count as one of its layers; else nothing."""
+    cut, layers = stage.cut_layers, layers_of(stage)
+    return [layers[0], layers[-1]] if cut is not None and cut.begins_with_mlp and cut.ends_with_attention else []
+
+
 def _last_layer(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the last of a stage's layers, but not a half that is there besides them; empty if there is none."""
-    half = _half(stage)
-    return [layer for layer in layers_of(stage) if layer not in half][-1:]
+    """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither."""
+    ends = _ends(stage)
+    halves = [*_half(stage), *ends]
+    return [layer for layer in layers_of(stage) if layer not in halves][-1:] or ends
 
 
-def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
+def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
+    """Return the most bytes per token that the backward of a layer holds in a mode, above what is live when it begins.
+
+    Where two halves count as a layer, the attention's backward comes first and the MLP's last, and whole layers' between them.
+    """
+    ends, layers = _ends(stage), stage.num_layers
+    if not ends:
+        return _held(stage, _with(mode, 1, full=layers - 1), keep_weights).peak_above_entry
+    both = [_held(stage, _with(mode, layers), keep_weights, layer) for layer in (ends[-1:], _last_layer(stage))]
+    return max(held.peak_above_entry for held in both)
+
+
+def _held(
+    stage: MegatronStage, recompute: Recompute, keep_weights: bool = False, layer: Sequence[torch.nn.Module] | None = None
+) -> Held:
+    """Run a chunk forward and backward, and measure.
+
+    Args:
+        stage: of the model.
+        recompute: of the chunk.
+        keep_weights: True to split the weight gradient off.
+        layer: modules whose backward is watched for its peak; None for the last layer.
+    """
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     last, half = _LastLayer(meter), [0]
+    layer = _last_layer(stage) if layer is None else layer
 
     def note(event: str) -> None:
         if event in ("in", "out"):
             half[0] = meter.live_bytes - half[0]
 
-    with meter, watched(_last_layer(stage), last.note), watched(_half(stage), note):
+    with meter, watched(layer, last.note), watched(_half(stage), note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
         backward(stage, output, context, keep_weights)
@@ -174,23 +219,25 @@ class _LastLayer:
     """Bytes of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
-        runs: True while that backward runs.
+        runs: number of its modules whose backward runs; two halves overlap, since the gradient of the second one's input is
+            that of the first one's output.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
 
     def __init__(self, meter: SavedTensors) -> None:
-        self.runs = False
+        self.runs = 0
         self.begin_bytes = self.peak_bytes = 0
         self._meter = meter
 
     def note(self, event: str) -> None:
         """Follow the events of `watched`."""
         if event == "gradient in":
-            self.runs = True
-            self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
+            if not self.runs:
+                self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
+            self.runs += 1
         elif event == "gradient out":
-            self.runs = False
+            self.runs -= 1
             self.peak_bytes = self._meter.peak_bytes
 
 
@@ -208,10 +255,14 @@ class _Slices(NamedTuple):
     left: float
 
 
-def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> _Slices:
+def _of_slices(
+    stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
+) -> _Slices:
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
-    The sequence is declared to have `num_slices` slices.
+    Args:
+        stage, keep_weights, layer: as for `_held`.
+        num_slices: number of slices that the sequence is declared to have.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, relay, left_bytes = segment.end, stage.relay, [0]
@@ -233,7 +284,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     last = _LastLayer(meter)
-    with meter, watched(_last_layer(stage), note):
+    with meter, watched(_last_layer(stage) if layer is None else layer, note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
