@@ -86,6 +86,7 @@ class Executor:
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
         self._together = {step.action: step.also[0] for step in plan.ranks[rank] if len(step.also) == 1}
+        self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
@@ -227,7 +228,8 @@ class Executor:
 
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
-        self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk], self.recorder.action(action))
+        share = self.plan.offload_share[stage][chunk]
+        self._mover.out((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
 
     def _send(self, action: Action) -> None:
         op, stage, chunk = action

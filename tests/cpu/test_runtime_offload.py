@@ -112,6 +112,21 @@ def test_as_much_leaves_as_was_asked_for_and_the_last_storage_in_part_where_the_
     assert [part.storage for part in choose(made, 40)] == [made[0]]
 
 
+def test_a_storage_that_cannot_leave_in_part_spares_smaller_ones():
+    made = storages(90, 20, 90, 8)
+    assert [part.num_bytes for part in choose(made, 89)] == [90]  # and not 20 and 8 besides
+    assert [part.num_bytes for part in choose(made, 25)] == [20, 5]
+    assert [part.num_bytes for part in choose(storages(90, 90, 20), 60)] == [90]
+
+
+def test_the_bytes_of_the_plan_leave_where_the_chunk_keeps_less_than_planned():
+    forward = Forward()
+    forward.offload.out(OWNER, 0.5, forward.kept * 3 // 4)
+    assert forward.held_bytes == (forward.kept, forward.kept * 3 // 4)
+    forward.offload.back(OWNER)
+    forward.run_backward()
+
+
 def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
     forward = Forward()
     kept, offload = forward.kept, forward.offload

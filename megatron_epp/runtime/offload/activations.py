@@ -63,15 +63,16 @@ class Offload:
         """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
-    def out(self, owner: Owner, share: float, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy a share of a chunk's saved bytes to the host. They stay on the device until `free`.
+    def out(self, owner: Owner, share: float, num_bytes: int = 0, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
+        """Begin to copy a share of a chunk's saved bytes to the host, and `num_bytes` at least. They stay on the device until
+        `free`.
 
         Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages
         that several chunks share.
         """
         kept = self._saved.pop(owner)
-        whole_bytes = sum(storage.num_bytes for storage in kept)
-        parts = choose([storage for storage in kept if storage.owner and storage.is_ours], round(share * whole_bytes))
+        wanted_bytes = max(num_bytes, round(share * sum(storage.num_bytes for storage in kept)))
+        parts = choose([storage for storage in kept if storage.owner and storage.is_ours], wanted_bytes)
         moved = _Moved(parts, Region(self._host))
         moved.region.reserve(_size(parts))
         self._copy(moved, timed, out=True)
@@ -121,7 +122,7 @@ def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
 
     The largest come first, because every copy has a fixed cost; of equal ones, those that the forward saved first, because they
     are needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
-    must have made room. If they have not, it is offloaded whole.
+    must have made room. If they have not, it is offloaded whole, and smaller ones stay where it is enough without them.
     """
     parts, others = [], []
     for storage in sorted(storages, key=lambda storage: -storage.num_bytes):
@@ -133,7 +134,14 @@ def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
             others.append(storage)
     if others and num_bytes:
         last = others[-1]
-        parts.append(Part(last, num_bytes if last.num_bytes - num_bytes <= _size(parts) else last.num_bytes))
+        if last.num_bytes - num_bytes <= _size(parts):
+            return [*parts, Part(last, num_bytes)]
+        spare = last.num_bytes - num_bytes
+        parts.append(Part(last, last.num_bytes))
+        for part in parts[-2::-1]:
+            if part.num_bytes <= spare:
+                parts.remove(part)
+                spare -= part.num_bytes
     return parts
 
 

@@ -162,7 +162,7 @@ class WaitingOffload:
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def out(self, owner: Owner, share: float, timed: Timed) -> None:
+    def out(self, owner: Owner, share: float, num_bytes: int, timed: Timed) -> None:
         self._issue(Action(Op.O, *owner))
 
     def free(self, owner: Owner) -> None:
