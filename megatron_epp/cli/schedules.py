@@ -16,6 +16,8 @@ OURS = {
     "milp": "a solver around greedy: order, recompute, weight gradients and copies of small batches",
 }
 """Planners of this package, with a line each."""
+SOURCES = {"milp": "OptPipe, 2510.05186"}
+"""Papers that planners of this package follow."""
 USUAL = tuple(sorted({*OURS, *BASELINES}))
 """Planners that take the layout as it is, which `compare` runs by default."""
 ALL = "all"
@@ -49,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     del args
-    rows = [[name, "any", "", "this package", summary] for name, summary in OURS.items()]
+    rows = [[name, "any", "", SOURCES.get(name, "this package"), summary] for name, summary in OURS.items()]
     for name, schedule in SCHEDULES.items():
         count = 1 if schedule.order is None else schedule.order.chunks_per_rank
         kind = "looped" if schedule.order is None else schedule.order.kind

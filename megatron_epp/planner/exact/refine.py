@@ -1,4 +1,4 @@
-"""OptPipe's manner: run the greedy plan now, let a solver look for a better one meanwhile, use it when the batch comes again.
+"""Refinement in OptPipe's manner (arXiv 2510.05186, see the package): run the greedy plan, and a better one when there is one.
 
 What a solver finds in a given time depends on the machine, so use it where one process decides.
 """

@@ -1,4 +1,16 @@
-"""The search for the layout with the least expected makespan: bounds first, then rough plans, then plans of the best few."""
+"""The search for the layout with the least expected makespan: bounds first, then rough plans, then plans of the best few.
+
+AdaPtis (arXiv 2509.23722: its performance model, and its pipeline generator, Algorithm 1) makes the same choices together.
+
+Kept: layers of the stages (partition), ranks of the stages (placement) and order, with or without split weight gradients, are
+chosen together, from costs of layers that add up to stages and ranks, by simulated makespans under the memory caps; layers move
+away from the rank that is busy longest as long as that helps.
+
+Changed: AdaPtis begins with a known pipeline and changes one of the three where its bubbles are. Here the work of the ranks
+bounds every placement, layers are levelled for each, and the default planner, which orders, recomputes and copies, plans the
+best few. Stages are looped or in a V (`placements_of`), not on any rank, and may begin inside a layer. Batches of a sample of
+unequal sequences stand in place of equal microbatches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""ChunkFlow (2503.02356): chunks of one size, and the activations of a sequence's last K chunks only."""
+"""ChunkFlow (arXiv 2503.02356, Algorithms 1 and 2, Figures 2 and 5 to 7): chunks of one size, the last K of a sequence kept.
+
+Kept: sequences longer than the chunk size C are cut into dependent chunks of C, the others packed into as few standalone chunks
+as first fit finds (Algorithm 1); of a sequence's chunks the last K keep their activations, those before run their forward twice
+(Algorithm 2); every chunk is a microbatch of a 1F1B that knows which chunks depend on each other; C and K by grid search.
+
+Changed: C and K are searched for every batch, where the paper fixes them for a run, which favours the baseline. Long sequences
+run first, and a rank runs as many more forwards ahead as the first sequence has chunks, which shortens the bubble of the
+paper's example from 47.8 % to 42.9 %. The second forward of a chunk is no pass through the pipeline of its own: each rank
+recomputes just ahead of its backward, all layers one by one, so it keeps every layer's input and needs the workspace of one
+layer, where the original keeps only the stage's input.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +28,7 @@ from megatron_epp.planner.schedules.common import Contest, chunk_sizes, fixed_si
 def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Chunk size C and retain budget K by grid search, state-aware 1F1B.
 
-    Sequences longer than C are cut into dependent chunks of C, the others packed into standalone chunks. Of a sequence's
-    chunks the last K keep their activations; those before run their forward again just ahead of their backward.
-
-    Differs from the paper: C and K are searched for every batch (the paper fixes them for a run), which favours the baseline.
-    A chunk that is not retained recomputes all layers of the stage one by one, as our runtime does, so it keeps every
-    layer's input and needs the workspace of one layer; the original keeps only the stage's input and repeats the forward of
-    the whole stage at once. With `options.chunk_tokens` that is C.
+    With `options.chunk_tokens` that is C. The largest K that fits counts, since more retained is never slower.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.

@@ -1,4 +1,4 @@
-"""PipeOffload (arXiv 2503.01328): interleaved stages at equal distances, and activations with the longest lifetimes offloaded.
+"""PipeOffload (arXiv 2503.01328, generalised interleaved schedule, selective offload): the longest-lived activations offloaded.
 
 Kept: its generalised interleaved schedule, in which groups of 1 or p/2 to p chunks take turns on the stages of a rank, weight
 gradients right after their backwards, and selective offload: a rank's first stage, whose activations live longest, goes first,

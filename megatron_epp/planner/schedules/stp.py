@@ -1,5 +1,7 @@
 """STP (Synergistic Tensor and Pipeline Parallelism, arXiv 2510.27257): exchanges of tensor parallelism behind compute.
 
+The order follows its parts on braided execution blocks and on the schedule, and the authors' code (MICLAB-BUPT/STP).
+
 Kept: two stages per rank in a V, and the phases of the order with its steps of two actions: a forward and a backward of one
 stage, a forward and a weight gradient, and in the warm-up two forwards. While one of the two exchanges activations, the other
 computes. Changed: microbatches are chunks; sequences with slices need as many more forwards in the warm-up, and two slices of

@@ -1,4 +1,14 @@
-"""InfiniPipe's planner (2509.21275): Algorithm 1, grouping by dynamic programming, checkpointing by integer program."""
+"""InfiniPipe's planner (arXiv 2509.21275, sections III-B and III-D, Algorithm 1, Equations 7 to 20).
+
+Kept: the longest sequence is cut into K slices of equal time, others at the same tokens, and short ones are packed into tail
+slices and buckets (Algorithm 1). 1F1B over slices has the longest sequences first and the window of Equation 7. Sequences are
+divided into pipelines, which run one after the other, by dynamic programming (Equations 12 to 14). Recomputed layers are
+constant along diagonals, and an integer program finds the fewest that fit (Equations 15 to 20). An outer loop chooses K.
+
+Changed: where the paper leaves a detail open or its expression is lost, the K tried are `SLICES`, and both readings of the
+token threshold are tried (`algorithm_1`). Candidates are compared by simulation, with the least makespan and not the least
+estimate. All of these favour the baseline. The search ends with its best after `MOST_ENTRIES`.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +44,8 @@ MOST_ENTRIES = 20_000_000
 def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Search over K: for each, chunk the batch, group sequences into pipelines and choose recompute; the least makespan wins.
 
-    Where the paper leaves a detail open or its expression is lost: the K tried are `SLICES`; both readings of the token
-    threshold are tried (see `algorithm_1`); candidates are compared by simulation, with the least makespan and not the least
-    estimate. All of these favour the baseline. The search ends with its best after `MOST_ENTRIES`, which it reaches with some
-    hundred chunks under a tight cap. With `options.slices` that is K, and `options.chunk_tokens` is the token
-    capacity.
+    `MOST_ENTRIES` is reached with some hundred chunks under a tight cap. With `options.slices` that is K, and
+    `options.chunk_tokens` is the token capacity.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
