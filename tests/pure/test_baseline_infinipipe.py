@@ -44,7 +44,7 @@ def equal_chunks(counts: tuple[int, ...], stages: int, layers: int = 3) -> tuple
 
 @pytest.mark.parametrize("seed", range(20))
 def test_recompute_along_diagonals_adds_their_sum_of_layers_to_the_makespan(seed: int):
-    """Equation 17, for chunks of equal time."""
+    """2509.21275, Equation 17, for chunks of equal time."""
     draw = random.Random(seed)
     stages = draw.choice([2, 3, 4])
     counts = UNBALANCED if seed < 10 else tuple(sorted((draw.randint(1, 5) for _ in range(draw.randint(1, 8))), reverse=True))

@@ -56,7 +56,10 @@ def unit_plan(folds: int, ranks: int, per_rank: int, rounds: int, attention: flo
 def test_the_bubble_of_one_fold_is_that_of_one_layer_without_attention(
     ranks: int, per_rank: int, rounds: int, attention: float
 ):
-    """``3 (p - 1) (t_pre + t_post)``, whatever attention takes and however many layers and microbatches there are."""
+    """``3 (p - 1) (t_pre + t_post)``, whatever attention takes and however many layers and microbatches there are.
+
+    It follows from the order of 2507.00394, sections 4.1 and 4.2, with one microbatch in place of two that alternate.
+    """
     made, block = unit_plan(1, ranks, per_rank, rounds, attention)
     assert check(made) == []
     timeline = simulate(made)

@@ -122,7 +122,7 @@ def test_dynapipe_delays_forwards_for_which_there_is_no_memory(most: int):
 
 
 def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
-    """2503.10377, sequence-aware offloading: ``share * A`` is one size M for all slices; of those with less the share is 1."""
+    """2503.10377, sections 3 to 6: ``share * A`` is one size M for all slices; of those with less the share is 1."""
     stage = StageCosts(
         num_layers=1,
         forward=Line(0.0, 1.0, 1e-3),
@@ -145,7 +145,7 @@ def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
 
 @pytest.mark.parametrize("n", [8, 16])
 def test_sppo_holds_half_of_a_sequence_if_half_of_each_slice_is_offloaded(n: int):
-    """2503.10377, sequence-aware offloading: ``M_i = M_(i-1) + A_i - share * A_(i-1)``, with what is still on its way.
+    """2503.10377, sections 3 to 6: ``M_i = M_(i-1) + A_i - share * A_(i-1)``, with what is still on its way.
 
     By its model of the pipeline n slices take ``(p - 1 + n) / n`` of the time of the whole sequence, with the copies.
     """

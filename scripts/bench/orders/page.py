@@ -37,6 +37,28 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "dynapipe": ("`3 (p-1)`", 21, "the cap", None),
 }
 """By schedule: bubble and memory as the paper states them, each with its value for `RANKS` and `MICROBATCHES`."""
+OWN_CHUNKS = (
+    ("`seq1f1b`", "2406.03488", "`3 (p-1) / n` = 5.25", "5.25", "`(p-1+n) / n` = 2.75", "2.75"),
+    ("`infinipipe`", "2509.21275", "`p-1` mean chunks = 5.25", "5.25", "`(p-1+n) / n` = 2.75", "2.75"),
+    (
+        "`chunkflow`",
+        "2503.02356",
+        "its example: 47.8 % with K = 2, 54.1 % with K = 1",
+        "42.9 %, 50 %",
+        "`K` chunks of a sequence",
+        "`K`, and layer inputs",
+    ),
+    ("`flexsp`", "2412.01523", "none: the slowest group as early as possible", "that", "none", "none"),
+    (
+        "`milp`",
+        "OptPipe, 2510.05186",
+        "up to half of other schedules' with their memory",
+        "5.5; with copies 1.5",
+        "the cap",
+        "2",
+    ),
+)
+"""Rows of planners that have no order for a given chunk table: schedule, source, and bubble and memory, claimed and here."""
 SLICES = {"slimpipe": 16, "terapipe": 4, "sppo": 4}
 """Slices of every sequence in the table of claims; 1 for the others."""
 HEAD = """\
@@ -46,9 +68,9 @@ HEAD = """\
 
 Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for
 [two](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
-them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of 20 to 180 lines in
-`megatron_epp/planner/schedules/`, whose first lines say what it keeps of its paper and what it changes. [A schedule of your
-own](your-own-schedule.md) is as short as most.
+them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of less than 200 lines in
+`megatron_epp/planner/schedules/`, most of less than 100, except InfiniPipe, which is a folder of four. Its first lines say what
+it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is as short as most.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
 ones packed. Each schedule is given several chunk tables and the recompute that the memory cap requires, and its fastest plan
@@ -64,6 +86,12 @@ a rank's ends"), so their claim is lower. PipeOffload and SPPO are without their
 attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
 `tests/pure/test_schedules.py`, `test_schedules_by_lengths.py` and `test_helixpipe.py` hold the formulas, for other sizes too,
 and what PipeOffload and SPPO keep with copies.
+
+The last rows are of planners that choose chunks, layouts or orders themselves, and their figures those of
+`tests/pure/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of the
+four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where 1F1B idles for 57.1 % of the time: here the longest comes
+first, which idles less. In the paper's order it is 47.8 % as well, and with K = 1 55.6 %, since recompute waits for the
+gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory of 1F1B.
 
 """
 
@@ -136,6 +164,7 @@ def claims() -> str:
         said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if kept is None else f"{memory} = {kept:.3g}"]
         source = SCHEDULES[name].source
         rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
+    rows.extend(map(list, OWN_CHUNKS))
     rows.append(["`megatron-epp layout`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)
 
