@@ -16,7 +16,7 @@ from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.split import EAGER, split_off, storage
 from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
 from megatron_epp.planner.search import local
-from megatron_epp.planner.search.greedy import TINY, candidates, greedy
+from megatron_epp.planner.search.greedy import candidates, greedy
 from megatron_epp.planner.search.local import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
 from scripts.bench.exact.small import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
@@ -98,7 +98,7 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     """The plan has 12 actions of forward and backward; the exact planner proves that none takes less time."""
     given, costs, options = drawn(104)
     made = greedy(given, costs, options)
-    assert len(made.chunks) * given.num_stages <= TINY
+    assert len(made.chunks) * given.num_stages <= SMALL
     assert predicted_us(made, given, costs) == pytest.approx(211_229, abs=1)
-    monkeypatch.setattr("megatron_epp.planner.search.greedy.TINY", 0)
+    monkeypatch.setattr("megatron_epp.planner.search.local.SMALL", 0)
     assert predicted_us(greedy(given, costs, options), given, costs) > 1.05 * predicted_us(made, given, costs)

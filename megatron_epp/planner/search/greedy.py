@@ -20,7 +20,7 @@ from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
-from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.local import improve, searches
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
 from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.passes import search, search_table
@@ -35,11 +35,6 @@ slower with more memory by 1 % in places, since the steps passed over what was b
 
 STARTS = 3
 """Decisions from which local search with weight gradients split off starts; set by hand."""
-
-TINY = 20
-"""Stages times chunks up to which that search runs unasked. In larger plans where it ends depends on where it starts: of 390
-pairs of plans of up to 64, three were slower with more memory by more than 1 %; with this limit none of 846 was.
-"""
 
 ENOUGH = 1.001
 """Multiple of the makespan with less memory set aside for messages up to which there is no further search. Local search and
@@ -181,27 +176,29 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; then orders are completed: with the vocabulary's shards, and with weight gradients split off where that is
-    asked for, the costs time them separately and it is faster.
+    """Local search; orders are completed: with the vocabulary's shards, and with weight gradients split off where that is asked
+    for, the costs time them separately and it is faster.
 
-    Local search runs with whole backwards. What it made faster is completed here; the rest the search has completed. With
-    `options.steps`, and unasked for few chunks, it runs once more, from the fastest of these, with weight gradients split off.
+    Local search with whole backwards comes first, and what it made faster is completed here. Where weight gradients are split
+    off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. With
+    `options.steps` both run.
 
     Args:
         found: what the search found.
         problem, costs, options: as for `plan`.
     """
-    better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
     replicas = Replicas((problem,), costs, options)
-    if not replicas.splits_weight and not replicas.has_shards:
+    split, better = replicas.splits_weight, found.best
+    if not split or options.steps:
+        better = [improve(one, one.tables(problem, costs), problem, options) for one in better]
+    if not split and not replicas.has_shards:
         return fastest(better, problem, costs)
     done = [Completed(one.makespan_us, one.only, replace(one.only, order=one.complete)) for one in found.near if one.complete]
     known = [one.whole for one in done]
-    split = replicas.splits_weight
     for whole in [*(one for one in better if one not in known), *(known if split else ())]:
         done += _completed(whole, problem, costs, options, done)
     for whole in _fastest(done) if split else ():
-        if not options.steps and problem.num_stages * len(whole.chunks) > TINY:
+        if not searches(options, problem.num_stages * len(whole.chunks)):
             continue
         moved = improve(whole, whole.tables(problem, costs), problem, options, split_weight=True)
         done += _completed(moved, problem, costs, options, done)
