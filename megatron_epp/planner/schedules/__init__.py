@@ -26,7 +26,7 @@ from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
 from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved
 from megatron_epp.planner.schedules.seq1f1b import one_f_one_b, seq1f1b
-from megatron_epp.planner.schedules.slimpipe import slimpipe
+from megatron_epp.planner.schedules.slimpipe import even_slices, slimpipe
 from megatron_epp.planner.schedules.sppo import sequence_aware_shares
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.schedules.stp import stp
@@ -126,8 +126,8 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(
-        FixedOrder(slimpipe, chunks_per_rank=None),
-        "slices of a sequence on all stages of a rank, then the next",
+        FixedOrder(slimpipe, chunks_per_rank=None, tables=even_slices),
+        "slices of equal length on all stages of a rank, then the next",
         "2504.14519",
     ),
     "chunkflow": Schedule(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),
