@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, to_grid, to_json
+from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -146,3 +148,140 @@ def test_slimpipes_stages_run_in_the_same_order_with_vocabulary_shards():
         kept = [step.action for step in row if step.action.op in (Op.F, Op.B)]
         assert kept == [step.action for step in bare]
         assert all(one != other for one, other in pairwise(kept))
+
+
+ONE_EACH = (0, 1, 2, 3)
+
+
+def of_kfkb(costs: PipelineCosts, cap: int = UNLIMITED_BYTES, recompute: Literal["auto"] | int = "auto") -> Plan:
+    problem = Problem((4096,) * 32, ONE_EACH, (cap,) * 4)
+    return plan(problem, costs, Options(planner="kfkb", slices=1, recompute=recompute))
+
+
+def k_of(made: Plan) -> int:
+    """Return the k of a plan of kFkB: rank 0 has k forwards for every rank before its first backward."""
+    assert check(made) == []
+    warm_up = [step.action.op for step in made.ranks[0]].index(Op.B)
+    assert warm_up % 4 == 0
+    return warm_up // 4
+
+
+def with_link(slower: float) -> PipelineCosts:
+    costs = costs_of(ONE_EACH)
+    return replace(costs, message_us_per_byte=costs.message_us_per_byte * slower)
+
+
+def test_kfkb_is_1f1b_on_fast_links_and_takes_a_larger_k_on_slower_ones():
+    """2303.01675, section 3: late messages find other work, of which k - 1 more microbatches are ready."""
+    chosen = [k_of(of_kfkb(with_link(slower))) for slower in (1, 20, 100, 200)]
+    assert chosen == [1, 2, 3, 4]
+
+
+def test_kfkb_takes_a_larger_k_where_passes_are_learnt_to_be_faster():
+    known = with_link(10)
+    faster = tuple(
+        replace(stage, forward=stage.forward.scaled(0.1), backward=stage.backward.scaled(0.1)) for stage in known.stages
+    )
+    assert k_of(of_kfkb(known)) == 1
+    assert k_of(of_kfkb(replace(known, name="learnt", stages=faster))) > 1
+
+
+def test_kfkb_takes_the_k_for_which_there_is_memory():
+    """2303.01675, section 3: rank 0 keeps ``k p`` microbatches."""
+    for k, slower in ((1, 1), (2, 20)):
+        enough = max(of_kfkb(with_link(slower)).predicted.peak_bytes)
+        assert k_of(of_kfkb(with_link(200), enough, recompute=0)) == k
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 1, 0), (0, 1, 2), (0, 1, 2, 0, 1)])
+def test_dualpipe_v_refuses_an_odd_number_of_stages_and_says_how_many_it_takes(placement: tuple[int, ...]):
+    costs = PROFILE.costs([6] * len(placement))
+    with pytest.raises(PlanError) as refused:
+        plan(Problem((4096,) * 12, placement, (UNLIMITED_BYTES,) * 3), costs, Options(planner="dualpipe-v"))
+    said = f"planner 'dualpipe-v' needs 2 stages on each rank in a V; the stages are on ranks {list(placement)}"
+    assert str(refused.value) == said
+
+
+def test_dualpipe_v_takes_an_odd_number_of_ranks_with_two_stages_each():
+    problem = Problem((4096,) * 12, Placement("v", 3, 2).rank_of, (UNLIMITED_BYTES,) * 3)
+    made = plan(problem, PROFILE.costs([5] * 6), Options(planner="dualpipe-v", split_weight=True))
+    assert check(made) == []
+
+
+def test_the_command_line_names_the_flag_that_gives_flexsp_its_costs(capsys):
+    assert main(["plan", *SHORT, "--planner", "flexsp"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs costs by formula of 2, 4, 8, ... context-parallel ranks" in line
+    assert line.endswith("; set --context-parallel to one of these")
+    assert main(["plan", *SHORT, "--planner", "flexsp", "--context-parallel", "2"]) == 0
+
+
+def lifetimes(made: Plan) -> dict[tuple[int, int], float]:
+    """Return the time from the start of a forward to the end of its backward, by stage and chunk."""
+    line, found = simulate(made), {}
+    for row, starts, ends in zip(made.ranks, line.start_us, line.end_us, strict=True):
+        for (op, stage, c), start_us, end_us in zip((step.action for step in row), starts, ends, strict=True):
+            if op is Op.F:
+                found[stage, c] = -start_us
+            elif op is Op.B:
+                found[stage, c] += end_us
+    return found
+
+
+def longest_lived(made: Plan, rank: int, count: int) -> set[tuple[int, int]]:
+    """Return the stages and chunks of a rank with the longest lifetimes."""
+    of_rank = {item: us for item, us in lifetimes(made).items() if made.placement[item[0]] == rank}
+    return set(sorted(of_rank, key=lambda item: -of_rank[item])[:count])
+
+
+@pytest.mark.parametrize("link", [2, 4, 8])
+def test_chronos_offloads_what_lives_longest_as_far_as_the_link_has_time(link: int):
+    """2503.03182, abstract: memory is managed by the temporal locality of activations.
+
+    The link has time for one of two stages if it takes twice as long for all activations as ranks compute.
+    """
+    unit = Unit("chronos", 4, 16, link=link)
+    without, made = unit.of_paper(), unit.with_copies()
+    assert check(made) == []
+    for rank in range(4):
+        copied = {(stage, c) for stage in (rank, rank + 4) for c, share in enumerate(made.offload_share[stage]) if share}
+        assert copied == longest_lived(made, rank, 16) == {(rank, c) for c in range(16)}
+    assert made.offload_share[0] == pytest.approx((2 / link,) * 16)
+    assert max(made.predicted.peak_bytes) < unit.peak_bytes(without)
+    assert made.predicted.makespan_us == pytest.approx(unit.makespan_us(without))
+
+
+def test_chronos_offloads_deep_stages_too_where_the_link_has_time_for_all():
+    made = Unit("chronos", 4, 16, link=1).with_copies()
+    assert all(share == 1 for row in made.offload_share[:7] for share in row)
+
+
+def under(cap: int, offload: bool) -> Plan:
+    """Return ChronosPipe's plan of a skewed batch under a cap."""
+    costs = replace(costs_of(), host_us_per_byte=1 / 25_000, host_latency_us=10.0)
+    return plan(Problem(LENGTHS, TWO_EACH, (cap,) * 4), costs, Options(planner="chronos", slices=6, offload=offload))
+
+
+def recomputed(made: Plan) -> list[int]:
+    return [sum(one.num_layers for one in row) for row in made.recompute]
+
+
+@pytest.mark.parametrize(("share", "deep_too"), [(0.9, False), (0.6, True)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_chronos_recomputes_what_lives_longest_beside_copies_too(offload: bool, share: float, deep_too: bool):
+    """2503.03182, on Chronos-Recomp: shallow layers first, deep ones only where that does not suffice."""
+    free = under(UNLIMITED_BYTES, offload)
+    assert not any(recomputed(free))
+    static, most = max(free.static_bytes), max(free.predicted.peak_bytes)
+    made = under(static + int(share * (most - static)), offload)
+    assert check(made) == []
+    assert any(made.copies) == offload
+    assert any(recomputed(made)[:4])
+    assert any(recomputed(made)[4:]) == deep_too
+
+
+def test_shallow_stages_live_longest_in_a_skewed_batch_of_chronos_too():
+    found = lifetimes(under(UNLIMITED_BYTES, offload=False))
+    for rank in range(4):
+        shallow_us, deep_us = (sum(us for (at, _), us in found.items() if at == stage) for stage in (rank, rank + 4))
+        assert shallow_us > deep_us

@@ -11,7 +11,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.breadth_first import breadth_first
-from megatron_epp.planner.schedules.chronos import chronos, shallow_first
+from megatron_epp.planner.schedules.chronos import chronos, longest_lived_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
 from megatron_epp.planner.schedules.copies import copied
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
@@ -102,9 +102,10 @@ SCHEDULES: dict[str, Schedule] = {
         lacks="attention of a layer on another rank than its weights",
     ),
     "chronos": Schedule(
-        FixedOrder(chronos, chunks_per_rank=2, fit=shallow_first),
-        "short lifetimes on two stages, shallow ones recompute",
+        FixedOrder(chronos, chunks_per_rank=2, fit=longest_lived_first),
+        "short lifetimes on two stages, shallow ones recompute and offload",
         "ChronosPipe, 2503.03182",
+        offloads=True,
     ),
     "pipeoffload": Schedule(
         FixedOrder(generalised_interleaved, chunks_per_rank=None, fit=partial(copied, longest_lived_shares)),
