@@ -268,7 +268,7 @@ def recomputed(made: Plan) -> list[int]:
 
 @pytest.mark.parametrize(("share", "deep_too"), [(0.9, False), (0.6, True)])
 @pytest.mark.parametrize("offload", [False, True])
-def test_chronos_recomputes_what_lives_longest_beside_copies_too(offload: bool, share: float, deep_too: bool):
+def test_chronos_recomputes_what_lives_longest_next_to_copies_too(offload: bool, share: float, deep_too: bool):
     """2503.03182, on Chronos-Recomp: shallow layers first, deep ones only where that does not suffice."""
     free = under(UNLIMITED_BYTES, offload)
     assert not any(recomputed(free))

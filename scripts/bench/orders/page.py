@@ -230,8 +230,9 @@ cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of
 Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
 is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan":
 the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. SlimPipe cuts every sequence that is as
-long as the longest into at least as many slices as there are ranks, also where they are so short that the host cannot launch
-them in time (1,024 tokens in the first four columns). `interleaved, 4` has four stages per
+long as the longest into at least as many slices as there are ranks, however short: in the first four columns they have 1,024
+tokens, a fifth of whose forward is fixed time, and with TP 8 the host takes longer to launch a pass than the device to run it.
+`interleaved, 4` has four stages per
 rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of them is faster than another in the same
 column the ratios do not say, as their placements differ.
 
