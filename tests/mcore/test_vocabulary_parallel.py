@@ -61,6 +61,11 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
     "offload": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006 --epp-offload"},
     "capped": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-memory-cap-gb 0.0006"},
     "another planner": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner chunkflow"},
+    "SlimPipe": {
+        "cell": {"pp": 2, "virtual": 2},
+        "model": "llama",
+        "plan": "--epp-vocab-parallel on --epp-planner slimpipe --epp-slices 4",
+    },
     "chosen by the run": {
         "cell": {"pp": 2},
         "model": "llama",

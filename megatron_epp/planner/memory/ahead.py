@@ -48,6 +48,7 @@ def fit_ahead(
     host_room: Sequence[int],
     wanted: Shares,
     limit_us: float = math.inf,
+    limit: RecomputeSteps | None = None,
 ) -> Copied | None:
     """Copy shares of activations, each as soon as it can go and back as late as possible, where the link has time for both.
 
@@ -60,6 +61,7 @@ def fit_ahead(
         host_room: bytes that each rank may have away at one time.
         wanted: the shares.
         limit_us: makespan at which no further recompute is tried.
+        limit: most recompute steps of each stage and chunk; None for all.
 
     Returns:
         The copies and the recompute; None where these do not suffice, or take longer than the limit.
@@ -67,7 +69,7 @@ def fit_ahead(
     codes, aims = encode_known(order, len(tables.message_us)), tuple(caps)
     has_weights = any(action.op is Op.W for row in order for action in row)
     whole = encode(without_weights(order), len(tables.message_us)) if has_weights else codes
-    most = by_stage(tables.columns.most, len(tables.message_us))
+    most = by_stage(tables.columns.most, len(tables.message_us)) if limit is None else limit
     steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
     for _ in range(ROUNDS):
         made = _in_time(order, codes, tables, steps, wanted)

@@ -11,7 +11,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.schedules.breadth_first import breadth_first
-from megatron_epp.planner.schedules.chronos import chronos, shallow_first
+from megatron_epp.planner.schedules.chronos import chronos, longest_lived_first
 from megatron_epp.planner.schedules.chunkflow import chunkflow
 from megatron_epp.planner.schedules.copies import copied
 from megatron_epp.planner.schedules.dualpipe_v import dualpipe_v
@@ -26,7 +26,7 @@ from megatron_epp.planner.schedules.interleaved import interleaved
 from megatron_epp.planner.schedules.kfkb import kfkb
 from megatron_epp.planner.schedules.pipeoffload import generalised_interleaved
 from megatron_epp.planner.schedules.seq1f1b import one_f_one_b, seq1f1b
-from megatron_epp.planner.schedules.slimpipe import slimpipe
+from megatron_epp.planner.schedules.slimpipe import even_slices, slimpipe
 from megatron_epp.planner.schedules.sppo import sequence_aware_shares
 from megatron_epp.planner.schedules.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.schedules.stp import stp
@@ -102,9 +102,10 @@ SCHEDULES: dict[str, Schedule] = {
         lacks="attention of a layer on another rank than its weights",
     ),
     "chronos": Schedule(
-        FixedOrder(chronos, chunks_per_rank=2, fit=shallow_first),
-        "short lifetimes on two stages, shallow ones recompute",
+        FixedOrder(chronos, chunks_per_rank=2, fit=longest_lived_first),
+        "short lifetimes on two stages, shallow ones recompute and offload",
         "ChronosPipe, 2503.03182",
+        offloads=True,
     ),
     "pipeoffload": Schedule(
         FixedOrder(generalised_interleaved, chunks_per_rank=None, fit=partial(copied, longest_lived_shares)),
@@ -126,8 +127,8 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "seq1f1b": Schedule(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
     "slimpipe": Schedule(
-        FixedOrder(slimpipe, chunks_per_rank=None),
-        "slices of a sequence on all stages of a rank, then the next",
+        FixedOrder(slimpipe, chunks_per_rank=None, tables=even_slices),
+        "slices of equal length on all stages of a rank, then the next",
         "2504.14519",
     ),
     "chunkflow": Schedule(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.ahead import Shares, fit_ahead
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
+
+Fitting = Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions]
+"""Function that chooses recompute and copies for an order, as `fitted` does."""
+
+
+def anywhere(tables: Tables) -> Iterable[RecomputeSteps | None]:
+    """Return that all of a plan may recompute."""
+    del tables
+    return (None,)
 
 
 def copied(
@@ -25,15 +35,20 @@ def copied(
     problem: Problem,
     costs: Costs,
     options: Options,
+    *,
+    limits: Callable[[Tables], Iterable[RecomputeSteps | None]] = anywhere,
+    otherwise: Fitting = fitted,
 ) -> Decisions:
     """Copy shares of activations ahead (`fit_ahead`).
 
-    Where these copies and recompute do not fit the caps, recompute alone is tried, then what `fitted` chooses. Without
+    Where these copies and recompute do not fit the caps, recompute alone is tried, then what `otherwise` chooses. Without
     `Options.offload` or a link it chooses at once.
 
     Args:
         wanted: returns the shares from the times and sizes of the chunks.
         order, chunks, problem, costs, options: as for `fitted`.
+        limits: returns what may recompute next to the copies, tried in turn (`fit_ahead`).
+        otherwise: chooses where these copies do not do.
 
     Raises:
         InfeasibleError, PlanError: as `fitted`.
@@ -41,11 +56,12 @@ def copied(
     if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
         tables = tabulate(chunks, problem, costs, options.modes(costs))
         room = [problem.host_cap_bytes] * problem.num_ranks
-        found = fit_ahead(order, tables, problem.cap_bytes, room, wanted(tables))
-        if found is not None and not found.short_bytes:
-            (made,) = found.made
-            steps, shares, copies = made.recompute_steps, made.shares, made.copies
-            return Decisions(tuple(chunks), order, steps, options.modes(costs), copies=copies, offload=shares)
+        for limit in limits(tables):
+            found = fit_ahead(order, tables, problem.cap_bytes, room, wanted(tables), limit=limit)
+            if found is not None and not found.short_bytes:
+                (made,) = found.made
+                steps, shares, copies = made.recompute_steps, made.shares, made.copies
+                return Decisions(tuple(chunks), order, steps, options.modes(costs), copies=copies, offload=shares)
         with suppress(InfeasibleError):
-            return fitted(order, chunks, problem, costs, replace(options, offload=False))
-    return fitted(order, chunks, problem, costs, options)
+            return otherwise(order, chunks, problem, costs, replace(options, offload=False))
+    return otherwise(order, chunks, problem, costs, options)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron_epp.cost import Costs
 from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.cost.work import Line, causal_pairs
-from megatron_epp.plan import Chunk, PlanError, Segment
+from megatron_epp.plan import Chunk, PlanError, Remedy, Segment
 from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.planner.chunks.chunker import longest_first
 from megatron_epp.planner.decisions import Decisions
@@ -48,7 +48,8 @@ def flexsp(problem: Problem, costs: Costs, options: Options, smallest: int = 1) 
     if not costs.context_exchange_us:
         raise PlanError(
             f"planner {options.planner!r} needs costs by formula of 2, 4, 8, ... context-parallel ranks, to know "
-            "what exchanges of their groups take"
+            "what exchanges of their groups take",
+            Remedy("set", "context_parallel", "one of these"),
         )
     contest, grouped = Contest(problem, costs, options), GroupCosts(costs)
     degrees = [1 << power for power in range(len(costs.context_exchange_us)) if 1 << power >= smallest]

@@ -82,10 +82,10 @@ With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a m
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. PipeOffload and SPPO are without their copies. For HelixPipe half of each pass is
-attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
-`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py` and `test_helixpipe.py` hold the formulas, for other sizes too,
-and what PipeOffload and SPPO keep with copies.
+a rank's ends"), so their claim is lower. PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each
+pass is attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
+`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py`, `test_schedules_of_slices.py` and `test_helixpipe.py` hold the
+formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep with copies.
 
 The last rows are of planners that choose chunks, layouts or orders themselves, and their figures those of
 `tests/pure/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of the
@@ -258,7 +258,10 @@ placement, cap and options (for HelixPipe with one stage per rank): above 1 the 
 cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
 Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
 is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan":
-the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. `interleaved, 4` has four stages per
+the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. SlimPipe cuts every sequence that is as
+long as the longest into at least as many slices as there are ranks, however short: in the first four columns they have 1,024
+tokens, a fifth of whose forward is fixed time, and with TP 8 the host takes longer to launch a pass than the device to run it.
+`interleaved, 4` has four stages per
 rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of them is faster than another in the same
 column the ratios do not say, as their placements differ.
 

@@ -1,0 +1,287 @@
+"""SlimPipe, kFkB and ChronosPipe by what a batch and its costs make of them: slices, values of k, recompute and copies.
+
+``p`` are the ranks, ``n`` the slices of the longest sequence, ``v`` the stages of each rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.schedules.slimpipe import even_slices
+from scripts.bench.orders.unit import TOKENS, Unit
+from tests.support.plan import second_simulator
+from tests.support.plan.queue_machine import stuck
+
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+LENGTHS = (30000, 28000, 9000, 5000, 3000, 700, 700, 300)
+TWO_EACH = Placement("looped", 4, 2).rank_of
+
+
+def costs_of(placement: tuple[int, ...] = TWO_EACH, shards: bool = False) -> PipelineCosts:
+    layers = [32 // len(placement)] * len(placement)
+    return PROFILE.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
+
+
+def of_slimpipe(lengths: tuple[int, ...] = LENGTHS, multiple: int = 1, **asked: int) -> Plan:
+    problem = Problem(lengths, TWO_EACH, (UNLIMITED_BYTES,) * 4, token_multiple=multiple)
+    return plan(problem, costs_of(), Options(planner="slimpipe", **asked))
+
+
+def slices_of(made: Plan, sequence: int = 0) -> list[int]:
+    """Return the tokens of a sequence's slices."""
+    parts = [chunk.segments[0] for chunk in made.chunks]
+    return [part.end - part.start for part in parts if part.sequence == sequence]
+
+
+@pytest.mark.parametrize("multiple", [1, 16, 128])
+@pytest.mark.parametrize("asked", [{}, {"slices": 7}, {"slices": 64}, {"chunk_tokens": 1024}], ids=str)
+def test_slimpipes_slices_have_equal_length_and_no_chunk_has_more_tokens(asked: dict[str, int], multiple: int):
+    """2504.14519, section 4: a sequence is divided evenly."""
+    made = of_slimpipe(multiple=multiple, **asked)
+    *slices, last = slices_of(made)
+    assert max(slices) - min(slices) <= multiple
+    assert 0 <= max(slices) - last < 2 * multiple
+    assert all(sum(part.end - part.start for part in chunk.segments) <= max(slices) for chunk in made.chunks)
+    assert max(slices) <= asked.get("chunk_tokens", max(LENGTHS))
+    assert check(made) == []
+
+
+def test_slimpipe_has_as_many_slices_as_ranks_or_a_multiple_of_them():
+    """2504.14519, section 4: ``n >= p``."""
+    problem = Problem(LENGTHS, TWO_EACH, (UNLIMITED_BYTES,) * 4)
+    counts = [sum(chunk.segments[0].sequence == 0 for chunk in table) for table in even_slices(problem, costs_of(), Options())]
+    assert counts == sorted(set(counts))
+    assert counts[0] == 4
+    assert {count % 4 for count in counts} == {0}
+    assert len(slices_of(of_slimpipe((300, 200)))) == 4
+
+
+def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():
+    made = of_slimpipe(slices=6)
+    assert slices_of(made) == [5000] * 6
+    assert slices_of(made, 1) == [5000] * 5 + [3000]
+    assert slices_of(made, 2) == [5000, 4000]
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_slimpipes_plans_keep_what_its_paper_states(n: int):
+    """2504.14519, section 4.1: activations of ``(1 + 2 (p - 1) / (n v)) / p`` of a sequence on all ranks."""
+    unit = Unit("slimpipe, 2", 4, 4)
+    made = plan(unit.problem, unit.costs, Options(planner="slimpipe", slices=n))
+    assert len(slices_of(made)) == n
+    assert max(made.predicted.peak_bytes) == pytest.approx(TOKENS * (1 + 2 * 3 / (n * 2)))
+
+
+TOO_FEW = "SlimPipe needs at least 4 slices of the longest sequence on 4 ranks; its"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "asked", "said"),
+    [
+        ((300, 200), 1, {"slices": 1}, f"{TOO_FEW} 300 tokens have 1; raise slices to 4, or lower num_stages"),
+        (LENGTHS, 1, {"slices": 3}, f"{TOO_FEW} 30000 tokens have 3; raise slices to 4, or lower num_stages"),
+        ((3, 2), 1, {}, f"{TOO_FEW} 3 tokens have 3, in multiples of 1: give it longer sequences or fewer ranks"),
+        ((380, 10), 128, {}, f"{TOO_FEW} 380 tokens have 3, in multiples of 128: give it longer sequences or fewer ranks"),
+        ((380, 10), 128, {"slices": 8}, f"{TOO_FEW} 380 tokens have 3, in multiples of 128: give it longer sequences"),
+    ],
+)
+def test_slimpipe_refuses_fewer_slices_than_ranks(lengths: tuple[int, ...], multiple: int, asked: dict[str, int], said: str):
+    with pytest.raises(PlanError) as refused:
+        of_slimpipe(lengths, multiple, **asked)
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_cap_that_makes_slices_enough_is_no_refusal():
+    assert len(slices_of(of_slimpipe(slices=2, chunk_tokens=6000))) == 5
+
+
+SHORT = ["--lengths", "300,200", "--model", "llama3-8b", "--stages", "4"]
+
+
+def test_the_command_line_names_the_flag_that_gives_slimpipe_its_slices(capsys):
+    assert main(["plan", *SHORT, "--planner", "slimpipe", "--slices", "2"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{TOO_FEW} 300 tokens have 2; raise --slices to 4, or lower --stages")
+    assert main(["plan", *SHORT, "--planner", "slimpipe"]) == 0
+    assert "0[75:150]" in capsys.readouterr().out
+
+
+def test_a_comparison_lists_slimpipe_as_refused_with_the_reason(capsys):
+    assert main(["compare", *SHORT, "--slices", "2", "--planner", "slimpipe", "--planner", "greedy", "--json"]) == 0
+    refused, planned = json.loads(capsys.readouterr().out)
+    assert refused["refusal"] == f"{TOO_FEW} 300 tokens have 2; raise --slices to 4, or lower --stages"
+    assert "refusal" not in planned
+
+
+@pytest.mark.parametrize("slices", [None, 6])
+def test_slimpipe_plans_vocabulary_shards_on_all_ranks(slices: int | None):
+    """2504.14519: the vocabulary is divided over the ranks; here by S before the loss, N, and T for its weights."""
+    problem = Problem(LENGTHS, TWO_EACH, (UNLIMITED_BYTES,) * 4)
+    made = plan(problem, costs_of(shards=True), Options(planner="slimpipe", slices=slices))
+    chunks = range(len(made.chunks))
+    ran = sorted(step.action for row in made.ranks for step in row)
+    for op, ranks in ((Op.S, range(4)), (Op.T, range(4)), (Op.N, range(1))):
+        assert [action for action in ran if action.op is op] == [Action(op, rank, c) for rank in ranks for c in chunks]
+    assert check(made) == second_simulator.faults(made) == []
+    rows = lower(made)
+    assert blocked([rows]) == []
+    assert stuck(to_json(made), to_grid(rows), 8, waits=0.1) == []
+
+
+def test_slimpipes_stages_run_in_the_same_order_with_vocabulary_shards():
+    problem = Problem(LENGTHS, TWO_EACH, (UNLIMITED_BYTES,) * 4)
+    with_shards, without = (plan(problem, costs_of(shards=has), Options(planner="slimpipe", slices=8)) for has in (True, False))
+    for row, bare in zip(with_shards.ranks, without.ranks, strict=True):
+        kept = [step.action for step in row if step.action.op in (Op.F, Op.B)]
+        assert kept == [step.action for step in bare]
+        assert all(one != other for one, other in pairwise(kept))
+
+
+ONE_EACH = (0, 1, 2, 3)
+
+
+def of_kfkb(costs: PipelineCosts, cap: int = UNLIMITED_BYTES, recompute: Literal["auto"] | int = "auto") -> Plan:
+    problem = Problem((4096,) * 32, ONE_EACH, (cap,) * 4)
+    return plan(problem, costs, Options(planner="kfkb", slices=1, recompute=recompute))
+
+
+def k_of(made: Plan) -> int:
+    """Return the k of a plan of kFkB: rank 0 has k forwards for every rank before its first backward."""
+    assert check(made) == []
+    warm_up = [step.action.op for step in made.ranks[0]].index(Op.B)
+    assert warm_up % 4 == 0
+    return warm_up // 4
+
+
+def with_link(slower: float) -> PipelineCosts:
+    costs = costs_of(ONE_EACH)
+    return replace(costs, message_us_per_byte=costs.message_us_per_byte * slower)
+
+
+def test_kfkb_is_1f1b_on_fast_links_and_takes_a_larger_k_on_slower_ones():
+    """2303.01675, section 3: late messages find other work, of which k - 1 more microbatches are ready."""
+    chosen = [k_of(of_kfkb(with_link(slower))) for slower in (1, 20, 100, 200)]
+    assert chosen == [1, 2, 3, 4]
+
+
+def test_kfkb_takes_a_larger_k_where_passes_are_learnt_to_be_faster():
+    known = with_link(10)
+    faster = tuple(
+        replace(stage, forward=stage.forward.scaled(0.1), backward=stage.backward.scaled(0.1)) for stage in known.stages
+    )
+    assert k_of(of_kfkb(known)) == 1
+    assert k_of(of_kfkb(replace(known, name="learnt", stages=faster))) > 1
+
+
+def test_kfkb_takes_the_k_for_which_there_is_memory():
+    """2303.01675, section 3: rank 0 keeps ``k p`` microbatches."""
+    for k, slower in ((1, 1), (2, 20)):
+        enough = max(of_kfkb(with_link(slower)).predicted.peak_bytes)
+        assert k_of(of_kfkb(with_link(200), enough, recompute=0)) == k
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 1, 0), (0, 1, 2), (0, 1, 2, 0, 1)])
+def test_dualpipe_v_refuses_an_odd_number_of_stages_and_says_how_many_it_takes(placement: tuple[int, ...]):
+    costs = PROFILE.costs([6] * len(placement))
+    with pytest.raises(PlanError) as refused:
+        plan(Problem((4096,) * 12, placement, (UNLIMITED_BYTES,) * 3), costs, Options(planner="dualpipe-v"))
+    said = f"planner 'dualpipe-v' needs 2 stages on each rank in a V; the stages are on ranks {list(placement)}"
+    assert str(refused.value) == said
+
+
+def test_dualpipe_v_takes_an_odd_number_of_ranks_with_two_stages_each():
+    problem = Problem((4096,) * 12, Placement("v", 3, 2).rank_of, (UNLIMITED_BYTES,) * 3)
+    made = plan(problem, PROFILE.costs([5] * 6), Options(planner="dualpipe-v", split_weight=True))
+    assert check(made) == []
+
+
+def test_the_command_line_names_the_flag_that_gives_flexsp_its_costs(capsys):
+    assert main(["plan", *SHORT, "--planner", "flexsp"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs costs by formula of 2, 4, 8, ... context-parallel ranks" in line
+    assert line.endswith("; set --context-parallel to one of these")
+    assert main(["plan", *SHORT, "--planner", "flexsp", "--context-parallel", "2"]) == 0
+
+
+def lifetimes(made: Plan) -> dict[tuple[int, int], float]:
+    """Return the time from the start of a forward to the end of its backward, by stage and chunk."""
+    line, found = simulate(made), {}
+    for row, starts, ends in zip(made.ranks, line.start_us, line.end_us, strict=True):
+        for (op, stage, c), start_us, end_us in zip((step.action for step in row), starts, ends, strict=True):
+            if op is Op.F:
+                found[stage, c] = -start_us
+            elif op is Op.B:
+                found[stage, c] += end_us
+    return found
+
+
+def longest_lived(made: Plan, rank: int, count: int) -> set[tuple[int, int]]:
+    """Return the stages and chunks of a rank with the longest lifetimes."""
+    of_rank = {item: us for item, us in lifetimes(made).items() if made.placement[item[0]] == rank}
+    return set(sorted(of_rank, key=lambda item: -of_rank[item])[:count])
+
+
+@pytest.mark.parametrize("link", [2, 4, 8])
+def test_chronos_offloads_what_lives_longest_as_far_as_the_link_has_time(link: int):
+    """2503.03182, abstract: memory is managed by the temporal locality of activations.
+
+    The link has time for one of two stages if it takes twice as long for all activations as ranks compute.
+    """
+    unit = Unit("chronos", 4, 16, link=link)
+    without, made = unit.of_paper(), unit.with_copies()
+    assert check(made) == []
+    for rank in range(4):
+        copied = {(stage, c) for stage in (rank, rank + 4) for c, share in enumerate(made.offload_share[stage]) if share}
+        assert copied == longest_lived(made, rank, 16) == {(rank, c) for c in range(16)}
+    assert made.offload_share[0] == pytest.approx((2 / link,) * 16)
+    assert max(made.predicted.peak_bytes) < unit.peak_bytes(without)
+    assert made.predicted.makespan_us == pytest.approx(unit.makespan_us(without))
+
+
+def test_chronos_offloads_deep_stages_too_where_the_link_has_time_for_all():
+    made = Unit("chronos", 4, 16, link=1).with_copies()
+    assert all(share == 1 for row in made.offload_share[:7] for share in row)
+
+
+def under(cap: int, offload: bool) -> Plan:
+    """Return ChronosPipe's plan of a skewed batch under a cap."""
+    costs = replace(costs_of(), host_us_per_byte=1 / 25_000, host_latency_us=10.0)
+    return plan(Problem(LENGTHS, TWO_EACH, (cap,) * 4), costs, Options(planner="chronos", slices=6, offload=offload))
+
+
+def recomputed(made: Plan) -> list[int]:
+    return [sum(one.num_layers for one in row) for row in made.recompute]
+
+
+@pytest.mark.parametrize(("share", "deep_too"), [(0.9, False), (0.6, True)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_chronos_recomputes_what_lives_longest_next_to_copies_too(offload: bool, share: float, deep_too: bool):
+    """2503.03182, on Chronos-Recomp: shallow layers first, deep ones only where that does not suffice."""
+    free = under(UNLIMITED_BYTES, offload)
+    assert not any(recomputed(free))
+    static, most = max(free.static_bytes), max(free.predicted.peak_bytes)
+    made = under(static + int(share * (most - static)), offload)
+    assert check(made) == []
+    assert any(made.copies) == offload
+    assert any(recomputed(made)[:4])
+    assert any(recomputed(made)[4:]) == deep_too
+
+
+def test_shallow_stages_live_longest_in_a_skewed_batch_of_chronos_too():
+    found = lifetimes(under(UNLIMITED_BYTES, offload=False))
+    for rank in range(4):
+        shallow_us, deep_us = (sum(us for (at, _), us in found.items() if at == stage) for stage in (rank, rank + 4))
+        assert shallow_us > deep_us
