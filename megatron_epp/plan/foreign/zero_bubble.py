@@ -3,7 +3,7 @@
 A word is an operation and a microbatch. In lines with communication, ``f0 sf0 b0 w0``, lower case is a rank's first stage and
 upper case its second; b is the whole backward unless there is a w of it; words that all come equally often are slices, the last
 of which runs backward first. In lines without, ``F0 BW0``, ``F0.1`` is of the rank's second stage, ``F0-1`` of the microbatch's
-second slice, and BW the whole backward; but beside ``B0-1 W0-1``, two parts, ``F0-1`` is of the rank's second stage. Lines
+second slice, and BW the whole backward; but with ``B0-1 W0-1``, two parts, ``F0-1`` is of the rank's second stage. Lines
 before and after the table are skipped. Communication (SF, RF, SB, RB), steps of the optimizer's validation (PV, RPV, SPV),
 copies (OSS, OSE, ORP, ORS, ORE, OB) and recompute (R) are left out.
 """

@@ -77,7 +77,12 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def why_greedy(made: Decisions, problem: Problem, costs: Costs) -> str:
-    """Return why greedy decisions stay as they are; empty where the oracle can look for better ones."""
+    """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
+
+    Args:
+        made: by the greedy planner.
+        problem, costs: as for `milp`.
+    """
     if problem.forward_only:
         return "it has no programs of evaluations"
     if len(made.chunks) > MOST_CHUNKS:
