@@ -13,7 +13,17 @@ from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_shar
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, USUAL, layout_for
-from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
+from megatron_epp.cli.terminal import (
+    EXACT,
+    Command,
+    Parser,
+    add_output,
+    is_page,
+    latest_message,
+    picture_or_page,
+    progress,
+    say,
+)
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
@@ -31,12 +41,21 @@ from megatron_epp.report.text import comparison
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch. refusal: why there is no plan."""
+    """Result of one planner for one batch.
+
+    Attributes:
+        planner: its name.
+        plan: None where there is none.
+        refusal: why there is none.
+        planning_ms: processor time.
+        note: what the exact planner says of its plan.
+    """
 
     planner: str
     plan: Plan | None
     refusal: str
     planning_ms: float
+    note: str = ""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -119,10 +138,12 @@ def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int]
         if schedule is not None:
             split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
             options = replace(options, split_weight=split, offload=offload)
-        made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
+        with latest_message(EXACT) as latest:
+            made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))
-    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
+    note = "" if made is None else latest()
+    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note)
 
 
 def _ranked(made: list[Entry], count: int) -> list[Entry]:
@@ -145,6 +166,7 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
         lines.append(f"activations may be offloaded in {', '.join(copying)}; with --offload in all")
     if joining := [name for name, schedule in theirs.items() if schedule.joins]:
         lines.append(f"exchanges are overlapped in {', '.join(joining)}; with --overlap-exchanges in greedy")
+    lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     return "\n".join(lines)
 
@@ -156,7 +178,7 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         "tokens": sum(lengths),
         "planner": entry.planner,
         "planning_ms": entry.planning_ms,
-    }
+    } | ({"note": entry.note} if entry.note else {})
     if entry.plan is None:
         return row | {"refusal": entry.refusal}
     predicted = entry.plan.predicted

@@ -54,7 +54,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(pipeline, "layout", default="even")
     add(pipeline, "vocab_parallel")
     add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges", "steps")
-    add(pipeline, "budget_ms", "seed")
+    add(pipeline, "budget_ms", "plan_limit_s", "seed")
     memory = parser.add_argument_group("memory")
     add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
     costs = parser.add_argument_group(

@@ -10,7 +10,7 @@ from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, 
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import layout_for
-from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, latest_message, output, progress, say, tell
+from megatron_epp.cli.terminal import EXACT, PROGRAM, Command, Parser, add_output, latest_message, output, progress, say, tell
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -86,7 +86,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan:
     """Plan. Raises `InfeasibleError` with what would fit."""
     try:
         what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
-        with latest_message("megatron_epp.planner.exact") as latest, progress(what, latest):
+        with latest_message(EXACT) as latest, progress(what, latest):
             made = plan(problem, costs, options_from(args))
     except InfeasibleError as error:
         raise with_alternatives(error, args, problem.lengths) from None
@@ -131,6 +131,11 @@ def _read(path: str) -> Plan:
         text = read_text(path)
         if is_table(path, text):
             return from_table(text)
+        if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
+            raise PlanError(
+                "neither a plan, which is JSON, nor a table: no line is a row such as `f0 b0`, `F0.1 BW0.1` or "
+                "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
+            )
     return load(path)
 
 

@@ -25,6 +25,8 @@ from megatron_epp.plan.reading import printable
 from megatron_epp.report.table import clip
 
 PROGRAM = "megatron-epp"
+EXACT = "megatron_epp.planner.exact"
+"""Package of the exact planner, whose last message commands print."""
 _WIDEST = 2000
 """Characters after which a line of an error is cut."""
 PATIENCE_S = 2.0

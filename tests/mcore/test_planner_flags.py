@@ -17,6 +17,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
     ("given", "says"),
     [
         (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be a whole number from 1"),
+        (["--epp-plan-limit-seconds", "9"], "--epp-plan-limit-seconds is for --epp-planner milp, not greedy"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
@@ -86,6 +87,7 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
     [
         [],
         ["--epp-planner", "milp"],
+        ["--epp-plan-limit-seconds", "2.5", "--epp-planner", "milp"],
         ["--epp-plan-budget-ms", "500"],
         ["--epp-loss-block-tokens", "0"],
         ["--epp-offload", "off", "--epp-planner", "milp"],

@@ -16,24 +16,27 @@ from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
-BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp", "sppo")
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp", "sppo", "infinipipe")
 """One of each kind: one stage per rank, several, with separate weight gradients, in a V with steps of two actions, which take
-turns at the exchanges of tensor parallelism, and with copies of its own. The others are slow."""
+turns at the exchanges of tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
+WHOLE = ("1f1b-padded", "1f1b-packed")
+"""Planners that cut no sequence."""
+OF_ONE_SIZE = ("seq1f1b", "chunkflow")
+"""Planners whose chunks have one size, which is given here: of their own choice it is the longest of these short documents."""
 
 
 def case_of(name: str) -> dict[str, Any]:
     schedule = SCHEDULES[name]
-    assert schedule.order is not None
-    count = schedule.order.chunks_per_rank or 2
     cell: dict[str, Any] = {"pp": 2}
-    if count > 1:
+    if schedule.order is not None and (count := schedule.order.chunks_per_rank or 2) > 1:
         cell |= {"virtual": count, "placement": schedule.order.kind}
     if name == "stp":
         cell["tp"] = 2
     if schedule.splits_weight:
         cell["split"] = True
     offload = " --epp-offload" if schedule.offloads else ""
-    return {"cell": cell, "model": "llama", "plan": f"--epp-slices 3 --epp-planner {name}{offload}"}
+    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 3"
+    return {"cell": cell, "model": "llama", "plan": f"{cut} --epp-planner {name}{offload}"}
 
 
 OVERLAPPED = "greedy, exchanges overlapped"
@@ -50,7 +53,7 @@ def overlapped_case(folder: Path) -> dict[str, Any]:
     return {"cell": {"pp": 2, "tp": 2, "split": True}, "model": "llama", "plan": plan}
 
 
-NAMES = [name for name, schedule in SCHEDULES.items() if schedule.order is not None and not schedule.lacks]
+NAMES = [name for name, schedule in SCHEDULES.items() if not schedule.lacks]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     check_closeness(figures)
     assert figures["num_losses"] == [ITERATIONS, 1]
     plans = [plan for replica in figures["plans"] for plan in replica]
-    assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans)
+    assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans) == (name not in WHOLE)
     assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
     assert any(plan["copies"] > 0 for plan in plans) == SCHEDULES[name].offloads
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.planner.schedules import SCHEDULES
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.bench import TIE, main
-from scripts.bench.orders.page import CLAIMS, claims
+from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims
 from tests.support.seeds import some_by_default
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -27,6 +27,28 @@ def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsy
     assert [row["order"] for row in rows] == ["interleaved, 4", "zb-v"]
     assert all(row["ratio"] == row["makespan_us"] / row["greedy_us"] >= 1 - TIE for row in rows)
     assert "faster than greedy" not in capsys.readouterr().out
+    for row in rows:
+        assert all(0 < row[f"{who}bubble"] < 1 and 0 < row[f"{who}peak_gib"] <= row["cap_gib"] for who in ("", "greedy_"))
+    page = tmp_path / "page.md"
+    assert main(["--page", str(page), "--rows", str(tmp_path / "rows.json")]) == 0
+    assert bubbles_and_peaks(rows) in page.read_text()
+    assert claims() in page.read_text()
+
+
+def test_the_page_has_bubble_and_peak_of_every_order_by_batch_and_cap():
+    none = {"bubble": None, "peak_gib": None, "greedy_bubble": None, "greedy_peak_gib": None}
+    found = {"bubble": 0.125, "peak_gib": 40.25, "greedy_bubble": 0.1, "greedy_peak_gib": 39.0}
+    rows = [
+        {"batch": "A", "cap_gib": cap, "order": order} | figures
+        for cap, order, figures in [(80, "gpipe", found), (80, "zb-v", none), (40, "gpipe", none), (40, "zb-v", found)]
+    ]
+    assert bubbles_and_peaks(rows).splitlines() == [
+        "| A | 80 GiB | 40 GiB |",
+        "| --- | --- | --- |",
+        "| the default planner | 10.0 %, 39.0 | no plan |",
+        "| `gpipe` | 12.5 %, 40.2 | no plan |",
+        "| `zb-v` | no plan | 12.5 %, 40.2 |",
+    ]
 
 
 def test_random_batches_are_planned_once_and_wins_and_losses_counted(

@@ -316,3 +316,33 @@ def test_a_reader_that_stops_early_is_no_error(plan_file):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=buffered, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--vocab-parallel"], "it does not know shards of the vocabulary"),
+        (["--overlap-exchanges", "--tensor-parallel", "8", "--slices", "1"], "steps of two actions, which overlap exchanges"),
+        (["--chunk-tokens", "300"], "the plan has more than 16 chunks"),
+        (["--forward-only"], "it has no programs of evaluations"),
+    ],
+)
+def test_plan_and_compare_say_why_the_exact_planner_leaves_a_plan_as_it_is(flags, why, capsys):
+    batch = ["--lengths", "2000,1500,1000,800", "--stages", "2", *flags]
+    assert main(["plan", *batch, "--planner", "milp"]) == 0
+    said = capsys.readouterr().err
+    assert "the plan is greedy's, the exact planner looks for no better one: " in said
+    assert why in said
+    assert main(["compare", *batch, "--planner", "milp", "--planner", "greedy"]) == 0
+    assert [why in line for line in capsys.readouterr().out.splitlines() if line.startswith("milp: ")] == [True]
+    assert main(["compare", *batch, "--planner", "milp", "--planner", "greedy", "--json"]) == 0
+    assert [why in row.get("note", "") for row in json.loads(capsys.readouterr().out)] == [True, False]
+
+
+def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(capsys):
+    pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
+    batch = ["--lengths", "2000,1500", "--stages", "2", "--slices", "2", "--planner", "milp", "--plan-limit-seconds", "0.5"]
+    assert main(["plan", *batch]) == 0
+    assert "above the bound" in capsys.readouterr().err
+    assert main(["compare", *batch]) == 0
+    assert "above the bound" in capsys.readouterr().out

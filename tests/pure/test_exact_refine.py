@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
@@ -16,6 +20,7 @@ from megatron_epp.planner.exact.oracle import makespan_us
 from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, faster, milp, shape_of
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
+from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -23,12 +28,20 @@ pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'm
 
 LENGTHS = (9000, 700, 16_000)
 COSTS = pipeline(2, 2)
-OPTIONS = Options(planner="milp", slices=2)
+OPTIONS = Options(planner="milp", slices=2, plan_limit_s=20)
+
+
+def shared(tensor_parallel: int, shares: tuple[float, ...] = ()) -> PipelineCosts:
+    """Return costs of two stages whose layers some ranks share, and the output layer the stages, by these shares."""
+    shape = library.shape_of(
+        library.load_flags("llama3-8b") | {"num_layers": 16, "tensor_model_parallel_size": tensor_parallel}
+    )
+    return analytic_profile(shape, H100).costs([8, 8], state_bytes_per_parameter=7.5, vocabulary_shares=shares)
 
 
 @pytest.fixture
 def refiner() -> Iterator[Refiner]:
-    made = Refiner(COSTS, OPTIONS, time_limit_s=20)
+    made = Refiner(COSTS, OPTIONS)
     yield made
     made.close()
 
@@ -44,16 +57,16 @@ def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner
     assert check(second) == []
     assert second.predicted.makespan_us <= first.predicted.makespan_us
     asked, sequences = canonical(problem(shuffled, 2))
-    refined = relabelled(milp(asked, COSTS, OPTIONS, 20), sequences)
+    refined = relabelled(milp(asked, COSTS, OPTIONS), sequences)
     assert second == build_plan(problem(shuffled, 2), COSTS, OPTIONS, refined)
 
 
 def test_what_only_offload_makes_fit_is_refined_too():
-    costs, options = pipeline(2), replace(OPTIONS, offload=True, slices=8)
+    costs, options = pipeline(2), replace(OPTIONS, offload=True, slices=8, plan_limit_s=1)
     with pytest.raises(InfeasibleError) as error:
         plan(problem([60_000], 2, 1), costs, replace(options, offload=False, planner="greedy"))
     asked = problem([60_000], 2, int(0.9 * (error.value.least_cap_bytes or 0)))
-    found, start = milp(asked, costs, options, 1.0), greedy(asked, costs, options)
+    found, start = milp(asked, costs, options), greedy(asked, costs, options)
     assert len(found.chunks) <= MOST_CHUNKS
     assert any(found.copies)
     made, before = (build_plan(asked, costs, options, one) for one in (found, start))
@@ -75,16 +88,16 @@ def test_a_solver_that_has_ended_surfaces_with_the_next_batch(refiner: Refiner):
 
 
 def test_a_fixed_recompute_is_kept():
-    options = replace(OPTIONS, recompute=1)
-    made = milp(problem(LENGTHS, 2), COSTS, options, 5.0)
+    options = replace(OPTIONS, recompute=1, plan_limit_s=5)
+    made = milp(problem(LENGTHS, 2), COSTS, options)
     assert {num_steps for row in made.recompute_steps for num_steps in row} == {1}
 
 
 def test_a_batch_of_like_shape_tries_the_refined_order():
     """Its plan is never slower than greedy's, and as fast as a solve of its own where the batches are equal."""
-    options = Options(slices=2, split_weight=True)
+    options = Options(slices=2, split_weight=True, plan_limit_s=5)
     asked, other = (problem(lengths, 2, 14 << 30) for lengths in (LENGTHS, (8900, 690, 16_000)))
-    like = milp(canonical(asked)[0], COSTS, options, 5.0)
+    like = milp(canonical(asked)[0], COSTS, options)
     other = canonical(other)[0]
     start = greedy(other, COSTS, options)
     assert shape_of(other, start) == shape_of(canonical(asked)[0], like)
@@ -97,7 +110,7 @@ def test_a_batch_of_like_shape_tries_the_refined_order():
 
 
 def test_closing_ends_the_solver_in_the_middle_of_a_batch():
-    refiner = Refiner(pipeline(4, 2), Options(planner="milp", slices=4), time_limit_s=600)
+    refiner = Refiner(pipeline(4, 2), Options(planner="milp", slices=4, plan_limit_s=600))
     refiner.plan(problem((9000, 700, 16_000), 4))
     refiner.close()
     assert refiner._worker._process.returncode is not None
@@ -118,21 +131,91 @@ def test_the_planner_is_never_slower_than_greedy():
     assert refined.makespan_us <= plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
 
 
-def test_long_tables_and_evaluations_stay_greedy():
-    long = problem((4000,) * (MOST_CHUNKS + 1), 2)
-    assert len(greedy(long, COSTS, OPTIONS).chunks) > MOST_CHUNKS
-    evaluation = problem(LENGTHS, 2, forward_only=True)
-    for asked in (long, evaluation):
-        assert milp(asked, COSTS, OPTIONS, 1.0) == greedy(asked, COSTS, OPTIONS)
+SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
+STAYING = {
+    "more than 16 chunks": (problem((4000,) * (MOST_CHUNKS + 1), 2), COSTS, OPTIONS),
+    "evaluations": (problem(LENGTHS, 2, forward_only=True), COSTS, OPTIONS),
+    "shards of the vocabulary": (problem(LENGTHS, 2), SHARDED, OPTIONS),
+    "overlap exchanges": (problem((4096,) * 8, 2), EXCHANGING, replace(OPTIONS, slices=None, overlap_exchanges=True)),
+}
+
+
+@pytest.mark.parametrize("why", STAYING)
+def test_what_the_exact_planner_does_not_know_stays_as_greedy_plans_it_and_a_line_says_why(
+    why: str, caplog: pytest.LogCaptureFixture
+):
+    asked, costs, options = STAYING[why]
+    with caplog.at_level(logging.INFO):
+        made = milp(asked, costs, options)
+    assert made == greedy(asked, costs, options)
+    (said,) = caplog.messages
+    assert said.startswith("the plan is greedy's, the exact planner looks for no better one: ")
+    assert why in said
+
+
+@pytest.mark.parametrize("why", STAYING)
+def test_in_training_it_is_said_once_and_not_sent_to_the_solver(why: str, caplog: pytest.LogCaptureFixture):
+    asked, costs, options = STAYING[why]
+    refiner = Refiner(costs, options)
+    with caplog.at_level(logging.INFO):
+        plans = [refiner.plan(asked) for _ in range(2)]
+    refiner.close()
+    assert not refiner._asked
+    assert plans[0] == plans[1] == plan(asked, costs, options)
+    (said,) = caplog.messages
+    assert why in said
+
+
+def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):
+    options = replace(OPTIONS, overlap_exchanges=True)
+    with caplog.at_level(logging.INFO):
+        assert milp(problem(LENGTHS, 2), COSTS, options) == milp(problem(LENGTHS, 2), COSTS, OPTIONS)
+    assert "greedy's" not in caplog.text
+
+
+def test_the_gap_of_a_refined_batch_is_logged_by_the_process_that_trains(caplog: pytest.LogCaptureFixture):
+    planner = BackgroundPlanner(COSTS, replace(OPTIONS, plan_limit_s=1))
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            planner.plan(problem(LENGTHS, 2))
+            if caplog.messages:
+                break
+            time.sleep(0.2)
+    planner.close()
+    assert re.fullmatch(
+        r"refined a batch of 3 sequences: [\d.]+ ms, [\d.]+ % less than greedy's, gap [\d.]+ %", caplog.messages[0]
+    )
+
+
+def test_replicas_that_share_experts_stay_greedy_and_a_line_says_so(caplog: pytest.LogCaptureFixture):
+    replicas = ((0, 1),)
+    planner = BackgroundPlanner(COSTS, OPTIONS, lockstep_groups=replicas)
+    like = BackgroundPlanner(COSTS, replace(OPTIONS, planner="greedy"), lockstep_groups=replicas)
+    with caplog.at_level(logging.INFO):
+        made, expected = ([one.plan() for one in asked.plan(problem((9000, 700, 16_000, 800), 2))] for asked in (planner, like))
+    planner.close()
+    like.close()
+    assert [one.ranks for one in made] == [one.ranks for one in expected]
+    (said,) = caplog.messages
+    assert said.endswith("replicas that share experts are planned together")
+
+
+def test_the_solver_stops_after_the_time_that_is_given():
+    asked, costs = problem((9000, 8000, 7000, 6000, 5000, 4000), 4), pipeline(4, 2)
+    options = replace(OPTIONS, slices=2, split_weight=True, plan_limit_s=0.5)
+    build_plan(asked, costs, options, milp(asked, costs, options))  # compiles what is compiled
+    start_s = time.monotonic()
+    milp(asked, costs, options)
+    assert time.monotonic() - start_s < 5
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["looped", "v"])
 def test_several_stages_on_a_rank_are_refined(placement: tuple[int, ...]):
     asked = replace(problem(LENGTHS, 4), placement=placement, cap_bytes=(1 << 40,) * 2)
     costs = pipeline(4, 2)
-    options = replace(OPTIONS, split_weight=True)
+    options = replace(OPTIONS, split_weight=True, plan_limit_s=2)
     made, before = (
-        build_plan(asked, costs, options, one) for one in (milp(asked, costs, options, 2.0), greedy(asked, costs, options))
+        build_plan(asked, costs, options, one) for one in (milp(asked, costs, options), greedy(asked, costs, options))
     )
     assert check(made) == []
     assert made.predicted.makespan_us <= before.predicted.makespan_us

@@ -61,6 +61,19 @@ def with_communication(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def among_other_lines(rows: Rows) -> str:
+    """Write rows as the zero-bubble fork does with offloaded activations, behind figures of its search and before a rule."""
+    return (
+        "1 2 1 7.0 8.0\n0 3 1 7.0 8.0\npeak memory: [8, 7] -> [4, 4]\n\ngroup size: 4\n>>>>> best schedule\n"
+        f"{with_communication(rows)}\nbest schedule <<<<<\n"
+    )
+
+
+def csv(rows: Rows) -> str:
+    """Write rows as torch.distributed.pipelining does."""
+    return "\n".join(",".join(map(str, row)) for row in rows)
+
+
 def bare(rows: Rows) -> str:
     """Write rows as the zero-bubble fork prints them when it makes them."""
     names = {"F": "F", "B": "BW"}
@@ -70,7 +83,7 @@ def bare(rows: Rows) -> str:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("written", [primus, with_communication])
+@pytest.mark.parametrize("written", [primus, with_communication, among_other_lines])
 def test_an_order_is_read_as_it_was_written(name: str, written: Callable[[Rows], str]):
     rows = ORDERS[name]
     assert is_table("schedule.txt", written(rows))
@@ -101,6 +114,12 @@ def test_slices_run_forward_in_order_and_backward_last_first(text: str):
     assert made.lengths == (2, 2)
     order = [str(action) for step in made.ranks[0] for action in step.actions]
     assert order == ["0F0", "0F1", "0B1", "0B0", "0F2", "0F3", "0B3", "0B2"]
+
+
+def test_numbers_behind_dashes_are_stages_where_backwards_have_two_parts():
+    made = from_table(">>>>> best schedule\nF0-0 F0-1 B0-1 W0-1      B0-0 W0-0\n     F0-0 F0-1 B0-1 W0-1 B0-0 W0-0")
+    assert made.lengths == (1,)
+    assert made.num_stages == 4
 
 
 def test_nodes_of_primus_in_brackets_are_a_step():
@@ -148,6 +167,8 @@ def test_a_sound_table_tells_its_bubble_and_its_peak(tmp_path: Path, capsys: pyt
         ("Rank 0: (SF|0|0)", "row 1 of the table has no passes"),
         ("Rank 0: (F|0|999999999)", "1,000,000,000 stages on each of 1 ranks"),
         ("f0 f1\nf0 x1", "row 2, word 2 of the table is 'x1'"),
+        ("peak memory: 8 -> 4\nf0 b0\n\nx1 x2 x3\nf0 b0", "row 2, word 1 of the table is 'x1'"),
+        ("peak memory: 8 -> 4\nsf0 rf1", "row 1 of the table has no passes"),
         ("f0 Sf0", "row 1, word 2 of the table is 'Sf0'"),
         ("F999999999", "1,000,000,000 microbatches"),
         ("F0-999999999", "1,000,000,000 microbatches"),
@@ -164,3 +185,26 @@ def test_what_is_no_table_is_refused_in_a_line(text: str, said: str):
 @pytest.mark.parametrize("text", ["{}", "", "hello world", "Rank 0 waits", "100,200"])
 def test_other_texts_are_no_tables(text: str):
     assert not is_table("plan.json", text)
+
+
+def test_a_file_without_a_row_is_neither_a_plan_nor_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "schedule.txt"
+    path.write_text("1 2 1 7.0 8.0\npeak memory: [8, 7] -> [4, 4]\n")
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: neither a plan, which is JSON, nor a table: no line is a row such as" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), [("t.csv", csv), ("t.log", primus), ("t.txt", with_communication), ("t.txt", bare)]
+)
+def test_ranks_that_wait_for_each_other_are_named(
+    name: str, written: Callable[[Rows], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Rank 0 wants the gradient of microbatch 0 before it forwards 1; rank 1 wants 1 before it runs the backward of 0."""
+    path = tmp_path / name
+    path.write_text(written(rows_of("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1")))
+    assert main(["check", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "deadlock: waits for 1B0 (rank 1, " in said
+    assert "deadlock: waits for 0F1 (rank 0, " in said

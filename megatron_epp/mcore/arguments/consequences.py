@@ -264,6 +264,8 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
+    if args.epp_plan_limit_seconds is not None and planner != "milp":
+        yield f"--epp-plan-limit-seconds is for --epp-planner milp, not {planner}; leave one of them out"
     if args.epp_documents == "stream" and (resets := _given(IMPLIED[:3], args)):
         yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
     if args.epp_trace is not None and args.epp_report_dir is None:

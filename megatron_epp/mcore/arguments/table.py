@@ -53,6 +53,11 @@ _PLANNING = (
         "time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
         "machine, unlike with --steps (default: none)",
     ),
+    Flag("plan_limit_s", "--epp-plan-limit-seconds", "--plan-limit-seconds", AMOUNT, metavar="S").described(
+        "With --epp-planner milp, time for which the solver looks for a better plan of one batch, in the background "
+        "(default: 60).",
+        "with --planner milp, time for which the solver looks for a better plan (default: 10)",
+    ),
     Flag("steps", "", "--steps", WHOLE, default=0).described(
         "Of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),

@@ -3,7 +3,8 @@
 A word is an operation and a microbatch. In lines with communication, ``f0 sf0 b0 w0``, lower case is a rank's first stage and
 upper case its second; b is the whole backward unless there is a w of it; words that all come equally often are slices, the last
 of which runs backward first. In lines without, ``F0 BW0``, ``F0.1`` is of the rank's second stage, ``F0-1`` of the microbatch's
-second slice, and BW the whole backward. Communication (SF, RF, SB, RB), steps of the optimizer's validation (PV, RPV, SPV),
+second slice, and BW the whole backward; but with ``B0-1 W0-1``, two parts, ``F0-1`` is of the rank's second stage. Lines
+before and after the table are skipped. Communication (SF, RF, SB, RB), steps of the optimizer's validation (PV, RPV, SPV),
 copies (OSS, OSE, ORP, ORS, ORE, OB) and recompute (R) are left out.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_epp.plan.errors import PlanError
@@ -34,17 +36,31 @@ class _Word(NamedTuple):
     part: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """Tells how words are written.
+
+    Attributes:
+        has_case: their case is the stage.
+        has_parts: ``-1`` is the second slice, not the second stage.
+    """
+
+    has_case: bool
+    has_parts: bool
+
+
 def is_table(text: str) -> bool:
-    """Return True if the first line has such words alone."""
-    first = next((line.split() for line in text.splitlines() if line.strip()), [])
-    return bool(first) and all((found := _WORD.fullmatch(word)) and found[1].upper() in _COMPUTE | _OTHER for word in first)
+    """Return True if a line has such words alone."""
+    return any(words and all(map(_is_word, words)) for words in map(str.split, text.splitlines()))
 
 
 def from_zero_bubble(text: str) -> Plan:
     """Read a table as a plan. Arguments and errors as for `foreign.from_table`."""
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    has_case = any(word != word.upper() for line in lines for word in line)
-    rows = [[_read(word, number, at, has_case) for at, word in enumerate(line)] for number, line in enumerate(lines)]
+    lines = _rows_of(text)
+    words = {found[0] for line in lines for word in line if (found := _WORD.fullmatch(word))}
+    has_parts = not any("-" in word and word[0] in "BW" and word[:2] != "BW" for word in words)
+    writing = _Writing(any(word != word.upper() for word in words), has_parts)
+    rows = [[_read(word, number, at, writing) for at, word in enumerate(line)] for number, line in enumerate(lines)]
     rows = [[one for one in row if one.name in _COMPUTE] for row in rows]
     often = {count for row in rows for count in Counter(row).values()}
     if len(often) == 1 and (num_slices := often.pop()) > 1:
@@ -53,14 +69,26 @@ def from_zero_bubble(text: str) -> Plan:
     return placed(list(map(_passes, rows)), SOURCE, parts)
 
 
-def _read(word: str, row: int, at: int, has_case: bool) -> _Word:
-    """Return a word. `has_case` tells whether its case is the stage."""
+def _rows_of(text: str) -> list[list[str]]:
+    """Return the words of all lines from the first to the last of which half are passes. Empty lines are left out."""
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    at = [number for number, line in enumerate(lines) if 2 * sum(map(_is_word, line)) >= len(line)]
+    return lines[at[0] : at[-1] + 1] if at else []
+
+
+def _is_word(word: str) -> bool:
+    found = _WORD.fullmatch(word)
+    return found is not None and found[1].upper() in _COMPUTE | _OTHER
+
+
+def _read(word: str, row: int, at: int, writing: _Writing) -> _Word:
+    """Return a word."""
     found = _WORD.fullmatch(word)
     if found is None or (name := found[1].upper()) not in _COMPUTE | _OTHER or found[1] not in (name, name.lower()):
         raise PlanError(f"row {row + 1}, word {at + 1} of the table is {shown(word[:40])}; expected a pass such as f3")
-    stage = int(has_case and found[1] == name)
-    after = int(found[4] or 0)
-    return _Word(name, after if found[3] == "." else stage, int(found[2]), after if found[3] == "-" else 0)
+    is_part = found[3] == "-" and writing.has_parts
+    stage = int(found[4]) if found[3] and not is_part else int(writing.has_case and found[1] == name)
+    return _Word(name, stage, int(found[2]), int(found[4]) if is_part else 0)
 
 
 def _numbered(row: Sequence[_Word], num_slices: int) -> list[_Word]:

@@ -87,7 +87,7 @@ def oracle(
     horizon_us = start_us if start else _serial_us(tables)
     bound_us = min(horizon_us, lower_bound_us(tables, chunks, problem, options))
     if start is not None and bound_us >= horizon_us * (1 - TOLERANCE):
-        return Proven(start, start_us, bound_us, optimal=True)
+        return _told(Proven(start, start_us, bound_us, optimal=True))
     shares = {*SHARES, *(share for row in (start.offload if start else ()) for share in row if share)}
     case = Case(chunks, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
     solved = solve(case, start, time_limit_s, workers)
@@ -103,10 +103,14 @@ def oracle(
             made, made_us = found, found_us
     bound_us = min(solved.bound_us, made_us)
     optimal = made is not None and bound_us >= made_us * (1 - TOLERANCE)
-    logger.info(
-        "%s: %.3f ms, %s", "proven" if optimal else "not proven", made_us / 1e3, f"{made_us / bound_us - 1:.2%} above the bound"
-    )
-    return Proven(made, made_us, bound_us, optimal)
+    return _told(Proven(made, made_us, bound_us, optimal))
+
+
+def _told(found: Proven) -> Proven:
+    """Log a result, and return it."""
+    said, above = "proven" if found.optimal else "not proven", f"{found.makespan_us / found.bound_us - 1:.2%} above the bound"
+    logger.info("%s: %.3f ms, %s", said, found.makespan_us / 1e3, above)
+    return found
 
 
 def makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:

@@ -5,9 +5,10 @@ What a solver finds in a given time depends on the machine, so use it where one 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_epp.cost import Costs
@@ -24,10 +25,13 @@ from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 Shape = tuple[bool, tuple[int, ...], tuple[int, ...]]
 """Batches of equal shapes can run in one order: see `shape_of`."""
 
-TIME_LIMIT_S = 10.0
+TIME_LIMIT_S, REFINER_LIMIT_S = 10.0, 60.0
+"""Seconds for a batch that is waited for, and for one that is refined in the background."""
 MOST_CHUNKS = 16
 """Longer chunk tables keep the greedy decisions: their programs do not get anywhere in minutes."""
 WAITING = 4
@@ -36,27 +40,61 @@ NICENESS = 10
 """Niceness of the solver's process: training has priority."""
 
 
-def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float = TIME_LIMIT_S) -> Decisions:
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """Decisions of a batch after the oracle.
+
+    Attributes:
+        decisions: the best found.
+        start_us, makespan_us: makespan before and after.
+        bound_us: no decisions of the oracle's kind are faster.
+    """
+
+    decisions: Decisions
+    start_us: float
+    makespan_us: float
+    bound_us: float
+
+
+def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Improve the greedy decisions by the oracle, within a given time: order, recompute, weight gradients and copies.
 
-    Evaluations, plans with vocabulary shards and tables of more than `MOST_CHUNKS` chunks stay as they are.
+    What `why_greedy` names stays as greedy plans it, and a log line says so.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
-        time_limit_s: seconds for the oracle.
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
         MessageRoomError: its decisions fit but for their messages.
         PlanError: OR-tools is not installed.
     """
-    options = replace(options, overlap_exchanges=False)  # the program knows no steps of two actions
     start = greedy(problem, costs, options)
-    if problem.forward_only or len(start.chunks) > MOST_CHUNKS or has_shards(start.tables(problem, costs)):
+    if why := why_greedy(start, problem, costs):
+        tell_greedy(why)
         return start
-    build_plan(problem, costs, options, start)  # raises where messages do not fit: `plan` then asks again, with room for them
-    found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s)
-    return found.decisions or start
+    return _refined(start, problem, costs, options, TIME_LIMIT_S).decisions
+
+
+def why_greedy(made: Decisions, problem: Problem, costs: Costs) -> str:
+    """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
+
+    Args:
+        made: by the greedy planner.
+        problem, costs: as for `milp`.
+    """
+    if problem.forward_only:
+        return "it has no programs of evaluations"
+    if len(made.chunks) > MOST_CHUNKS:
+        return f"the plan has more than {MOST_CHUNKS} chunks, too many to get anywhere in minutes"
+    if has_shards(made.tables(problem, costs)):
+        return "it does not know shards of the vocabulary"
+    return "it does not know steps of two actions, which overlap exchanges" if made.joined else ""
+
+
+def tell_greedy(why: str) -> None:
+    """Log that the greedy plan stays, and why."""
+    logger.info("the plan is greedy's, the exact planner looks for no better one: %s", why)
 
 
 class Refiner:
@@ -65,19 +103,19 @@ class Refiner:
     A batch of other lengths whose chunk table has the same shape tries the refined order on its own chunks.
     """
 
-    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0) -> None:
+    def __init__(self, costs: Costs, options: Options) -> None:
         """Start the process that refines.
 
         Args:
             costs: time and memory of every stage.
             options: the user's settings.
-            time_limit_s: seconds for each batch.
         """
-        self.costs, self.options = costs, replace(options, overlap_exchanges=False)
+        self.costs, self.options = costs, options
         self.solved = Recent[Problem, Decisions]()
         self.by_shape = Recent[Shape, Decisions]()
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
-        self._worker = Worker(_refining, costs, self.options, time_limit_s, niceness=NICENESS)
+        self._told = set[str]()
+        self._worker = Worker(_refining, costs, options, niceness=NICENESS)
 
     def plan(self, problem: Problem) -> Plan:
         """The refined plan where there is one, else the greedy plan, without waiting for the solver.
@@ -86,9 +124,12 @@ class Refiner:
         """
         validate(problem, self.costs, self.options)
         while self._asked and self._worker.is_ready():
-            asked, made = self._asked.popleft(), self._worker.receive()
-            self.solved.remember(asked, made)
-            self.by_shape.remember(shape_of(asked, made), made)
+            asked, found = self._asked.popleft(), self._worker.receive()
+            if isinstance(found, Refined):
+                _tell_gap(asked, found)
+                found = found.decisions
+            self.solved.remember(asked, found)
+            self.by_shape.remember(shape_of(asked, found), found)
         return planned_with_room(problem, self._plan)
 
     def _plan(self, problem: Problem) -> Plan:
@@ -96,12 +137,24 @@ class Refiner:
         made = self.solved.recall(asked)
         if made is None:
             made = greedy(asked, self.costs, self.options)
-            if asked not in self._asked and len(self._asked) < WAITING:
-                self._worker.send(asked)
-                self._asked.append(asked)
-            like = self.by_shape.recall(shape_of(asked, made))
-            made = made if like is None else faster(made, like, asked, self.costs, self.options)
+            if why := why_greedy(made, asked, self.costs):
+                self._tell_once(why)
+            else:
+                made = self._like_before(made, asked)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+
+    def _like_before(self, made: Decisions, asked: Problem) -> Decisions:
+        """Have greedy decisions refined, and return them or, where that is faster, the order of a batch of like shape."""
+        if asked not in self._asked and len(self._asked) < WAITING:
+            self._worker.send(asked)
+            self._asked.append(asked)
+        like = self.by_shape.recall(shape_of(asked, made))
+        return made if like is None else faster(made, like, asked, self.costs, self.options)
+
+    def _tell_once(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            tell_greedy(why)
 
     def close(self) -> None:
         """End the process, and with it what is being solved."""
@@ -130,13 +183,33 @@ def faster(made: Decisions, like: Decisions, problem: Problem, costs: Costs, opt
     return tried if makespan_us(problem, costs, options, tried) < makespan_us(problem, costs, options, made) else made
 
 
-def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
-    return partial(_refined, costs=costs, options=options, time_limit_s=time_limit_s)
+def _tell_gap(problem: Problem, found: Refined) -> None:
+    logger.info(
+        "refined a batch of %d sequences: %.3f ms, %.2f %% less than greedy's, gap %.2f %%",
+        len(problem.lengths),
+        found.makespan_us / 1e3,
+        100 * (1 - found.makespan_us / found.start_us),
+        100 * (found.makespan_us / found.bound_us - 1),
+    )
 
 
-def _refined(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
-    """Return what `milp` finds; where its start has no room for messages, that start, which is then planned anew with more."""
+def _refining(costs: Costs, options: Options) -> Callable[[Problem], Refined | Decisions]:
+    return partial(_refined_or_greedy, costs=costs, options=options)
+
+
+def _refined_or_greedy(problem: Problem, costs: Costs, options: Options) -> Refined | Decisions:
+    """Refine a batch; where its greedy plan has no room for messages, return that, which is then planned anew with more."""
+    start = greedy(problem, costs, options)
     try:
-        return milp(problem, costs, options, time_limit_s)
+        return _refined(start, problem, costs, options, REFINER_LIMIT_S)
     except MessageRoomError:
-        return greedy(problem, costs, options)
+        return start
+
+
+def _refined(start: Decisions, problem: Problem, costs: Costs, options: Options, default_s: float) -> Refined:
+    """Look for better decisions than the greedy ones, by default for so many seconds."""
+    # This raises where messages do not fit: `plan` then asks again, with room for them.
+    start_us = build_plan(problem, costs, options, start).predicted.makespan_us
+    limit_s = default_s if options.plan_limit_s is None else options.plan_limit_s
+    found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=limit_s)
+    return Refined(found.decisions or start, start_us, min(found.makespan_us, start_us), found.bound_us)

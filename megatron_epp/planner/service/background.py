@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
-from megatron_epp.planner.exact.refine import Refiner
+from megatron_epp.planner.exact.refine import Refiner, tell_greedy
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
@@ -33,6 +34,18 @@ RESTARTS = 3
 """Times that a planning process which has ended is started again for one batch; memory may have been short for a while."""
 KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
+
+
+class Answer(NamedTuple):
+    """Reply of the planning process for a batch.
+
+    Attributes:
+        plans: of the replicas that it plans for.
+        messages: what the exact planner logged meanwhile.
+    """
+
+    plans: PackedPlans
+    messages: tuple[str, ...] = ()
 
 
 class BackgroundPlanner:
@@ -80,12 +93,14 @@ class BackgroundPlanner:
         with self._lock:
             for restarts_left in range(RESTARTS, -1, -1):
                 try:
-                    packed: PackedPlans = self._worker.call(problem)
+                    answer: Answer = self._worker.call(problem)
                     break
                 except EndedError as ended:
                     if not (restarts_left and self._restarted(ended)):
                         raise
-        return packed
+        for message in answer.messages:
+            logger.info("%s", message)
+        return answer.plans
 
     def _restarted(self, ended: EndedError) -> bool:
         """Start the process again. Return False if the planner is closed."""
@@ -116,7 +131,7 @@ def _load(options: Options) -> None:
 
 def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
-) -> Callable[[Problem], PackedPlans]:
+) -> Callable[[Problem], Answer]:
     """Make the function that the process calls for every batch.
 
     Args:
@@ -126,7 +141,10 @@ def _planning(
     """
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
     plan_one: Callable[[Problem], Plan] | None = None
-    if options.planner == "milp":
+    exact = _Messages("megatron_epp.planner.exact")
+    if options.planner == "milp" and len(lockstep_groups[lockstep_group]) > 1:
+        tell_greedy("replicas that share experts are planned together")
+    elif options.planner == "milp":
         plan_one = Refiner(costs, options).plan
     elif options.budget_ms:
         plan_one = Anytime(costs, options).plan
@@ -145,15 +163,37 @@ def _planning(
 
         return divide(problem, costs, lockstep_groups, slowest_us)
 
-    def packed(problem: Problem) -> PackedPlans:
+    def packed(problem: Problem) -> Answer:
         start_s = time.perf_counter()
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
         problems = tuple(map(problem.part, shares))
         plans = repeatable(problems) if plan_one is None else (plan_one(problems[0]),)
         planning_us = (time.perf_counter() - start_s) * 1e6
-        return tuple(
-            PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
-        )
+        made = (PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True))
+        return Answer(tuple(made), exact.taken())
 
     return packed
+
+
+class _Messages(logging.Handler):
+    """Messages that the loggers of a package have had at INFO since they were last taken.
+
+    Args:
+        name: of the package.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+        source = logging.getLogger(name)
+        source.addHandler(self)
+        source.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def taken(self) -> tuple[str, ...]:
+        """Return the messages, and forget them."""
+        taken, self.messages = tuple(self.messages), []
+        return taken

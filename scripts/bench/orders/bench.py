@@ -2,6 +2,7 @@
 
     python -m scripts.bench.orders                            ten cases, all orders
     python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
+    python -m scripts.bench.orders --page FILE --rows ROWS    the page alone, of the figures that --json ROWS wrote
     python -m scripts.bench.orders --pictures docs            only the pictures of three batches
     python -m scripts.bench.orders --reduced                  one case, two orders
     python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
@@ -28,6 +29,7 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.plan import Prediction
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.gantt import side_by_side
@@ -113,10 +115,16 @@ def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool
 
 
 @cache
-def makespan_us(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool) -> float | None:
-    """Makespan of a proven plan; None where nothing fits."""
+def predicted(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool) -> Prediction | None:
+    """Return the figures of a proven plan; None where nothing fits."""
     made = plan_of(case, layout, planner, split, offload, overlap)
-    return None if made is None else made.predicted.makespan_us
+    return None if made is None else made.predicted
+
+
+def _figures(found: Prediction | None, makespan: str, prefix: str = "") -> dict[str, float | None]:
+    """Return makespan, bubble and the peak of the fullest rank, by their names in a row; None where there is no plan."""
+    values = (None,) * 3 if found is None else (found.makespan_us, found.bubble_fraction, max(found.peak_bytes) / GIB)
+    return dict(zip((makespan, f"{prefix}bubble", f"{prefix}peak_gib"), values, strict=True))
 
 
 def layout_of(name: str) -> Layout:
@@ -151,8 +159,8 @@ def row(case: Case, name: str) -> dict[str, Any]:
     layout = layout_of(name)
     usual = USUAL if schedule.lacks else layout
     uses = schedule.splits_weight, schedule.offloads, schedule.joins
-    theirs, ours = makespan_us(case, layout, planner, *uses), makespan_us(case, usual, "greedy", *uses)
-    ratio = theirs / ours if theirs is not None and ours is not None else None
+    theirs, ours = predicted(case, layout, planner, *uses), predicted(case, usual, "greedy", *uses)
+    ratio = theirs.makespan_us / ours.makespan_us if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
         "cap_gib": case.cap_gib,
@@ -160,8 +168,8 @@ def row(case: Case, name: str) -> dict[str, Any]:
         "placement": f"{layout.placement.kind}, {layout.placement.num_chunks}" if count > 1 else "one stage",
         "split_weight": schedule.splits_weight,
         "offload": schedule.offloads,
-        "makespan_us": theirs,
-        "greedy_us": ours,
+        **_figures(theirs, "makespan_us"),
+        **_figures(ours, "greedy_us", "greedy_"),
         "ratio": ratio,
     }
 
@@ -190,9 +198,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="only draw three batches, to files of that folder")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="plan nothing: take the figures that --json wrote there")
     args = parser.parse_args(argv)
     if args.pictures is not None:
         draw(args.pictures)
+        return 0
+    if args.rows is not None:
+        if args.page is None:
+            parser.error("--rows is for --page")
+        args.page.write_text(page(json.loads(args.rows.read_text()), args.page.with_suffix(".png").name, DRAWN))
         return 0
     cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, args.orders)
     print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")

@@ -191,6 +191,33 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
     return table(["schedule", *(f"{batch}, {cap} GiB" for batch, cap in cases)], lines)
 
 
+def bubbles_and_peaks(rows: Sequence[dict[str, Any]]) -> str:
+    """Format a table for every batch: bubble and peak of all orders, with a column for every cap.
+
+    The default planner, with one stage per rank and no options, is the first line.
+    """
+    tables = []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        own = [row for row in rows if row["batch"] == batch]
+        caps = list(dict.fromkeys(row["cap_gib"] for row in own))
+        lines = {row["order"]: dict.fromkeys(caps, "no plan") for row in own}
+        usual = dict.fromkeys(caps, "no plan")
+        for row in own:
+            if row["bubble"] is not None:
+                lines[row["order"]][row["cap_gib"]] = _bubble_and_peak(row["bubble"], row["peak_gib"])
+            if row["order"] == "gpipe" and row["greedy_bubble"] is not None:  # a plain order of one stage per rank
+                usual[row["cap_gib"]] = _bubble_and_peak(row["greedy_bubble"], row["greedy_peak_gib"])
+        cells = [[f"`{name}`", *by_cap.values()] for name, by_cap in lines.items()]
+        if "gpipe" in lines:
+            cells.insert(0, ["the default planner", *usual.values()])
+        tables.append(table([batch, *(f"{cap} GiB" for cap in caps)], cells))
+    return "\n\n".join(tables)
+
+
+def _bubble_and_peak(bubble: float, peak_gib: float) -> str:
+    return f"{100 * bubble:.1f} %, {peak_gib:.1f}"
+
+
 def picture(path: Path) -> None:
     """Draw every schedule for few microbatches, one below the other."""
     sizes = {name: 4 if name in SLICES else 1 for name in CLAIMS}
@@ -263,9 +290,15 @@ long as the longest into at least as many slices as there are ranks, however sho
 tokens, a fifth of whose forward is fixed time, and with TP 8 the host takes longer to launch a pass than the device to run it.
 `interleaved, 4` has four stages per
 rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of them is faster than another in the same
-column the ratios do not say, as their placements differ.
+column the ratios do not say, as their placements differ. [How it compares](comparison.md#against-the-best-there-is) has
+zero-bubble schedules and greedy against proven optima, which are what OptPipe looks for.
 
 {gallery(rows)}
+
+Bubble, the idle share of all ranks until the last one ends, and peak of the fullest rank in GiB, weights and optimizer
+included, by batch and cap. A small bubble is no fast plan where recompute fills it.
+
+{bubbles_and_peaks(rows)}
 
 The same plans in pictures, under the middle cap, the fastest first, and without those that take half as long again. Titles have
 makespan, bubble, recompute and peak.
@@ -278,8 +311,8 @@ makespan, bubble, recompute and peak.
 `7I0`, `4W2`, `(0F7;7B3)OVERLAP_F_B`), those that AMD's Primus logs (`Rank 0: (F|0|0),(SF|0|0),…`), and those that the
 zero-bubble fork of Megatron prints (`f0 sf0 b0 w0` with communication, `F0.1 BW0.1` or `F0-1 BW0-1` without), and proves them
 like plans: every forward and backward is there once, nothing runs before what it needs, the order of sends matches that of
-receives, and there is no deadlock, even with a GPU's in-order hardware queues. It prints the bubble if F, B and W take equally
-long, and the largest number of microbatches in flight on a rank. Communication, copies and recompute are left out: messages
-follow from the order. Where two stages of a rank may be looped or a V, the table does not say which; it is the one with fewer
-violations.
+receives, and there is no deadlock, even with a GPU's in-order hardware queues. It prints the bubble if F, B and W take
+equally long, and the largest number of microbatches in flight on a rank. Communication, copies and recompute are left out:
+messages follow from the order. Other lines before and after the rows of zero-bubble and Primus are skipped. Where two stages
+of a rank may be looped or a V, the table does not say which; it is the one with fewer violations.
 """
