@@ -324,7 +324,7 @@ def test_a_reader_that_stops_early_is_no_error(plan_file):
         (["--vocab-parallel"], "it does not know shards of the vocabulary"),
         (["--overlap-exchanges", "--tensor-parallel", "8", "--slices", "1"], "steps of two actions, which overlap exchanges"),
         (["--chunk-tokens", "300"], "the plan has more than 16 chunks"),
-        (["--forward-only"], "it has no programs of evaluations"),
+        (["--forward-only"], "it does not know evaluations"),
     ],
 )
 def test_plan_and_compare_say_why_the_exact_planner_leaves_a_plan_as_it_is(flags, why, capsys):

@@ -84,7 +84,7 @@ def why_greedy(made: Decisions, problem: Problem, costs: Costs) -> str:
         problem, costs: as for `milp`.
     """
     if problem.forward_only:
-        return "it has no programs of evaluations"
+        return "it does not know evaluations"
     if len(made.chunks) > MOST_CHUNKS:
         return f"the plan has more than {MOST_CHUNKS} chunks, too many to get anywhere in minutes"
     if has_shards(made.tables(problem, costs)):
