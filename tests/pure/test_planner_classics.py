@@ -1,4 +1,4 @@
-"""Greedy is no slower than orders of other papers with equal microbatches, placement and peak memory, two excepted.
+"""Greedy is never slower than orders of other papers with equal microbatches, placement and peak memory.
 
 Every stage takes 1 for F, 1 for B and 1 for W of a microbatch; an order without W takes 2 for B. Messages take no time, what a
 forward keeps stays until its W, and recompute saves nothing.
@@ -19,9 +19,6 @@ from megatron_epp.planner.search.order_rules import PATTERNS, V_PATTERNS
 from scripts.bench.orders.bench import ORDERS
 from scripts.bench.orders.unit import Unit, fewest, unit_costs
 
-SLOWER = {"v-min": 1.025, "v-half": 1.04}
-"""Orders whose first and last microbatches greedy does not run as fast, and at most how many times as long it takes."""
-
 
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(
@@ -34,7 +31,7 @@ def test_greedy_is_no_slower_than_an_order_with_as_much_memory(name: str, ranks:
     cap = unit.peak_bytes(made)
     ours = unit.greedy(cap)
     assert unit.peak_bytes(ours) <= cap
-    assert unit.makespan_us(ours) <= unit.makespan_us(made) * (SLOWER.get(name, 1) + 1e-9)
+    assert unit.makespan_us(ours) <= unit.makespan_us(made) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "hanayo"], ids=["looped", "v"])

@@ -14,7 +14,16 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, coded
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import Order, descending, merged, order_of, slice_groups, window_ahead
+from megatron_epp.planner.orders.squeezed import laid_out, squeezed
+from megatron_epp.planner.orders.warm_up import (
+    Order,
+    descending,
+    merged,
+    order_of,
+    slice_groups,
+    window_ahead,
+    without_weights,
+)
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -66,10 +75,12 @@ class Block:
     Attributes:
         name: of the block, in `BLOCKS`.
         minimal: no forwards ahead of need (`WarmUp`).
+        squeezed: actions move to earlier units within the memory of the blocks (`orders.squeezed`).
     """
 
     name: str
     minimal: bool = False
+    squeezed: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as for `OrderRule.order`."""
@@ -85,12 +96,9 @@ class Block:
             first = max([-1, *forward_blocks[-1:], *backward_blocks[-1:]]) + 1
             forward_blocks += range(first, first + max(0, min(ahead, groups[-1].stop) - len(forward_blocks)))
             backward_blocks.append(max(first, *forward_blocks[-1:]))
-        return tuple(
-            tuple(
-                action for _, action in sorted(in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks).items())
-            )
-            for rank in range(own.num_ranks)
-        )
+        ranks = range(own.num_ranks)
+        rows = [in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks) for rank in ranks]
+        return without_weights(squeezed(rows) if self.squeezed else laid_out(rows))
 
 
 def looped(problem: Problem) -> Placement:

@@ -64,6 +64,8 @@ SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLI
 """Those where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for V placements with two stages per rank."""
+SPLIT_V_PATTERNS: tuple[OrderRule, ...] = (Block("V-Half", squeezed=True), Block("V-Min", squeezed=True))
+"""Those where weight gradients are split off."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
 
@@ -126,7 +128,7 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
     further: tuple[OrderRule, ...] = ()
     walked: tuple[OrderRule, ...] = ()
     if is_v(problem):
-        further, walked = (*V_PATTERNS, UnitTimes()), (*V_PATTERNS, NARROWEST)
+        further, walked = (*V_PATTERNS, *(SPLIT_V_PATTERNS if split else ()), UnitTimes()), (*V_PATTERNS, NARROWEST)
     elif is_looped(problem):
         walked = SPLIT_LOOPED_PATTERNS if split else LOOPED_PATTERNS
         further = (ReversedSlices(), *LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
