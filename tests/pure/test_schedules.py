@@ -132,13 +132,18 @@ def test_blocks_let_no_more_weight_gradients_wait_than_there_are_ranks(name: str
         assert max(counts) <= 4
 
 
-@pytest.mark.parametrize("p", [4, 5, 7, 8])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 12])
 def test_zb_v_waits_only_until_its_last_rank_begins_with_the_memory_of_1f1b(p: int):
-    """2401.10241, section 6: no bubble and the memory of 1F1B, if F, B and W take equally long. Here ranks end together."""
+    """2401.10241, section 6: no bubble between a rank's ends and the memory of 1F1B, if F, B and W take equally long.
+
+    The authors' order waits ``(p - 1) / 2`` until its last rank ends, 3.5 for 8 ranks. So does ours, but its first ranks wait
+    between their ends.
+    """
     unit = Unit("zb-v", p, 4 * p)
     made = unit.of_paper()
-    assert unit.kept(made) <= p
-    assert (p - 1) / 2 <= unit.waits(made) <= (p - 1) / 2 + 1
+    assert (unit.waits(made), unit.kept(made)) == ((p - 1) / 2, p)
+    between = unit.idle_between_ends(made)
+    assert (between[0] <= (p - 1) / 2, between[-1]) == (True, 0)
 
 
 @pytest.mark.parametrize(("p", "n", "v"), [(4, 8, 2), (8, 16, 2), (4, 4, 2)])
@@ -149,12 +154,18 @@ def test_slimpipe_keeps_little_more_than_a_pth_of_a_sequence(p: int, n: int, v: 
     assert unit.kept(made) == pytest.approx(1 + 2 * (p - 1) / (n * v))
 
 
-def test_dualpipe_v_waits_less_than_half_of_1f1b_with_one_more_microbatch():
-    """DualPipe's repository: bubble ``(p / 2 - 1)(F&B + B - 3 W)``, memory ``p + 1`` of halves; here F and B do not overlap."""
-    unit = Unit("dualpipe-v", 8, 32)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32), (12, 48)])
+def test_dualpipe_v_waits_no_longer_than_dualpipe_with_its_memory(p: int, m: int):
+    """2412.19437, table 2: bubble ``(PP / 2 - 1)(F&B + B - 3 W)``, activations of ``PP + 1`` microbatches on a stage.
+
+    There B is the whole backward and PP are the stages, here ``2 p``. F and B do not overlap here, so that F&B takes ``F + B``.
+    """
+    forward, backward, weight = 1 / 2, 2 / 2, 1 / 2
+    unit = Unit("dualpipe-v", p, m)
     made = unit.of_paper()
-    assert unit.waits(made) < 7 * 3 / 2
-    assert unit.kept(made) <= 8 + 1
+    assert unit.waits(made) <= (p - 1) * ((forward + backward) + backward - 3 * weight)
+    assert unit.waits(made) == (p - 1) / 2
+    assert unit.kept(made) == (2 * p + 1) / 2
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 11), (4, 16), (8, 32)])

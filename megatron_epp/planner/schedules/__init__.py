@@ -82,11 +82,11 @@ SCHEDULES: dict[str, Schedule] = {
     "zb-h1": Schedule(FixedOrder(zb_h1), "weight gradients fill bubbles, memory of 1F1B", "2401.10241", splits_weight=True),
     "zb-h2": Schedule(FixedOrder(zb_h2), "no bubble between a rank's ends, twice the memory", "2401.10241", splits_weight=True),
     "zb-v": Schedule(
-        FixedOrder(zb_v, "v", 2), "no bubble between a rank's ends, two stages in a V", "2401.10241", splits_weight=True
+        FixedOrder(zb_v, "v", 2), "waits for the first forward alone, two stages in a V", "2401.10241", splits_weight=True
     ),
     "v-min": Schedule(FixedOrder(v_min, "v", 2), "a third of the memory of 1F1B", "2405.15362", splits_weight=True),
     "v-half": Schedule(FixedOrder(v_half, "v", 2), "half of the memory of 1F1B", "2405.15362", splits_weight=True),
-    "dualpipe-v": Schedule(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DeepSeek's DualPipe", splits_weight=True),
+    "dualpipe-v": Schedule(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DualPipe, 2412.19437", splits_weight=True),
     "stp": Schedule(
         FixedOrder(stp, "v", 2),
         "exchanges behind compute, two stages in a V",

@@ -1,7 +1,8 @@
-"""DualPipeV (DeepSeek-AI, DualPipe's repository, 2025): DualPipe folded in the middle, so that no weights are on two ranks.
+"""DualPipeV (DualPipe's repository, 2025; DualPipe: DeepSeek-V3, arXiv 2412.19437, section 3.2.1): DualPipe cut in the middle.
 
-Kept: the phases of the order. Changed: a forward and a backward that run as one there run one after the other here, and
-microbatches are chunks; sequences with slices need as many more forwards in the warm-up.
+No weights are on two ranks: the stages of DualPipe's PP ranks are on half as many, two on each. Kept: the phases of the order
+and the memory. Changed: a forward and a backward that run as one there run one after the other here, and microbatches are
+chunks; sequences with slices need as many more forwards in the warm-up.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ CLAIMS: dict[str, tuple[str, float | None, str, float | None]] = {
     "breadth-first": ("`3 (p-1) / v`", 10.5, "`m`", 32),
     "zb-h1": ("`p-1`", 7, "`p`", 8),
     "zb-h2": ("0 between a rank's ends", None, "`2p-1`", 15),
-    "zb-v": ("0 between a rank's ends", None, "`p`", 8),
+    "zb-v": ("0 between a rank's ends; its authors' order `(p-1) / 2`", 3.5, "`p`", 8),
     "v-min": ("`2 (p-1)`", 14, "`p/3` and a constant", 8 / 3),
     "v-half": ("`1.5 (p-1)`", 10.5, "`p/2` and a constant", 4),
-    "dualpipe-v": ("F and B overlap there", None, "`p+1`", 9),
+    "dualpipe-v": ("`p-1`, if F and B do not overlap", 7, "`p + 1/2`", 8.5),
     "stp": ("`(p-1) / 2`, without exchange", 3.5, "`3 p / 2`", 12),
     "hanayo": ("none for more than `p`", None, "none", None),
     "helixpipe": ("two folds: at most `6 (p-1) (t_pre + t_post)`", 10.5, "`m`", 32),
@@ -81,9 +81,12 @@ counts.
 With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a microbatch take one unit of time each on a rank:
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
-since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each
-pass is attention, so that `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
+since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0
+between a rank's ends"), so their claim is lower. Ours of ZB-H2 has none there either. Ours of ZB-V has up to 3.5 there on the
+first ranks, but until the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of
+DualPipe for twice as many stages as ranks; there a forward and a backward overlap, which here run one after the other.
+PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each pass is attention, so that
+`t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
 `tests/pure/test_schedules.py`, `test_schedules_by_lengths.py`, `test_schedules_of_slices.py` and `test_helixpipe.py` hold the
 formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep with copies.
 
