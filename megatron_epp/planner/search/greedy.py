@@ -180,8 +180,8 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     for, the costs time them separately and it is faster.
 
     Local search with whole backwards comes first, and what it made faster is completed here. Where weight gradients are split
-    off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. With
-    `options.steps` both run.
+    off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. With shards,
+    of which it knows nothing, and with `options.steps` both run.
 
     Args:
         found: what the search found.
@@ -189,7 +189,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     """
     replicas = Replicas((problem,), costs, options)
     split, better = replicas.splits_weight, found.best
-    if not split or options.steps:
+    if not split or options.steps or replicas.has_shards:
         better = [improve(one, one.tables(problem, costs), problem, options) for one in better]
     if not split and not replicas.has_shards:
         return fastest(better, problem, costs)
