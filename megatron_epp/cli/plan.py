@@ -133,7 +133,7 @@ def _read(path: str) -> Plan:
             return from_table(text)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
             raise PlanError(
-                "neither a plan, which is JSON, nor a table: no line is a row such as `f0 b0`, `F0.1 BW0.1` or "
+                "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "
                 "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
             )
     return load(path)

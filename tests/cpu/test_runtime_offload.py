@@ -123,6 +123,7 @@ def test_the_bytes_of_the_plan_leave_where_the_chunk_keeps_less_than_planned():
     forward = Forward()
     forward.offload.out(OWNER, 0.5, forward.kept * 3 // 4)
     assert forward.held_bytes == (forward.kept, forward.kept * 3 // 4)
+    forward.offload.free(OWNER)
     forward.offload.back(OWNER)
     forward.run_backward()
 

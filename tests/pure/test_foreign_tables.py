@@ -192,7 +192,7 @@ def test_a_file_without_a_row_is_neither_a_plan_nor_a_table(tmp_path: Path, caps
     path.write_text("1 2 1 7.0 8.0\npeak memory: [8, 7] -> [4, 4]\n")
     assert main(["check", str(path)]) == 2
     said = capsys.readouterr().err
-    assert f"{path}: neither a plan, which is JSON, nor a table: no line is a row such as" in said
+    assert f"{path}: neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as" in said
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def keys(*documents: object) -> set[str]:
 @cache
 def plans() -> Sequence[bytes]:
     """Return plans with every optional field: copies, links that are shared, KV offload, vocabulary shards."""
-    made = [offload(), shared_link(), planned(case_of(15)), planned(case_of(99))]
+    made = [offload(), shared_link(), planned(case_of(15)), planned(case_of(149))]
     messages = SOUND["plan"]["messages"] | {"num_bytes": [1], "collective_us": {"S": [1.0]}, "message_us": {"F": [1.0]}}
     whole = [signed(SOUND["plan"]), *map(to_json, made), signed(SOUND["plan"] | OPTIONAL | {"messages": messages})]
     return tuple(one.encode() for one in whole)
