@@ -159,11 +159,11 @@ def test_in_training_it_is_said_once_and_not_sent_to_the_solver(why: str, caplog
     refiner = Refiner(costs, options)
     with caplog.at_level(logging.INFO):
         plans = [refiner.plan(asked) for _ in range(2)]
+    (said,) = caplog.messages
     refiner.close()
+    assert why in said
     assert not refiner._asked
     assert plans[0] == plans[1] == plan(asked, costs, options)
-    (said,) = caplog.messages
-    assert why in said
 
 
 def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):
