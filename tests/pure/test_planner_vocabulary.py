@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -30,8 +31,17 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import makespan_us as order_us
+from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
+from megatron_epp.planner.kernels.compiled import integers
+from megatron_epp.planner.kernels.shards import insert
 from megatron_epp.planner.layouts.search import Sample, choose, fastest
 from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
+from megatron_epp.planner.search.greedy import candidates, greedy
+from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
@@ -205,6 +215,33 @@ def test_other_planners_get_shards_too():
     plan = made(options=Options(planner="seq1f1b"))
     assert len(actions(plan, Op.S)) == 4 * len(plan.chunks)
     assert check(plan) == []
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_local_search_judges_steps_with_the_shards(split):
+    given, shared = Problem((16_000, 9000, 5000, 2000), (0, 1, 2, 3), (30 * GIB,) * 4), costs()
+    start = candidates(given, shared, Options(slices=1)).best[0]
+    tables = start.tables(given, shared)
+
+    def took_us(found: Decisions) -> float:
+        return completed(found.order, tables, found.as_offload, given.cap_bytes, split)[1]
+
+    aware, blind = (improve(start, known, given, Options(slices=1), split) for known in (tables, replace(tables, added={})))
+    assert took_us(aware) < min(took_us(start), took_us(blind))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_the_time_of_an_insertion_is_that_of_the_order_that_it_makes(placement, split):
+    given, shared = Problem(LENGTHS, placement, (30 * GIB,) * 4), costs(placement)
+    chosen = greedy(given, shared, Options(split_weight=split))
+    tables, steps = chosen.tables(given, shared), chosen.recompute_steps
+    base = [[one for one in row if one.op in KINDS] for row in chosen.order]
+    codes, run = encode(base, len(chosen.chunks), SHARD_KINDS), storage(tables, list(map(len, base)))
+    columns, flat = tables.columns_with(SHARD_KINDS), integers(chain.from_iterable(steps))
+    took_us = [insert(codes.actions, codes.starts[:-1], codes.starts[1:], columns, flat, run) for _ in range(2)]
+    found = CodedOrder(Codes(run.out, run.first, SHARD_KINDS), len(chosen.chunks))
+    assert took_us == [order_us(found, tables, steps)] * 2
 
 
 def test_costs_of_other_ranks_are_refused():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK
+from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.timing import STUCK, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
 """Kinds of `S`, `N` and `T` in orders with shards."""
@@ -17,8 +18,10 @@ class Shards(NamedTuple):
     """Times and bytes of shards, and storage for a run.
 
     Attributes:
-        line: chunks in the order of the last stage's forwards.
+        line: chunks in the order of the last stage's forwards; empty where there are no shards.
         position: of each chunk in `line`.
+        split: by item, nonzero if its weight gradient is an action of its own.
+        took_us: time of every action, by node.
         spread_us, gather_us: time of the collectives, by chunk.
         peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
         room_bytes: of each rank, for all of its chunks between `S` and `T`.
@@ -29,11 +32,13 @@ class Shards(NamedTuple):
         clock_us, held_bytes: time and bytes of each rank.
         choice, when_us, stale: what each rank runs next and when; nonzero if that must be decided again.
         ended_us: end of each node; negative while it has not run.
-        out, filled: the new order and how far each rank's is written.
+        out, first, filled: the new order, where each rank's begins and how far it is written.
     """
 
     line: Integers
     position: Integers
+    split: Integers
+    took_us: Floats
     spread_us: Floats
     gather_us: Floats
     peak_bytes: Integers
@@ -55,45 +60,82 @@ class Shards(NamedTuple):
     stale: Integers
     ended_us: Floats
     out: Integers
+    first: Integers
     filled: Integers
 
 
 @compiled
-def insert(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> bool:
-    """Run the pipeline and insert `S`, `N` and `T`; return whether all could run.
+def insert(
+    actions: Integers, starts: Integers, ends: Integers, columns: Columns, recompute_steps: Integers, run: Shards
+) -> float:
+    """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if not all can run.
 
     The rank whose next action starts first runs it, so all that could come earlier is known. A rank prefers the loss to a
     shard, and a shard to its next forward or backward, if both can start at the same time. A weight gradient runs if nothing
     else can start before it ends, or if its memory is needed.
 
     Args:
-        actions, starts: the order without shards (`Codes`).
+        actions, starts, ends: the order without shards (`Codes`), and where each rank's begins and ends.
         columns: of an order with shards.
-        took_us: time of every action, by node.
+        recompute_steps: recompute steps by item; none in a forward-only order.
         run: times, bytes and storage; `run.out` is the result.
     """
-    ranks = len(starts) - 1
-    for _ in range(len(run.out)):
+    reset(actions, starts, ends, run)
+    if run.backward != 0:
+        durations(columns, recompute_steps, run.split, run.took_us)
+    ranks = len(ends)
+    left = len(run.line) * ((2 if run.backward != 0 else 1) * ranks + 1)
+    for rank in range(ranks):
+        left += ends[rank] - starts[rank]
+    for _ in range(left):
         first, first_us = -1, inf
         for rank in range(ranks):
             if run.stale[rank] != 0:
-                decide(rank, actions, starts, columns, took_us, run)
+                decide(rank, actions, ends, columns, run)
                 run.stale[rank] = 0
             if run.when_us[rank] < first_us:
                 first, first_us = rank, run.when_us[rank]
         if first < 0:
-            return False
-        commit(first, actions, columns, took_us, run)
-    return True
+            return STUCK
+        commit(first, actions, columns, run)
+    makespan_us = 0.0
+    for rank in range(ranks):
+        makespan_us = max(makespan_us, run.clock_us[rank])
+    return makespan_us
 
 
 @compiled
-def decide(rank: int, actions: Integers, starts: Integers, columns: Columns, took_us: Floats, run: Shards) -> None:
+def reset(actions: Integers, starts: Integers, ends: Integers, run: Shards) -> None:
+    """Read an order's split weight gradients and its last stage's forwards, and forget what ran. Arguments as of `insert`."""
+    chunks, stages = len(run.line), len(run.split) // len(run.line)
+    at = 0
+    for item in range(len(run.split)):
+        run.split[item] = 0
+    for rank in range(len(ends)):
+        for action in range(starts[rank], ends[rank]):
+            kind, item = actions[action] & KIND_MASK, actions[action] >> KIND_BITS
+            if kind == WEIGHT:
+                run.split[item] = 1
+            elif kind == FORWARD and item // chunks == stages - 1 and at < chunks:
+                run.line[at], run.position[item % chunks] = item % chunks, at
+                at += 1
+        run.at[rank], run.filled[rank] = starts[rank], run.first[rank]
+        run.shards[rank] = run.gradients[rank] = run.held_bytes[rank] = 0
+        run.clock_us[rank], run.stale[rank] = 0.0, 1
+    run.losses[0] = 0
+    for at in range(chunks):
+        run.came_us[at], run.gathered_us[at], run.finished[at] = -1.0, 0.0, 0
+    for node in range(len(run.ended_us)):
+        run.ended_us[node] = -1.0
+
+
+@compiled
+def decide(rank: int, actions: Integers, ends: Integers, columns: Columns, run: Shards) -> None:
     """Choose what a rank runs next, and when, from what is known. Arguments as of `insert`."""
-    chunks, ranks, items = len(run.line), len(starts) - 1, columns.num_items
+    chunks, ranks, items = len(run.line), len(ends), columns.num_items
     now = run.clock_us[rank]
     base_us = shard_us = loss_us = gradient_us = inf
-    if run.at[rank] < starts[rank + 1]:
+    if run.at[rank] < ends[rank]:
         code = actions[run.at[rank]]
         base_us = ready_us((code & KIND_MASK) * items + (code >> KIND_BITS), now, columns, run.ended_us)
     at = run.shards[rank]
@@ -111,8 +153,8 @@ def decide(rank: int, actions: Integers, starts: Integers, columns: Columns, too
     if run.backward != 0 and at < run.shards[rank] and run.finished[at] == ranks:
         c = run.line[at]
         gradient_us = max(now, run.gathered_us[at] + run.gather_us[c])
-        ends = gradient_us + took_us[GRADIENT * items + rank * chunks + c]
-        if ends <= other_us or (is_full and gradient_us <= other_us):
+        ended_us = gradient_us + run.took_us[GRADIENT * items + rank * chunks + c]
+        if ended_us <= other_us or (is_full and gradient_us <= other_us):
             run.choice[rank], run.when_us[rank] = GRADIENT, gradient_us
             return
     if other_us == inf:
@@ -143,7 +185,7 @@ def ready_us(node: int, now: float, columns: Columns, ended_us: Floats) -> float
 
 
 @compiled
-def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run: Shards) -> None:
+def commit(rank: int, actions: Integers, columns: Columns, run: Shards) -> None:
     """Run what a rank has chosen. Arguments as of `insert`."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank
@@ -157,7 +199,7 @@ def commit(rank: int, actions: Integers, columns: Columns, took_us: Floats, run:
         item = (0 if kind == LOSS else rank * chunks) + run.line[at]
         code = item << KIND_BITS | kind
     node = kind * items + item
-    ended = run.when_us[rank] + took_us[node]
+    ended = run.when_us[rank] + run.took_us[node]
     run.ended_us[node] = run.clock_us[rank] = ended
     stage, c = item // chunks, item % chunks
     if kind == FORWARD:

@@ -56,8 +56,8 @@ class Filled(NamedTuple):
     """Results of `fill`, and its storage.
 
     Attributes:
-        actions: of every rank, with weight gradients, from twice its start in `Whole.starts` on.
-        ends: where each rank's actions end.
+        actions: of every rank, with weight gradients.
+        starts, ends: where each rank's actions start and end.
         waiting: items whose weight gradients wait or have waited, from each rank's start in `Whole.starts` on.
         first, last: of each rank, where the waiting ones begin and end.
         waiting_bytes: what they hold, by rank.
@@ -66,6 +66,7 @@ class Filled(NamedTuple):
     """
 
     actions: Integers
+    starts: Integers
     ends: Integers
     waiting: Integers
     first: Integers
@@ -87,12 +88,12 @@ def storage(actions: Integers, starts: Integers, columns: Columns) -> tuple[Whol
     whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
     free, extra, takes, gives = (integer_zeros(count) for _ in range(4))
     none, every = integer_zeros(columns.num_items), integers([1] * columns.num_items)
-    filled, waiting = integer_zeros(2 * count), integer_zeros(count)
+    filled, waiting, begins = integer_zeros(2 * count), integer_zeros(count), integers(2 * start for start in starts[:-1])
     ends, first, last, waiting_bytes, at = (integer_zeros(ranks) for _ in range(5))
     ended_us = float_zeros(len(columns.need_starts) - 1)
     return (
         Whole(actions, starts, whole_us, split_us, free, extra, takes, gives, none, every),
-        Filled(filled, ends, waiting, first, last, waiting_bytes, at, float_zeros(ranks), ended_us),
+        Filled(filled, begins, ends, waiting, first, last, waiting_bytes, at, float_zeros(ranks), ended_us),
     )
 
 
@@ -177,7 +178,7 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
         filled.ended_us[node] = -1.0
     for rank in range(ranks):
         filled.at[rank] = filled.first[rank] = filled.last[rank] = whole.starts[rank]
-        filled.ends[rank] = 2 * whole.starts[rank]
+        filled.ends[rank] = filled.starts[rank]
         filled.waiting_bytes[rank], filled.clock_us[rank] = 0, 0.0
     left, down = len(whole.actions), True
     while left > 0:

@@ -8,6 +8,7 @@ from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIN
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
+from megatron_epp.planner.kernels.shards import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
 from megatron_epp.planner.kernels.timing import Copies, Room, durations, play
 
@@ -44,6 +45,8 @@ class Facts(NamedTuple):
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
         whole, filled: storage for these; the actions of `whole` are those of the choice that is judged.
         away: empty.
+        full, shards: columns of orders with the vocabulary's shards, and storage for their operations; `shards.line` is empty
+            where there are none.
     """
 
     starts: Integers
@@ -59,6 +62,8 @@ class Facts(NamedTuple):
     whole: Whole
     filled: Filled
     away: Integers
+    full: Columns
+    shards: Shards
 
 
 class Spare(NamedTuple):
@@ -298,10 +303,15 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
         if len(dear) > 0:
             trim(trial.actions, a, b, columns, trial.recompute_steps, cap, static, dear)
-    durations(columns, trial.recompute_steps, facts.no_split, spare.took_us)
-    took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
-    if took_us < 0:
-        return NEVER
-    if facts.splits == 0:
-        return took_us
-    return min(took_us, split_off(facts.whole, columns, trial.recompute_steps, facts.caps, facts.away, facts.filled, EAGER))
+    steps, split_us = trial.recompute_steps, NEVER
+    if facts.splits != 0:
+        split_us = split_off(facts.whole, columns, steps, facts.caps, facts.away, facts.filled, EAGER)
+    if len(facts.shards.line) > 0:
+        took_us = insert(trial.actions, starts[:-1], starts[1:], facts.full, steps, facts.shards)
+        if facts.splits != 0 and split_us >= 0:
+            filled = facts.filled
+            split_us = insert(filled.actions, filled.starts, filled.ends, facts.full, steps, facts.shards)
+    else:
+        durations(columns, steps, facts.no_split, spare.took_us)
+        took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
+    return min(took_us, split_us) if took_us >= 0 else NEVER

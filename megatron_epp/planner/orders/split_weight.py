@@ -117,7 +117,7 @@ def split_weights(
         == timing.STUCK
     ):
         raise PlanError("the order deadlocks before any weight gradient is split off")
-    rows = [numbers(filled.actions[2 * start : end]) for start, end in zip(order.starts, filled.ends, strict=False)]
+    rows = [numbers(filled.actions[start:end]) for start, end in zip(filled.starts, filled.ends, strict=True)]
     return Codes(integers(chain.from_iterable(rows)), integers(accumulate(map(len, rows), initial=0)), order.kinds)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from operator import add
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.kernels import shards, timing
-from megatron_epp.planner.kernels.codes import FORWARD, KIND_BITS, KIND_MASK, KINDS, CodedOrder, Codes, encode
-from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers
+from megatron_epp.planner.kernels import shards
+from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
+from megatron_epp.planner.kernels.compiled import Floats, Integers, float_zeros, floats, integer_zeros, integers
+from megatron_epp.planner.kernels.timing import STUCK
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
@@ -50,71 +52,62 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     Raises:
         PlanError: the order deadlocks.
     """
-    chunks, ranks, stages = len(tables.message_us), len(tables.stages_of), len(tables.rank_of)
-    codes, columns = encode(order, chunks, SHARD_KINDS), tables.columns_with(SHARD_KINDS)
-    split, took_us = integer_zeros(columns.num_items), floats(columns.action_us)
-    if tables.backward_us:
-        timing.mark_split(codes.actions, split)
-        timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, took_us)
-    last_rank = tables.rank_of[-1]
-    own = np.asarray(codes.actions[codes.starts[last_rank] : codes.starts[last_rank + 1]], dtype=np.int64)
-    forwards = own[own & KIND_MASK == FORWARD] >> KIND_BITS
-    line = (forwards[forwards // chunks == stages - 1] % chunks).tolist()
-    more = [(2 if tables.backward_us else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
-    first = [0, *accumulate(map(add, np.diff(codes.starts).tolist(), more))]
-    run = _run(tables, line, bool(tables.backward_us), first, len(columns.need_starts) - 1)
-    run = run._replace(at=integers(codes.starts[:-1]))
-    if not shards.insert(codes.actions, codes.starts, columns, took_us, run):
+    codes, columns = encode(order, len(tables.message_us), SHARD_KINDS), tables.columns_with(SHARD_KINDS)
+    run = storage(tables, np.diff(codes.starts).tolist())
+    steps, starts = integers(chain.from_iterable(recompute_steps)), codes.starts
+    if shards.insert(codes.actions, starts[:-1], starts[1:], columns, steps, run) == STUCK:
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
-    return CodedOrder(Codes(run.out, integers(first), SHARD_KINDS), chunks)
+    return CodedOrder(Codes(run.out, run.first, SHARD_KINDS), len(tables.message_us))
 
 
-def _run(tables: Tables, line: Sequence[int], backward: bool, first: Sequence[int], num_nodes: int) -> shards.Shards:
-    """Collect times and bytes of the shards, and storage.
+def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
+    """Collect times and bytes of the shards, and storage for the result.
 
     Args:
         tables: times and sizes of the chunks.
-        line: chunks in the order of the last stage's forwards.
-        backward: the order is not forward-only.
-        first: where each rank's actions begin in the result, and its length.
-        num_nodes: nodes of the columns.
+        most: actions of every rank without those of shards.
     """
-    rows, chunks, ranks = tables.added[Op.S], len(line), len(first) - 1
-    position = [0] * chunks
-    for at, c in enumerate(line):
-        position[c] = at
+    rows, chunks, ranks = tables.added[Op.S], len(tables.message_us), len(most)
+    columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]
+    more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
+    first = [0, *accumulate(map(add, most, more))]
     kept = [
         taken - given
         for takes, gives in zip(rows.takes, rows.gives, strict=True)
         for taken, given in zip(takes, gives, strict=True)
     ]
-
-    def zeros(count: int, value: int = 0) -> list[int]:
-        return [value] * count
-
     return shards.Shards(
-        line=integers(line),
-        position=integers(position),
+        line=integer_zeros(chunks),
+        position=integer_zeros(chunks),
+        split=integer_zeros(len(tables.rank_of) * chunks),
+        took_us=floats(columns.action_us),
         spread_us=floats(rows.collective_us[Op.SPREAD]),
         gather_us=floats(rows.collective_us[Op.GATHER]),
         peak_bytes=integers(chain.from_iterable(rows.takes)),
         kept_bytes=integers(kept),
         room_bytes=integers(tables.shard_room),
-        last_rank=tables.rank_of[-1],
+        last_rank=last_rank,
         backward=int(backward),
-        came_us=floats([-1.0] * chunks),
+        came_us=float_zeros(chunks),
         gathered_us=float_zeros(chunks),
-        finished=integers(zeros(chunks)),
-        at=integers(zeros(ranks)),
-        shards=integers(zeros(ranks)),
-        gradients=integers(zeros(ranks)),
-        losses=integers(zeros(1)),
+        finished=integer_zeros(chunks),
+        at=integer_zeros(ranks),
+        shards=integer_zeros(ranks),
+        gradients=integer_zeros(ranks),
+        losses=integer_zeros(1),
         clock_us=float_zeros(ranks),
-        held_bytes=integers(zeros(ranks)),
-        choice=integers(zeros(ranks)),
+        held_bytes=integer_zeros(ranks),
+        choice=integer_zeros(ranks),
         when_us=float_zeros(ranks),
-        stale=integers(zeros(ranks, 1)),
-        ended_us=floats([-1.0] * num_nodes),
-        out=integers(zeros(first[-1])),
-        filled=integers(first[:-1]),
+        stale=integer_zeros(ranks),
+        ended_us=float_zeros(len(columns.need_starts) - 1),
+        out=integer_zeros(first[-1]),
+        first=integers(first),
+        filled=integer_zeros(ranks),
     )
+
+
+def no_storage() -> shards.Shards:
+    """Return storage of the same types for tables without shards."""
+    empty: dict[Any, Any] = {Integers: integer_zeros(0), Floats: float_zeros(0), int: 0}
+    return shards.Shards(**{name: empty[kind] for name, kind in get_type_hints(shards.Shards).items()})

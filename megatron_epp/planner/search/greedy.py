@@ -181,7 +181,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
     Local search with whole backwards comes first, and what it made faster is completed here. Where weight gradients are split
     off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. Both run
-    with shards, of which it knows nothing, and with `options.steps`.
+    with shards, which every step is judged with, and with `options.steps`.
 
     Args:
         found: what the search found.

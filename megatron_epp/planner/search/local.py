@@ -7,16 +7,20 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
 
+import numpy as np
+
 from megatron_epp.plan import is_unlimited
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
+from megatron_epp.planner.evaluate import copy_columns, room_for
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, copy_choice, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at
-from megatron_epp.planner.orders.split_weight import with_split_weights
+from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, has_shards, no_storage
+from megatron_epp.planner.orders.vocabulary import storage as shard_storage
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -96,10 +100,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
     codes = encode(made.order, columns.num_chunks)
-    if split_weight:
-        _, start_us = with_split_weights(made.order, tables, made.as_offload, problem.cap_bytes)
-    else:
-        start_us = makespan_us(codes, tables, made.recompute_steps)
+    _, start_us = completed(made.order, tables, made.as_offload, problem.cap_bytes, split_weight)
     recompute_steps = list(chain.from_iterable(made.recompute_steps))
     now, best, trial = (Choice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3))
     facts = _facts(made, tables, problem, codes, trial, split_weight)
@@ -133,6 +134,7 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, tria
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
     whole, filled = storage(trial.actions, codes.starts, columns)
+    sharded, most = has_shards(tables), 2 * np.diff(codes.starts)
     return Facts(
         starts=codes.starts,
         columns=columns,
@@ -147,4 +149,6 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, tria
         whole=whole,
         filled=filled,
         away=integers([]),
+        full=tables.columns_with(SHARD_KINDS) if sharded else columns,
+        shards=shard_storage(tables, most.tolist()) if sharded else no_storage(),
     )
