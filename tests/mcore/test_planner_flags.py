@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused(given, says):
     ("given", "megatron", "says"),
     [
         ([], {"tensor_model_parallel_size": 1}, "does not go with --tensor-model-parallel-size 1: there is no exchange"),
-        (["--epp-planner", "stp"], {}, "is for --epp-planner greedy, not stp; leave one of them out"),
+        (["--epp-planner", "stp"], {}, "is for --epp-planner greedy and milp, not stp; leave one of them out"),
         ([], {"hidden_dropout": 0.25}, "does not go with --hidden-dropout 0.25: both would draw"),
         ([], {"tp_comm_overlap": True}, "does not go with --tp-comm-overlap: its buffers"),
         ([], {"timing_log_level": 2}, "does not go with --timing-log-level 2: its timers"),

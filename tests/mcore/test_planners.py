@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.plan import Op
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import launch
 from tests.support.mcore.planners_worker import ITERATIONS, PLANNERS
@@ -31,7 +32,7 @@ def lines_of(reports: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (reports / name / "iterations.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["milp", "budget"])
+@pytest.mark.parametrize("name", ["milp", "budget", "milp with shards"])
 def test_the_training_is_the_same(reports: Path, name: str) -> None:
     losses, expected = ([line["loss"] for line in lines_of(reports, which)] for which in (name, "greedy"))
     assert len(losses) == ITERATIONS
@@ -44,7 +45,12 @@ def test_every_iteration_says_how_long_it_was_planned(reports: Path, name: str) 
 
 
 def test_plans_name_their_planner(reports: Path) -> None:
-    assert [load(reports / name / "plan.json").planner for name in PLANNERS] == ["greedy", "milp", "greedy"]
+    assert [load(reports / name / "plan.json").planner for name in PLANNERS] == ["greedy", "milp", "greedy", "milp"]
+
+
+def test_the_solver_plans_shards_of_the_vocabulary_where_they_are_asked_for(reports: Path) -> None:
+    found = {name: {step.action.op for row in load(reports / name / "plan.json").ranks for step in row} for name in PLANNERS}
+    assert [name for name in PLANNERS if Op.S in found[name]] == ["milp with shards"]
 
 
 def test_what_the_solver_found_is_never_slower(reports: Path) -> None:

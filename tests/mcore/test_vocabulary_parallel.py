@@ -194,7 +194,6 @@ ON = "--epp-vocab-parallel on"
     [
         (ON, {"pipeline_model_parallel_size": 1}, "on divides the output layer over --pipeline-model-parallel-size 1 ranks"),
         (f"{ON} --epp-schedule whole", {}, "on is for --epp-schedule elastic, not whole: leave one of them out"),
-        (f"{ON} --epp-planner milp", {}, "on does not go with --epp-planner milp, which does not know shards"),
         (ON, {"vocab_size": 3}, "on divides a vocabulary of 3 entries over 1 x 4 ranks, some of which would have none"),
         (ON, {"save": "x", "ckpt_format": "zarr"}, "on with --save needs --ckpt-format torch_dist, not zarr"),
         (ON, {"load": "x", "ckpt_format": "torch"}, "on with --load needs --ckpt-format torch_dist, not torch"),

@@ -321,8 +321,6 @@ def test_a_reader_that_stops_early_is_no_error(plan_file):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--vocab-parallel"], "it does not know shards of the vocabulary"),
-        (["--overlap-exchanges", "--tensor-parallel", "8", "--slices", "1"], "steps of two actions, which overlap exchanges"),
         (["--chunk-tokens", "300"], "the plan has more than 16 chunks"),
         (["--forward-only"], "it does not know evaluations"),
     ],

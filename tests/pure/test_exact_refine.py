@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
-from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
@@ -131,12 +131,9 @@ def test_the_planner_is_never_slower_than_greedy():
     assert refined.makespan_us <= plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
 
 
-SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
 STAYING = {
     "more than 16 chunks": (problem((4000,) * (MOST_CHUNKS + 1), 2), COSTS, OPTIONS),
     "evaluations": (problem(LENGTHS, 2, forward_only=True), COSTS, OPTIONS),
-    "shards of the vocabulary": (problem(LENGTHS, 2), SHARDED, OPTIONS),
-    "overlap exchanges": (problem((4096,) * 8, 2), EXCHANGING, replace(OPTIONS, slices=None, overlap_exchanges=True)),
 }
 
 
@@ -164,6 +161,35 @@ def test_in_training_it_is_said_once_and_not_sent_to_the_solver(why: str, caplog
     assert why in said
     assert not refiner._asked
     assert plans[0] == plans[1] == plan(asked, costs, options)
+
+
+SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_shards_of_the_vocabulary_are_refined_and_batches_of_like_shape_take_their_order(split: bool):
+    asked, other = (problem(lengths, 2) for lengths in ((9000, 4000, 2000), (8990, 3990, 2000)))
+    options = Options(chunk_tokens=9500, split_weight=split, plan_limit_s=20)
+    start, like = greedy(asked, SHARDED, options), milp(asked, SHARDED, options)
+    assert {action.op for row in like.order for action in row} >= {Op.S, Op.N, Op.T}
+    assert check(build_plan(asked, SHARDED, options, like)) == []
+    times_us = [makespan_us(asked, SHARDED, options, one) for one in (like, start)]
+    assert times_us[0] < times_us[1]
+    before = greedy(other, SHARDED, options)
+    assert shape_of(other, before) == shape_of(asked, like)
+    found = faster(before, like, other, SHARDED, options)
+    assert makespan_us(other, SHARDED, options, found) < makespan_us(other, SHARDED, options, before)
+
+
+def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped(caplog: pytest.LogCaptureFixture):
+    asked, options = problem((4096,) * 6, 2), Options(slices=1, chunk_tokens=4096, overlap_exchanges=True, plan_limit_s=5)
+    start = greedy(asked, EXCHANGING, options)
+    with caplog.at_level(logging.INFO):
+        made = milp(asked, EXCHANGING, options)
+    assert made.joined
+    assert "greedy's" not in caplog.text
+    assert check(build_plan(asked, EXCHANGING, options, made)) == []
+    assert makespan_us(asked, EXCHANGING, options, made) <= makespan_us(asked, EXCHANGING, options, start)
 
 
 def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):

@@ -298,8 +298,8 @@ def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what does not go with steps of two actions."""
     if not args.epp_overlap_exchanges:
         return
-    if args.epp_planner != "greedy":
-        yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
+    if args.epp_planner not in ("greedy", "milp"):
+        yield f"--epp-overlap-exchanges is for --epp-planner greedy and milp, not {args.epp_planner}; leave one of them out"
     for flag, reason in flags_against_overlap(args):
         yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"
 

@@ -93,8 +93,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"{FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
     if args.epp_schedule != "elastic":
         yield f"{FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    if args.epp_planner == "milp":
-        yield f"{FLAG} on does not go with --epp-planner milp, which does not know shards of the vocabulary: use greedy"
     for one in _CONFLICTS:
         if one.is_given(args):
             yield f"{FLAG} on does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan import Action, Op, is_unlimited
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import in_units
+from megatron_epp.planner.exact.added import changes_of, rank_of
 from megatron_epp.planner.exact.program import Program
 
 MOST_LAYERS = 6
@@ -44,19 +45,20 @@ class Memory:
 
     def add(self) -> None:
         """Add all constraints."""
-        tables = self.program.tables
+        tables, added = self.program.tables, self._of_added()
         for rank, stages in enumerate(tables.stages_of):
             self._add_issues(rank)
             demands = [one for stage in stages for one in self._of_stage(stage)]
-            self._limit(demands, self.caps[rank] - tables.static[rank])
+            demands += added.get(rank, ())
+            self._limit(demands, self.caps[rank] - tables.static[rank] + tables.shard_room[rank])
             if not is_unlimited(self.host_cap):
                 self._limit([one for stage in stages for one in self._in_host(stage)], self.host_cap)
 
     def _add_issues(self, rank: int) -> None:
         """Add the time from which each load takes memory: its start, or that of the compute action which then runs."""
-        model, spans, rank_of = self.program.model, self.program.spans, self.program.tables.rank_of
-        own = {action: span for action, span in spans.items() if rank_of[action.stage] == rank}
-        compute = [span.whole for action, span in own.items() if action.op in (Op.F, Op.B, Op.W)]
+        model, spans, tables = self.program.model, self.program.spans, self.program.tables
+        own = {action: span for action, span in spans.items() if rank_of(action, tables) == rank}
+        compute = [span.whole for action, span in own.items() if action.op not in (Op.O, Op.L)]
         points = []
         for action, span in own.items():
             if action.op is Op.L:
@@ -66,6 +68,15 @@ class Memory:
                 self.issued[action.stage, action.chunk] = at
         for point in points:
             model.add_no_overlap([*compute, point])  # not within an action
+
+    def _of_added(self) -> dict[int, list[Demand]]:
+        """Return what added operations hold, by rank."""
+        found: dict[int, list[Demand]] = {}
+        for rank, c, changes in changes_of(self.program):
+            count = len(self.program.choices[0][c])
+            for start, end, size in opened(changes, self.program.horizon):
+                found.setdefault(rank, []).append(Demand(start, end, (size,) * count, 0, c))
+        return found
 
     def _of_stage(self, stage: int) -> Iterator[Demand]:
         program, tables = self.program, self.program.tables

@@ -12,9 +12,9 @@ from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.exact.added import times_of
 from megatron_epp.planner.exact.choices import SHARES
 from megatron_epp.planner.exact.solve import Case, logger, solve
-from megatron_epp.planner.orders.vocabulary import has_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -58,7 +58,8 @@ def oracle(
     Exact over all orders that `check` accepts, all numbers of recompute steps per stage and chunk, with
     `options.split_weight` over which weight gradients are actions of their own, and with `options.offload` over which
     activations are copied to host memory, in shares of `choices.SHARES` and those of the start. Bytes are those that a plan's
-    steps carry. Recompute modes and KV offload are those of the start.
+    steps carry. Added operations, such as those of the vocabulary's shards, take part in all of this. Recompute modes and KV
+    offload are those of the start.
 
     A plan's actions start as early as they can. The solver may let one wait until a copy has made room, so its answer may be
     no plan where copies are short; then the start stays the answer, and the bound is valid all the same.
@@ -75,12 +76,13 @@ def oracle(
 
     Raises:
         InfeasibleError: no decisions for these chunks fit the caps.
-        PlanError: vocabulary shards or an evaluation, which it does not know; or OR-tools is not installed.
+        PlanError: an evaluation, which it does not know; or OR-tools is not installed.
     """
     chunks = tuple(chunks)
     modes = options.modes(costs) if start is None else start.modes
     tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
-    _refuse_unknown(problem, tables)
+    if problem.forward_only:
+        raise PlanError("the oracle does not know evaluations", Remedy("set", "planner", "greedy"))
     judge = partial(makespan_us, problem, costs, options)
     start_us = judge(start)
     start = None if math.isinf(start_us) else start
@@ -131,13 +133,7 @@ def makespan_us(problem: Problem, costs: Costs, options: Options, made: Decision
 def _serial_us(tables: Tables) -> float:
     """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
     again = sum(sum(step.layer_us[s]) * most for step in tables.frontier for s, most in enumerate(tables.num_layers))
-    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + again
+    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + again
     if math.isinf(tables.host_us_per_byte):
         return work
     return work + 2 * sum(tables.host_us(size) for row in tables.activation for size in row)
-
-
-def _refuse_unknown(problem: Problem, tables: Tables) -> None:
-    if problem.forward_only or has_shards(tables):
-        what = "evaluations" if problem.forward_only else "vocabulary shards"
-        raise PlanError(f"the oracle does not know {what}", Remedy("set", "planner", "greedy"))

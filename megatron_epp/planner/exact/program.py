@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Remedy
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.planner.exact.added import add_actions, profile_of, rank_of
 from megatron_epp.planner.exact.choices import Choice, Clock
 from megatron_epp.planner.tables import Tables
 
@@ -81,11 +82,12 @@ class Program:
                 self._add_compute(stage, c)
                 self._add_copies(stage, c)
         self._add_chains()
+        add_actions(self)
         self._add_tracks()
         for leg in legs(self.tables.rank_of):
             self._add_turns(leg)
         for action, span in self.spans.items():
-            if action.op is Op.W or (action.op is Op.B and action.stage == 0):
+            if action.op in (Op.W, *self.tables.added) or (action.op is Op.B and action.stage == 0):
                 self.model.add(self.makespan >= span.end).only_enforce_if(span.present)
         self.model.minimize(self.makespan)
 
@@ -122,7 +124,7 @@ class Program:
         self.model.add_exactly_one(literals)
         return literals
 
-    def _add_span(self, action: Action, values: Sequence[int], present: Any = True) -> None:
+    def add_span(self, action: Action, values: Sequence[int], present: Any = True) -> None:
         """Add an action whose time depends on the choice made.
 
         Args:
@@ -151,13 +153,13 @@ class Program:
 
     def _add_compute(self, stage: int, c: int) -> None:
         ticks, choices = self.clock.ticks, self.choices[stage][c]
-        self._add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
+        self.add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
         if not any(one.split for one in choices):
-            self._add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
+            self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
             return
         weight_us = self.tables.weight_us[stage][c]
-        self._add_span(Action(Op.B, stage, c), [ticks(one.backward_us - weight_us * (not one.split)) for one in choices])
-        self._add_span(Action(Op.W, stage, c), [ticks(weight_us)])
+        self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us - weight_us * (not one.split)) for one in choices])
+        self.add_span(Action(Op.W, stage, c), [ticks(weight_us)])
         self._join(stage, c, self.any_of(stage, c, [one.split for one in choices]), ticks(weight_us))
 
     def _join(self, stage: int, c: int, split: Any, weight: int) -> None:
@@ -185,7 +187,7 @@ class Program:
         present = self.any_of(stage, c, [one.moved_bytes > 0 for one in choices])
         values = [self.clock.ticks(self.tables.host_us(one.moved_bytes)) if one.moved_bytes else 0 for one in choices]
         for op in (Op.O, Op.L):
-            self._add_span(Action(op, stage, c), values, present)
+            self.add_span(Action(op, stage, c), values, present)
 
     def follows(self, action: Action, before: Action, gap: int = 0) -> None:
         """Constrain an action to start when another has ended, in the plans that have both.
@@ -217,10 +219,10 @@ class Program:
 
     def _add_tracks(self) -> None:
         """Add that ranks compute one action at a time, copy one at a time, and take turns on a link to the host."""
-        rank_of, links = self.tables.rank_of, self.tables.host_links
+        links = self.tables.host_links
         tracks: dict[object, list[Any]] = {}
         for action, span in self.spans.items():
-            rank = rank_of[action.stage]
+            rank = rank_of(action, self.tables)
             if action.op in (Op.O, Op.L):
                 tracks.setdefault(("copies", rank), []).append(span.interval)
                 if links.count(links[rank]) > 1:
@@ -247,11 +249,19 @@ class Program:
                     for stage in leg:
                         self.follows(Action(op, stage, v), Action(op, stage, u))
                     continue
-                turn = self.model.new_bool_var(f"{op}{u} before {op}{v} on {leg}")
-                for stage in leg:
-                    one, other = self.spans[Action(op, stage, u)], self.spans[Action(op, stage, v)]
-                    self.model.add(other.start >= one.end).only_enforce_if(turn)
-                    self.model.add(one.start >= other.end).only_enforce_if(~turn)
+                self.add_turn([(Action(op, stage, u), Action(op, stage, v)) for stage in leg])
+
+    def add_turn(self, pairs: Sequence[tuple[Action, Action]]) -> None:
+        """Add that of two actions the same one comes first everywhere.
+
+        Args:
+            pairs: both, on every site.
+        """
+        turn = self.model.new_bool_var(f"{pairs[0][0]} before {pairs[0][1]}")
+        for pair in pairs:
+            one, other = map(self.spans.__getitem__, pair)
+            self.model.add(other.start >= one.end).only_enforce_if(turn)
+            self.model.add(one.start >= other.end).only_enforce_if(~turn)
 
     def _profile(self, c: int) -> tuple[object, ...]:
         """All times and sizes of a chunk that the program reads."""
@@ -259,7 +269,7 @@ class Program:
         times = *t.forward_us, *t.weight_us, *t.hops
         sizes = *t.weight_bytes, *t.forward_alloc, *t.forward_free, *t.backward_residual
         own = (tuple(self.choices[stage][c]) for stage in self.stages)
-        return *(row[c] for row in times), *(row[c] for row in sizes), *own
+        return *(row[c] for row in times), *(row[c] for row in sizes), *profile_of(t, c), *own
 
 
 def legs(rank_of: Sequence[int]) -> Iterator[range]:

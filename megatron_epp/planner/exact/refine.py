@@ -18,10 +18,10 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.oracle import makespan_us, oracle
 from megatron_epp.planner.memory.messages import MessageRoomError, planned_with_room
 from megatron_epp.planner.memory.recompute import fit_recompute
-from megatron_epp.planner.orders.vocabulary import has_shards
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
 
@@ -47,7 +47,7 @@ class Refined:
     Attributes:
         decisions: the best found.
         start_us, makespan_us: makespan before and after.
-        bound_us: no decisions of the oracle's kind are faster.
+        bound_us: no decisions of the oracle's kind are faster; 0 where that is not known, since exchanges are overlapped.
     """
 
     decisions: Decisions
@@ -70,26 +70,24 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
         PlanError: OR-tools is not installed.
     """
     start = greedy(problem, costs, options)
-    if why := why_greedy(start, problem, costs):
+    if why := why_greedy(start, problem):
         tell_greedy(why)
         return start
     return _refined(start, problem, costs, options, TIME_LIMIT_S).decisions
 
 
-def why_greedy(made: Decisions, problem: Problem, costs: Costs) -> str:
+def why_greedy(made: Decisions, problem: Problem) -> str:
     """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
 
     Args:
         made: by the greedy planner.
-        problem, costs: as for `milp`.
+        problem: as for `milp`.
     """
     if problem.forward_only:
         return "it does not know evaluations"
     if len(made.chunks) > MOST_CHUNKS:
         return f"the plan has more than {MOST_CHUNKS} chunks, too many to get anywhere in minutes"
-    if has_shards(made.tables(problem, costs)):
-        return "it does not know shards of the vocabulary"
-    return "it does not know steps of two actions, which overlap exchanges" if made.joined else ""
+    return ""
 
 
 def tell_greedy(why: str) -> None:
@@ -137,7 +135,7 @@ class Refiner:
         made = self.solved.recall(asked)
         if made is None:
             made = greedy(asked, self.costs, self.options)
-            if why := why_greedy(made, asked, self.costs):
+            if why := why_greedy(made, asked):
                 self._tell_once(why)
             else:
                 made = self._like_before(made, asked)
@@ -185,11 +183,13 @@ def faster(made: Decisions, like: Decisions, problem: Problem, costs: Costs, opt
 
 def _tell_gap(problem: Problem, found: Refined) -> None:
     logger.info(
-        "refined a batch of %d sequences: %.3f ms, %.2f %% less than greedy's, gap %.2f %%",
+        "refined a batch of %d sequences: %.3f ms, %.2f %% less than greedy's, %s",
         len(problem.lengths),
         found.makespan_us / 1e3,
         100 * (1 - found.makespan_us / found.start_us),
-        100 * (found.makespan_us / found.bound_us - 1),
+        f"gap {100 * (found.makespan_us / found.bound_us - 1):.2f} %"
+        if found.bound_us
+        else "no bound with overlapped exchanges",
     )
 
 
@@ -207,9 +207,16 @@ def _refined_or_greedy(problem: Problem, costs: Costs, options: Options) -> Refi
 
 
 def _refined(start: Decisions, problem: Problem, costs: Costs, options: Options, default_s: float) -> Refined:
-    """Look for better decisions than the greedy ones, by default for so many seconds."""
+    """Look for better decisions than the greedy ones, by default for so many seconds.
+
+    The oracle knows no steps of two actions: where exchanges are overlapped, neighbours in its order are joined afterwards.
+    """
     # This raises where messages do not fit: `plan` then asks again, with room for them.
     start_us = build_plan(problem, costs, options, start).predicted.makespan_us
     limit_s = default_s if options.plan_limit_s is None else options.plan_limit_s
-    found = oracle(start.chunks, problem, costs, options, start=start, time_limit_s=limit_s)
-    return Refined(found.decisions or start, start_us, min(found.makespan_us, start_us), found.bound_us)
+    apart = greedy(problem, costs, replace(options, overlap_exchanges=False)) if start.joined else start
+    found = oracle(apart.chunks, problem, costs, options, start=apart, time_limit_s=limit_s)
+    if not options.overlap_exchanges:
+        return Refined(found.decisions or start, start_us, min(found.makespan_us, start_us), found.bound_us)
+    joined = overlapped([start, found.decisions or apart], problem, costs, options)
+    return Refined(joined, start_us, makespan_us(problem, costs, options, joined), 0.0)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.exact.added import rank_of, times_of
 from megatron_epp.planner.exact.choices import Choice, Clock, choices_of
 from megatron_epp.planner.exact.memory import Memory
 from megatron_epp.planner.exact.program import Choices, Program, solver
@@ -174,7 +175,7 @@ def _decisions(case: Case, program: Program, engine: Any) -> Decisions:
     copies: list[list[Action]] = [[] for _ in ranks]
     for action in sorted(times, key=times.__getitem__):
         rows_of = copies if action.op in (Op.O, Op.L) else ranks
-        rows_of[case.tables.rank_of[action.stage]].append(action)
+        rows_of[rank_of(action, case.tables)].append(action)
     has_copies = any(copies)
     return Decisions(
         case.chunks,
@@ -200,4 +201,5 @@ def _times_us(tables: Tables, choices: Choices) -> set[float]:
     """All times that the program needs in ticks."""
     every = [one for row in choices for own in row for one in own]
     copies = {tables.host_us(one.moved_bytes) for one in every if one.moved_bytes}
-    return {*chain(*tables.forward_us, *tables.weight_us, *tables.hops), *(one.backward_us for one in every), *copies}
+    own = chain(*tables.forward_us, *tables.weight_us, *tables.hops, times_of(tables))
+    return {*own, *(one.backward_us for one in every), *copies}

@@ -10,7 +10,12 @@ from megatron_epp.mcore import entry
 from scripts.parity.runs import train
 
 ITERATIONS = 6
-PLANNERS = {"greedy": "", "milp": "--epp-planner milp", "budget": "--epp-plan-budget-ms 200"}
+PLANNERS = {
+    "greedy": "",
+    "milp": "--epp-planner milp",
+    "budget": "--epp-plan-budget-ms 200",
+    "milp with shards": "--epp-planner milp --epp-vocab-parallel on --epp-split-weight-gradient",
+}
 FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0 "
     "--attention-dropout 0 --transformer-impl local --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 "
