@@ -214,9 +214,9 @@ def _refined(start: Decisions, problem: Problem, costs: Costs, options: Options,
     # This raises where messages do not fit: `plan` then asks again, with room for them.
     start_us = build_plan(problem, costs, options, start).predicted.makespan_us
     limit_s = default_s if options.plan_limit_s is None else options.plan_limit_s
-    apart = greedy(problem, costs, replace(options, overlap_exchanges=False)) if start.joined else start
-    found = oracle(apart.chunks, problem, costs, options, start=apart, time_limit_s=limit_s)
+    single = greedy(problem, costs, replace(options, overlap_exchanges=False)) if start.joined else start
+    found = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)
     if not options.overlap_exchanges:
         return Refined(found.decisions or start, start_us, min(found.makespan_us, start_us), found.bound_us)
-    joined = overlapped([start, found.decisions or apart], problem, costs, options)
+    joined = overlapped([start, found.decisions or single], problem, costs, options)
     return Refined(joined, start_us, makespan_us(problem, costs, options, joined), 0.0)
