@@ -115,7 +115,7 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
         ([], {"moe_router_load_balancing_type": "global_aux_loss"}, "--moe-router-load-balancing-type global_aux_loss"),
         ([], {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "type quantile_balancing; there are"),
         (["--epp-schedule", "packed"], {}, "--epp-schedule packed .*: use padded"),
-        (["--epp-planner", "milp"], {}, "replicas are planned together, which only --epp-planner greedy does"),
+        (["--epp-planner", "stp"], {}, "replicas are planned together, which only --epp-planner greedy and milp do"),
         (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
     ],
 )

@@ -17,7 +17,8 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.exact.oracle import makespan_us
-from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, faster, milp, shape_of
+from megatron_epp.planner.exact.refine import MOST_CHUNKS, milp
+from megatron_epp.planner.exact.refiner import Refiner, faster, shape_of
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
 from megatron_epp.planner.service.background import BackgroundPlanner
@@ -49,7 +50,7 @@ def refiner() -> Iterator[Refiner]:
 def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner):
     first = refiner.plan(problem(LENGTHS, 2))
     assert first.predicted.makespan_us == plan(problem(LENGTHS, 2), COSTS, Options(slices=2)).predicted.makespan_us
-    assert refiner._worker._connection.poll(60)
+    assert refiner.queue.worker._connection.poll(60)
     shuffled = LENGTHS[2], LENGTHS[0], LENGTHS[1]
     second = refiner.plan(problem(shuffled, 2))
     assert refiner.solved.recall(canonical(problem(LENGTHS, 2))[0]) is not None
@@ -81,8 +82,8 @@ def test_what_fits_nothing_is_said_at_once(refiner: Refiner):
 
 def test_a_solver_that_has_ended_surfaces_with_the_next_batch(refiner: Refiner):
     refiner.plan(problem(LENGTHS, 2))
-    refiner._worker._process.kill()
-    refiner._worker._connection.poll(60)
+    refiner.queue.worker._process.kill()
+    refiner.queue.worker._connection.poll(60)
     with pytest.raises(WorkerError, match="has ended"):
         refiner.plan(problem((500, 600), 2))
 
@@ -113,7 +114,7 @@ def test_closing_ends_the_solver_in_the_middle_of_a_batch():
     refiner = Refiner(pipeline(4, 2), Options(planner="milp", slices=4, plan_limit_s=600))
     refiner.plan(problem((9000, 700, 16_000), 4))
     refiner.close()
-    assert refiner._worker._process.returncode is not None
+    assert refiner.queue.worker._process.returncode is not None
 
 
 def test_relabelling_undoes_the_sorting():
@@ -159,7 +160,7 @@ def test_in_training_it_is_said_once_and_not_sent_to_the_solver(why: str, caplog
     (said,) = caplog.messages
     refiner.close()
     assert why in said
-    assert not refiner._asked
+    assert not refiner.queue.waiting
     assert plans[0] == plans[1] == plan(asked, costs, options)
 
 
@@ -211,19 +212,6 @@ def test_the_gap_of_a_refined_batch_is_logged_by_the_process_that_trains(caplog:
     assert re.fullmatch(
         r"refined a batch of 3 sequences: [\d.]+ ms, [\d.]+ % less than greedy's, gap [\d.]+ %", caplog.messages[0]
     )
-
-
-def test_replicas_that_share_experts_stay_greedy_and_a_line_says_so(caplog: pytest.LogCaptureFixture):
-    replicas = ((0, 1),)
-    planner = BackgroundPlanner(COSTS, OPTIONS, lockstep_groups=replicas)
-    like = BackgroundPlanner(COSTS, replace(OPTIONS, planner="greedy"), lockstep_groups=replicas)
-    with caplog.at_level(logging.INFO):
-        made, expected = ([one.plan() for one in asked.plan(problem((9000, 700, 16_000, 800), 2))] for asked in (planner, like))
-    planner.close()
-    like.close()
-    assert [one.ranks for one in made] == [one.ranks for one in expected]
-    (said,) = caplog.messages
-    assert said.endswith("replicas that share experts are planned together")
 
 
 def test_the_solver_stops_after_the_time_that_is_given():

@@ -23,6 +23,8 @@ Attention (``*``) and MLP (``-``) layers can: keys and values are all the state 
 """
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
+LOCKSTEP = ("greedy", "milp")
+"""Planners that plan replicas together."""
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -93,10 +95,10 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
             f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
             "cannot run: use padded"
         )
-    if args.epp_schedule == "elastic" and (args.epp_planner != "greedy" or args.epp_plan_budget_ms is not None):
+    if args.epp_schedule == "elastic" and (args.epp_planner not in LOCKSTEP or args.epp_plan_budget_ms is not None):
         raise ArgumentError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
-            "without --epp-plan-budget-ms"
+            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner "
+            f"{' and '.join(LOCKSTEP)} do, without --epp-plan-budget-ms"
         )
 
 

@@ -124,6 +124,13 @@ class Chunker:
             slices = min(slices - 1, slices * most // found)
         return self.table(grain)
 
+    def equal_table(self, slices: int) -> tuple[Chunk, ...]:
+        """The chunk table with so many slices of the longest sequence, whose lengths differ by one padding multiple at most."""
+        longest, multiple = max(self.problem.lengths), self.problem.token_multiple
+        ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
+        even = replace(self, token_cap=ends[0] if ends else self.token_cap)
+        return even.table_of([*ends, longest], self.sequence_us(longest) / slices)
+
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
 

@@ -52,6 +52,8 @@ def oracle(
     start: Decisions | None = None,
     time_limit_s: float | None = None,
     workers: int = WORKERS,
+    tables: Tables | None = None,
+    others: Sequence[Sequence[Chunk]] = (),
 ) -> Proven:
     """Find the decisions of least makespan for a given chunk table, on any placement of the stages.
 
@@ -73,6 +75,8 @@ def oracle(
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
         workers: threads of the solver.
+        tables: times and sizes of the chunks where they are not those of the start.
+        others: chunk tables of replicas in lockstep, equally long, whose slices stay in order, too.
 
     Raises:
         InfeasibleError: no decisions for these chunks fit the caps.
@@ -80,10 +84,11 @@ def oracle(
     """
     chunks = tuple(chunks)
     modes = options.modes(costs) if start is None else start.modes
-    tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
+    judge = partial(makespan_us, problem, costs, options, tables=tables)
+    if tables is None:
+        tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
     if problem.forward_only:
         raise PlanError("the oracle does not know evaluations", Remedy("set", "planner", "greedy"))
-    judge = partial(makespan_us, problem, costs, options)
     start_us = judge(start)
     start = None if math.isinf(start_us) else start
     horizon_us = start_us if start else _serial_us(tables)
@@ -91,7 +96,7 @@ def oracle(
     if start is not None and bound_us >= horizon_us * (1 - TOLERANCE):
         return _told(Proven(start, start_us, bound_us, optimal=True))
     shares = {*SHARES, *(share for row in (start.offload if start else ()) for share in row if share)}
-    case = Case(chunks, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
+    case = Case(chunks, others, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
     solved = solve(case, start, time_limit_s, workers)
     if math.isinf(solved.bound_us) and start is None:
         raise InfeasibleError(
@@ -115,17 +120,20 @@ def _told(found: Proven) -> Proven:
     return found
 
 
-def makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
+def makespan_us(
+    problem: Problem, costs: Costs, options: Options, made: Decisions | None, tables: Tables | None = None
+) -> float:
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:
         problem, costs, options: as for `plan`.
         made: the decisions, or None.
+        tables: of the chunks, where they are not those of the decisions.
     """
     if made is None:
         return math.inf
     try:
-        return build_plan(problem, costs, options, made).predicted.makespan_us
+        return build_plan(problem, costs, options, made, tables).predicted.makespan_us
     except PlanError:
         return math.inf
 

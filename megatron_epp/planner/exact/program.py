@@ -45,7 +45,8 @@ class Program:
 
     Attributes:
         chunks: the chunk table.
-        tables: its times and sizes.
+        others: chunk tables of replicas in lockstep, whose slices stay in order, too.
+        tables: times and sizes of the chunk table.
         choices: of every stage and chunk.
         clock: of all times.
         horizon: ticks by which everything ends.
@@ -56,6 +57,7 @@ class Program:
     """
 
     chunks: Sequence[Chunk]
+    others: Sequence[Sequence[Chunk]]
     tables: Tables
     choices: Choices
     clock: Clock
@@ -203,7 +205,7 @@ class Program:
 
     def _add_chains(self) -> None:
         """Add what actions wait for: forwards go through the stages, backwards the other way, slices in order."""
-        links = slice_neighbours(self.chunks)
+        links = [slice_neighbours(chunks) for chunks in (self.chunks, *self.others)]
         for stage in self.stages:
             for c in range(len(self.chunks)):
                 own = {op: Action(op, stage, c) for op in (Op.F, Op.B, Op.W, Op.O, Op.L)}
@@ -213,7 +215,7 @@ class Program:
                     hop = self.clock.ticks(self.tables.hops[stage - 1][c])
                     self.follows(own[Op.F], Action(Op.F, stage - 1, c), hop)
                     self.follows(Action(Op.B, stage - 1, c), own[Op.B], hop)
-                if (previous := links.previous[c]) is not None:
+                for previous in sorted({before for one in links if (before := one.previous[c]) is not None}):
                     self.follows(own[Op.F], Action(Op.F, stage, previous))
                     self.follows(Action(Op.B, stage, previous), own[Op.B])
 

@@ -9,11 +9,10 @@ exchanged between ranks, so a slice late in a sequence takes longer than an earl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import PlanError, Remedy
-from megatron_epp.planner.chunks.chunker import Chunker, round_up
+from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.orders.reversed_slices import reversed_slices
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
@@ -44,15 +43,7 @@ def even_slices(problem: Problem, costs: Costs, options: Options) -> Iterator[Ch
         grains = (chunker.grain(chunks=share * ranks).slices for share in CHUNKS_PER_RANK)
         counts = [max(least, ranks * max(1, round(slices / ranks))) for slices in grains]
     for count in dict.fromkeys(min(count, most) for count in counts):
-        yield _even_table(chunker, count)
-
-
-def _even_table(chunker: Chunker, slices: int) -> ChunkTable:
-    """Return the table with so many slices of the longest sequence, whose lengths differ by one padding multiple at most."""
-    longest, multiple = max(chunker.problem.lengths), chunker.problem.token_multiple
-    ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
-    even = replace(chunker, token_cap=ends[0] if ends else chunker.token_cap)
-    return even.table_of([*ends, longest], chunker.sequence_us(longest) / slices)
+        yield chunker.equal_table(count)
 
 
 def _too_few(slices: int, problem: Problem) -> PlanError:

@@ -6,6 +6,7 @@ measures a change.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from functools import partial
 from itertools import permutations
 
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.orders.patterns import is_v
 from megatron_epp.planner.orders.warm_up import OrderRule
@@ -80,6 +81,7 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     _refine(trials, chunkers)
     if trials.is_split or is_v(problem):
         tables |= dict(walk_further(trials, chunkers, patience, trials.better))
+    _search_equal(trials, chunkers.each[0])
     _search_least(trials, chunkers, counts, tables)
     is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
     if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and whole_may_fit(trials):
@@ -96,11 +98,32 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     return [tables.get(count) or present(chunkers.table(chunks=count)) for count in counts[at : at + 3]]
 
 
+def _search_equal(trials: Trials, chunker: Chunker) -> None:
+    """Try slices of equal length, about as many as the best table has, then more and fewer until they get no better.
+
+    Their number is a multiple of the ranks, so that the slices of a sequence take turns on a rank's stages without a gap.
+    """
+    if not trials.rules.equal or trials.best is None:
+        return
+    problem, ranks = trials.problem, trials.problem.num_ranks
+    longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
+    slices = sum(s.sequence == longest for chunk in trials.best.table.chunks[0] for s in chunk.segments)
+    least = -(-problem.lengths[longest] // chunker.token_cap)
+    most = min(-(-problem.lengths[longest] // problem.token_multiple), MOST_CHUNKS)
+    start = max(1, round(slices / ranks))
+    for way in (itertools.count(start), range(start - 1, 0, -1)):
+        for share in way:
+            is_allowed = least <= share * ranks <= most
+            if not is_allowed or not trials.better(Aligned((chunker.equal_table(share * ranks),)), trials.rules.equal):
+                break
+
+
 def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], tables: dict[float, Aligned]) -> None:
     """Try orders that keep little, with which coarse tables may fit that are faster than finer ones.
 
-    All grains are tried while nothing fits, or if recompute is fixed; otherwise, if the best recomputes, those that are coarser
-    and have so much less work that a pipeline with one sequence alive at a time may be faster.
+    All grains are tried while nothing fits, or if recompute is fixed, the coarser ones then in all windows, since recompute
+    makes no room for the wide ones; otherwise, if the best recomputes, those that are coarser and have so much less work that a
+    pipeline with one sequence alive at a time may be faster.
 
     Args:
         trials, chunkers: as for `search_tables`.
@@ -116,7 +139,8 @@ def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], t
         tables[count] = present(chunkers.table(chunks=count))
         if best is not None and not is_fixed and not trials.may_be_better(tables[count], SERIAL):
             break
-        trials.better(tables[count], trials.rules.least)
+        is_coarser = best is not None and is_fixed and count < len(best.table.skeleton)
+        trials.better(tables[count], (*(trials.rules.second if is_coarser else ()), *trials.rules.least))
         if trials.best is not None and trials.best.table == tables[count]:
             trials.better(tables[count], trials.rules.second)
 

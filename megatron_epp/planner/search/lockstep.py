@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import coded
 from megatron_epp.planner.memory.messages import planned_with_room
@@ -19,6 +20,7 @@ from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.search.passes import search
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Candidate, Trials
+from megatron_epp.planner.tables import Tables
 
 
 def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
@@ -38,25 +40,49 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
         PlanError: the arguments make no sense, the problems differ in more than their lengths, or (a bug) the plans do not pass
             the checks.
     """
-    for problem in problems:
-        validate(problem, costs, options)
-    _require_equal(problems)
+    require_equal(problems, costs, options)
     if options.planner != "greedy" or options.budget_ms:
         remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
         raise PlanError("only the planner greedy, without a time budget, plans replicas that share experts", remedy)
 
     def planned(asked: Problem) -> tuple[Plan, ...]:
-        room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]
-        return tuple(_plans(Replicas(tuple(room), costs, options)))
+        replicas = Replicas(with_room_of(asked, problems), costs, options)
+        best = found(replicas)
+        return written(replicas, best.made, best.tables)
 
-    plans = planned_with_room(problems[0], planned)
+    return planned_with_room(problems[0], planned)
+
+
+def with_room_of(asked: Problem, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Return the problems with the caps of another, and with as much memory set aside for messages."""
+    return tuple(replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems)
+
+
+def written(replicas: Replicas, made: Sequence[Decisions], tables: Sequence[Tables]) -> tuple[Plan, ...]:
+    """Write the plans of replicas in lockstep.
+
+    Args:
+        replicas: their problems.
+        made, tables: of every replica; the tables have the times of the slowest, and the recompute modes.
+
+    Raises:
+        PlanError: a plan does not pass `check`, or the plans do not match.
+    """
+    every = zip(replicas.problems, made, tables, strict=True)
+    plans = tuple(build_plan(problem, replicas.costs, replicas.options, one, own) for problem, one, own in every)
     if faults := check_lockstep(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans
 
 
-def _require_equal(problems: Sequence[Problem]) -> None:
-    """Raise `PlanError` if there is no problem, or one differs from the first in more than its lengths."""
+def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -> None:
+    """Raise `PlanError` if a problem makes no sense, there is none, or one differs from the first in more than its lengths.
+
+    Args:
+        problems, costs, options: as for `plan_lockstep`.
+    """
+    for problem in problems:
+        validate(problem, costs, options)
     if not problems:
         raise PlanError("replicas that share experts need a problem each; there are none")
     for replica, problem in enumerate(problems):
@@ -69,9 +95,9 @@ def _require_equal(problems: Sequence[Problem]) -> None:
                 )
 
 
-def _plans(replicas: Replicas) -> Iterator[Plan]:
-    """Search, split weight gradients off where that is asked for, and write the plans. Raises `InfeasibleError`."""
-    costs, options, trials = replicas.costs, replicas.options, Trials(replicas)
+def found(replicas: Replicas) -> Candidate:
+    """Search, and split weight gradients off where that is asked for. Raises `InfeasibleError`."""
+    trials = Trials(replicas)
     search(trials)
     if trials.best is None and not trials.least_cap:
         fewest = min(sum(problem.lengths) for problem in replicas.problems)
@@ -84,9 +110,7 @@ def _plans(replicas: Replicas) -> Iterator[Plan]:
         )
     best = trials.result()
     order = _split(best, replicas) if replicas.splits_weight else best.made[0].order
-    for problem, made, tables in zip(replicas.problems, best.made, best.tables, strict=True):
-        made = replace(made, order=order, modes=FULL_ONLY)  # all else is in the tables
-        yield build_plan(problem, costs, options, made, tables)
+    return replace(best, made=tuple(replace(one, order=order, modes=FULL_ONLY) for one in best.made))  # the tables have modes
 
 
 def _split(best: Candidate, replicas: Replicas) -> Order:

@@ -60,6 +60,8 @@ PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 """Further rules for every grain of looped placements."""
 LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 """Further rules for the best grain of looped placements."""
+EQUAL_SLICES: tuple[OrderRule, ...] = (ReversedSlices(),)
+"""Rules for slices of equal length (SlimPipe, 2504.14519), and for the best grain of looped placements."""
 SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLIT_UNITS, in_groups=True))
 """Those where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
@@ -81,6 +83,7 @@ class OrderRules:
         frugal: with copies, where the best is far from what unlimited memory would give.
         capped: for the best table with its sequences in other orders, where its plan is far from its bound.
         walked: for the best table, and for finer and coarser ones until they get no better.
+        equal: for tables whose slices have equal length, in multiples of the ranks.
     """
 
     first: tuple[OrderRule, ...]
@@ -90,6 +93,7 @@ class OrderRules:
     capped: tuple[OrderRule, ...] = ()
     narrow: tuple[OrderRule, ...] = ()
     walked: tuple[OrderRule, ...] = ()
+    equal: tuple[OrderRule, ...] = ()
 
 
 ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST), CAPPED)
@@ -114,6 +118,7 @@ def rules_for(problem: Problem, split: bool = False, shards: bool = False) -> Or
         capped=tuple(map(_with_slack, rules.capped)),
         narrow=tuple(map(_with_slack, rules.narrow)),
         walked=rules.walked,
+        equal=rules.equal,
     )
 
 
@@ -131,7 +136,7 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         further, walked = (*V_PATTERNS, *(SPLIT_V_PATTERNS if split else ()), UnitTimes()), (*V_PATTERNS, NARROWEST)
     elif is_looped(problem):
         walked = SPLIT_LOOPED_PATTERNS if split else LOOPED_PATTERNS
-        further = (ReversedSlices(), *LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
+        further = (*EQUAL_SLICES, *LOOPED_PATTERNS, *(SPLIT_LOOPED_PATTERNS if split else ()))
     return OrderRules(
         first=(*LIST_SCHEDULES[:2], *(PATTERNS if is_looped(problem) else (WIDE_V,)), *more[:1]),
         second=(*more[1:], *further, *LIST_SCHEDULES[2:]),
@@ -139,4 +144,5 @@ def _rules_for(problem: Problem, split: bool) -> OrderRules:
         frugal=ROOMY_LISTED[1:],
         narrow=NARROW_LISTED,
         walked=walked,
+        equal=EQUAL_SLICES if is_looped(problem) else (),
     )

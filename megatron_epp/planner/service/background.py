@@ -14,7 +14,8 @@ from typing import NamedTuple
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
-from megatron_epp.planner.exact.refine import Refiner, tell_greedy
+from megatron_epp.planner.exact.lockstep import LockstepRefiner
+from megatron_epp.planner.exact.refiner import Refiner
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
@@ -140,14 +141,8 @@ def _planning(
         lockstep_groups: the replicas of each group.
     """
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
-    plan_one: Callable[[Problem], Plan] | None = None
+    better = _refining(costs, options, len(lockstep_groups[lockstep_group]) > 1)
     exact = _Messages("megatron_epp.planner.exact")
-    if options.planner == "milp" and len(lockstep_groups[lockstep_group]) > 1:
-        tell_greedy("replicas that share experts are planned together")
-    elif options.planner == "milp":
-        plan_one = Refiner(costs, options).plan
-    elif options.budget_ms:
-        plan_one = Anytime(costs, options).plan
 
     @functools.lru_cache(KEPT)
     def repeatable(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
@@ -168,12 +163,27 @@ def _planning(
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
         problems = tuple(map(problem.part, shares))
-        plans = repeatable(problems) if plan_one is None else (plan_one(problems[0]),)
+        plans = repeatable(problems) if better is None else better(problems)
         planning_us = (time.perf_counter() - start_s) * 1e6
         made = (PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True))
         return Answer(tuple(made), exact.taken())
 
     return packed
+
+
+def _refining(costs: Costs, options: Options, is_lockstep: bool) -> Callable[[tuple[Problem, ...]], tuple[Plan, ...]] | None:
+    """Return what plans better the more time it has; None where plans are to be the same in every run.
+
+    Args:
+        costs, options: as for `plan`.
+        is_lockstep: there are several replicas, which share experts.
+    """
+    if options.planner == "milp" and is_lockstep:
+        return LockstepRefiner(costs, options).plan
+    if options.planner != "milp" and not options.budget_ms:
+        return None
+    one = Refiner(costs, options) if options.planner == "milp" else Anytime(costs, options)
+    return lambda problems: (one.plan(problems[0]),)
 
 
 class _Messages(logging.Handler):
