@@ -29,8 +29,9 @@ def test_problems_that_once_had_a_fault_have_none(seed: int):
     many grains with one table, at which the search stopped, so that more memory made the plan slower; copies chosen before
     the vocabulary's shards were inserted; weight gradients that waited for longer where there was more memory; slices that
     the user fixed, with an order that keeps least tried only where no other fitted; coarse grains that were tried in such an
-    order only where no finer one fitted; blocks of a V that coarse grains were tried in with copies alone; and KV offload in
-    such an order only where nothing else fitted.
+    order only where no finer one fitted; blocks of a V that coarse grains were tried in with copies alone; KV offload in
+    such an order only where nothing else fitted; local search that did not know the vocabulary's shards; and coarse grains with
+    a fixed recompute, tried in narrow windows only where no finer one fitted.
     """
     assert campaign.judged(case_of(seed), seed)[2] == []
 

@@ -14,12 +14,16 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.library import even_layers, load_flags, shape_of
 from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.schedules.slimpipe import even_slices
+from scripts.bench.orders.bench import LAYERS
+from scripts.bench.orders.bench import costs_of as bench_costs
+from scripts.bench.orders.random_batches import drawn
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.plan import second_simulator
 from tests.support.plan.queue_machine import stuck
@@ -66,6 +70,17 @@ def test_slimpipe_has_as_many_slices_as_ranks_or_a_multiple_of_them():
     assert counts[0] == 4
     assert {count % 4 for count in counts} == {0}
     assert len(slices_of(of_slimpipe((300, 200)))) == 4
+
+
+def test_greedy_is_as_fast_as_slimpipe_where_slices_of_equal_length_are_best():
+    _, drawn_problem = drawn(70)  # of 64 sequences, under 1.9 times the least cap
+    problem = replace(drawn_problem, placement=TWO_EACH)
+    costs = bench_costs(Layout.of_layers(even_layers(LAYERS, 8), Placement("looped", 4, 2)), max(problem.lengths))
+    ours, theirs = (plan(problem, costs, Options(planner=name)) for name in ("greedy", "slimpipe"))
+    assert ours.predicted.makespan_us <= theirs.predicted.makespan_us
+    longest = problem.lengths.index(max(problem.lengths))
+    assert len(slices_of(ours, longest)) % 4 == 0
+    assert max(slices_of(ours, longest)) - min(slices_of(ours, longest)) <= problem.token_multiple
 
 
 def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():
