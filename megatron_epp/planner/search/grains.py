@@ -110,7 +110,7 @@ def _search_equal(trials: Trials, chunker: Chunker) -> None:
     slices = sum(s.sequence == longest for chunk in trials.best.table.chunks[0] for s in chunk.segments)
     least = -(-problem.lengths[longest] // chunker.token_cap)
     most = min(-(-problem.lengths[longest] // problem.token_multiple), MOST_CHUNKS)
-    start = max(1, round(slices / ranks))
+    start = max(1, round(slices / ranks), -(-least // ranks))
     for way in (itertools.count(start), range(start - 1, 0, -1)):
         for share in way:
             is_allowed = least <= share * ranks <= most
