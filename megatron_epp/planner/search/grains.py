@@ -46,7 +46,7 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
         warm: grains that earlier batches chose.
 
     Returns:
-        The best table and the next finer ones; in lockstep the best.
+        The best table and the next finer ones, behind slices of equal length where these are faster; in lockstep the best.
     """
     slices = trials.replicas.options.slices
     if trials.replicas.is_lockstep:
@@ -81,7 +81,9 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     _refine(trials, chunkers)
     if trials.is_split or is_v(problem):
         tables |= dict(walk_further(trials, chunkers, patience, trials.better))
+    usual = None if trials.best is None else trials.best.table
     _search_equal(trials, chunkers.each[0])
+    equal = [trials.best.table] if trials.best is not None and trials.best.table != usual else []
     _search_least(trials, chunkers, counts, tables)
     is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
     if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and whole_may_fit(trials):
@@ -91,11 +93,11 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
         if len(problem.lengths) <= HANDFUL and trials.may_be_better(Aligned((longest_first,))):
             for whole in permutations(longest_first):
                 trials.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
-    best = None if trials.best is None else trials.best.table
+    best = None if trials.best is None else usual if [trials.best.table] == equal else trials.best.table
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
     if warm is not None:
         warm.remember(problem, counts[at])
-    return [tables.get(count) or present(chunkers.table(chunks=count)) for count in counts[at : at + 3]]
+    return [*equal, *(tables.get(count) or present(chunkers.table(chunks=count)) for count in counts[at : at + 3])]
 
 
 def _search_equal(trials: Trials, chunker: Chunker) -> None:
