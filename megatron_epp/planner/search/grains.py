@@ -107,7 +107,7 @@ def _search_equal(trials: Trials, chunker: Chunker) -> None:
     """
     if not trials.rules.equal or trials.best is None:
         return
-    problem, ranks = trials.problem, trials.problem.num_ranks
+    problem, ranks, rules = trials.problem, trials.problem.num_ranks, (*trials.rules.equal, *trials.rules.first)
     longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
     slices = sum(s.sequence == longest for chunk in trials.best.table.chunks[0] for s in chunk.segments)
     least = -(-problem.lengths[longest] // chunker.token_cap)
@@ -116,7 +116,7 @@ def _search_equal(trials: Trials, chunker: Chunker) -> None:
     for way in (itertools.count(start), range(start - 1, 0, -1)):
         for share in way:
             is_allowed = least <= share * ranks <= most
-            if not is_allowed or not trials.better(Aligned((chunker.equal_table(share * ranks),)), trials.rules.equal):
+            if not is_allowed or not trials.better(Aligned((chunker.equal_table(share * ranks),)), rules):
                 break
 
 
