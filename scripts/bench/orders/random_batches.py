@@ -64,8 +64,13 @@ def _even(ranks: int) -> Layout:
     return Layout.of_layers(even_layers(LAYERS, ranks), Placement("looped", ranks, 1))
 
 
-def ratios(seed: int) -> dict[str, Any]:
-    """Return each order's makespan over greedy's for a random batch; None where the order, or greedy, has no plan."""
+def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return each order's makespan and greedy's for a random batch; None where the order, or greedy, has no plan.
+
+    Args:
+        seed: of the batch.
+        orders: names; None for all.
+    """
     name, problem = drawn(seed)
     found: dict[tuple[Layout, str, bool, bool], float | None] = {}
 
@@ -81,7 +86,8 @@ def ratios(seed: int) -> dict[str, Any]:
         return found[key]
 
     rows = {}
-    for order, (planner, count) in ORDERS.items():
+    for order in orders or ORDERS:
+        planner, count = ORDERS[order]
         schedule = SCHEDULES[planner]
         assert schedule.order is not None
         layout = schedule.order.layout(LAYERS, problem.num_ranks, count)
@@ -116,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", default="0:100", metavar="FROM:TO", help="batches to plan (default: %(default)s)")
+    parser.add_argument("--order", choices=ORDERS, action="append", help="only this order; may be repeated (default: all)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a line of JSON for every batch")
     args = parser.parse_args(argv)
     first, end = map(int, args.seeds.split(":"))
@@ -124,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("a") as output, progress("planning random batches", lambda: f"{len(found)} of {end - first}"):
         for seed in [seed for seed in range(first, end) if seed not in known]:
-            found.append(ratios(seed))
+            found.append(ratios(seed, args.order))
             output.write(json.dumps(found[-1]) + "\n")
             output.flush()
     print("\n".join(summary(found)))
