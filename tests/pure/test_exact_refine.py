@@ -194,9 +194,12 @@ def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped
 
 
 def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):
-    options = replace(OPTIONS, overlap_exchanges=True)
+    asked, steady = problem((9000, 4000, 2000), 2), OPTIONS
+    options = replace(steady, overlap_exchanges=True)
     with caplog.at_level(logging.INFO):
-        assert milp(problem(LENGTHS, 2), COSTS, options) == milp(problem(LENGTHS, 2), COSTS, OPTIONS)
+        made = milp(asked, COSTS, options)
+    assert made == milp(asked, COSTS, steady)
+    assert makespan_us(asked, COSTS, options, made) < makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
     assert "greedy's" not in caplog.text
 
 

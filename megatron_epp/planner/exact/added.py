@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.plan.operations import Of, operation
+from megatron_epp.plan.operations import Collective, Of, needs_of, operation
 from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.tables import Tables
 
@@ -33,6 +33,7 @@ def add_actions(program: Program) -> None:
     A collective is launched by all ranks in one order, so the actions whose results it carries have one order on all sites.
     """
     added, chunks = program.tables.added, range(len(program.chunks))
+    carried = {need.op for op in added for need in needs_of(op) if isinstance(need.carries, Collective)}
     for op, rows in added.items():
         for site, times_us in enumerate(rows.time_us):
             for c in chunks:
@@ -42,7 +43,7 @@ def add_actions(program: Program) -> None:
             _add_needs(program, op, site)
     for op, rows in added.items():
         sites = range(len(rows.time_us))
-        for u, v in combinations(chunks, 2) if len(sites) > 1 else ():
+        for u, v in combinations(chunks, 2) if len(sites) > 1 and op in carried else ():
             program.add_turn([(Action(op, site, u), Action(op, site, v)) for site in sites])
 
 

@@ -242,6 +242,9 @@ class Program:
         """
         root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
         whole = [root.count(one) == 1 for one in root]
+        for other in self.others:
+            roots = [chunk.segments[0].sequence for chunk in other]
+            whole = [is_whole and roots.count(one) == 1 for is_whole, one in zip(whole, roots, strict=True)]
         for u, v in combinations(range(len(self.chunks)), 2):
             if root[u] == root[v]:
                 continue  # slices are in order anyway
