@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_a_command_ends_in_one_line_and_the_old_file_is_whole(
         if code != 0:
             refused += 1
             assert code == 2
-            assert said.count("\n") == 1, said
+            errors = [line for line in said.splitlines() if not re.fullmatch(r".+, \d+ s", line)]  # progress of a slow machine
+            assert len(errors) == 1, said
             assert f"{path}: No space left on device" in said
             assert path.read_text() == OLD
         else:
