@@ -126,7 +126,7 @@ def test_v_min_waits_no_longer_than_its_authors_order_with_a_third_of_the_memory
 
 @pytest.mark.parametrize("name", ["v-min", "v-half"])
 def test_blocks_let_no_more_weight_gradients_wait_than_there_are_ranks(name: str):
-    """What they need is never recomputed, and with slices a rank keeps so much that all of them could wait for the end."""
+    """Weight gradients keep bytes that recompute does not free, and slices leave room for all of them to wait for the end."""
     for row in Unit(name, 4, 8, slices=8).of_paper().order:
         counts = accumulate((action.op is Op.B) - (action.op is Op.W) for action in row)
         assert max(counts) <= 4

@@ -59,11 +59,12 @@ class LockstepRefiner:
         made = self.solved.recall(asked)
         if not made:
             best = found(replicas)
+            plans = written(replicas, best.made, best.tables)
             if why := why_stays(best, problems):
                 self.queue.tell_once(why)
             elif made is None:
                 self.queue.ask(asked)
-            return written(replicas, best.made, best.tables)
+            return plans
         own = [relabelled(*each) for each in zip(made, sequences, strict=True)]
         return written(replicas, own, replicas.tables(Aligned(tuple(one.chunks for one in own))))
 

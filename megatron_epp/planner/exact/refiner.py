@@ -59,19 +59,18 @@ class Refiner:
     def _plan(self, problem: Problem) -> Plan:
         asked, sequences = canonical(problem)
         made = self.solved.recall(asked)
-        if made is None:
-            made = greedy(asked, self.costs, self.options)
-            if why := why_greedy(made, asked):
-                self.queue.tell_once(why)
-            else:
-                made = self._like_before(made, asked)
-        return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
-
-    def _like_before(self, made: Decisions, asked: Problem) -> Decisions:
-        """Have greedy decisions refined, and return them or, where that is faster, the order of a batch of like shape."""
-        self.queue.ask(asked)
-        like = self.by_shape.recall(shape_of(asked, made))
-        return made if like is None else faster(made, like, asked, self.costs, self.options)
+        if made is not None:
+            return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+        made = greedy(asked, self.costs, self.options)
+        why, like = why_greedy(made, asked), self.by_shape.recall(shape_of(asked, made))
+        if like is not None and not why:
+            made = faster(made, like, asked, self.costs, self.options)
+        plan = build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+        if why:
+            self.queue.tell_once(why)
+        else:  # what cannot be built takes no time of the solver
+            self.queue.ask(asked)
+        return plan
 
     def close(self) -> None:
         """End the solver's process."""
