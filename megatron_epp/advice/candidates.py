@@ -1,4 +1,4 @@
-"""Candidate layouts, and the sizes that are ruled out before any planning."""
+"""Candidate configurations, and the sizes that are ruled out before any planning."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_epp.advice.judge import Refusal
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import EppError
 
 
-def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
-    """All layouts with one stage on each rank and even layers, and the sizes that were refused.
+def candidates(question: Question) -> tuple[list[Configuration], list[Refusal]]:
+    """All configurations with one stage on each rank and even layers, and the sizes that were refused.
 
     Tensor- and context-parallel sizes are powers of two. Tensor parallelism stays inside a node; the pipeline takes any divisor
     of the devices.
     """
-    layouts: list[Layout] = []
+    configs: list[Configuration] = []
     refused: dict[str, str] = {}
     for tensor in _sizes(question, "tensor", _powers(question.devices)):
         if why := _tensor_refusal(question, tensor):
@@ -32,38 +32,38 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
                 ranks = tensor * context * pipeline
                 if question.devices % ranks:
                     continue
-                layout = Layout(tensor, context, pipeline, question.devices // ranks)
-                if named := _layout_refusal(question, layout):
+                config = Configuration(tensor, context, pipeline, question.devices // ranks)
+                if named := _config_refusal(question, config):
                     refused.setdefault(*named)
                     continue
-                spread = _with_experts(question, layout)
+                spread = _with_experts(question, config)
                 known = [one for one in spread if not question.measured or one.sharing in question.measured]
                 if len(known) < len(spread):
                     refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
                 shards = question.vocabulary[0] and pipeline > 1
-                layouts += [replace(one, layers=question.layers(one, "even"), shards_vocabulary=shards) for one in known]
-    return layouts, [Refusal(name, why) for name, why in refused.items()]
+                configs += [replace(one, layers=question.layers(one, "even"), shards_vocabulary=shards) for one in known]
+    return configs, [Refusal(name, why) for name, why in refused.items()]
 
 
-def variants(question: Question, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts of the same parallel sizes: the vocabulary divided, layers balanced, and two stages on every rank, placed
-    looped and v, with layers even and balanced.
+def variants(question: Question, config: Configuration) -> Iterator[Configuration]:
+    """Yield configurations of the same parallel sizes: the vocabulary divided, layers balanced, and two stages on every
+    rank, placed looped and v, with layers even and balanced.
     """
-    if layout.pipeline < 2:
+    if config.pipeline < 2:
         return
     stages = _sizes(question, "virtual", [1, 2])
     if 1 in stages:
         for shards in question.vocabulary[1:]:
-            yield replace(layout, shards_vocabulary=shards)
-        balanced = question.layers(layout, "balanced")
-        if balanced != layout.layers:
-            yield replace(layout, layers=balanced)
+            yield replace(config, shards_vocabulary=shards)
+        balanced = question.layers(config, "balanced")
+        if balanced != config.layers:
+            yield replace(config, layers=balanced)
     num_layers = int(question.flags["num_layers"])
     for virtual in stages:
-        if virtual == 1 or layout.pipeline * virtual > num_layers:
+        if virtual == 1 or config.pipeline * virtual > num_layers:
             continue
         for placement in ("looped", "v"):
-            several = replace(layout, virtual=virtual, placement=placement)
+            several = replace(config, virtual=virtual, placement=placement)
             for layers in dict.fromkeys(question.layers(several, partition) for partition in ("even", "balanced")):
                 yield replace(several, layers=layers)
 
@@ -81,30 +81,30 @@ def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
     return None
 
 
-def _layout_refusal(question: Question, layout: Layout) -> tuple[str, str] | None:
-    """Return the size that rules a layout out, and the reason; None if it is possible."""
+def _config_refusal(question: Question, config: Configuration) -> tuple[str, str] | None:
+    """Return the size that rules a configuration out, and the reason; None if it is possible."""
     num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
-    if layout.pipeline > num_layers:
+    if config.pipeline > num_layers:
         return f"PP above {num_layers}", f"there are {num_layers} layers only"
-    if batch % layout.data:
-        return f"DP {layout.data}", f"a global batch of {batch} does not divide over {layout.data} replicas"
+    if batch % config.data:
+        return f"DP {config.data}", f"a global batch of {batch} does not divide over {config.data} replicas"
     return None
 
 
-def _with_experts(question: Question, layout: Layout) -> list[Layout]:
-    """Return the layout with every expert-parallel size that shares experts among ranks of one node."""
+def _with_experts(question: Question, config: Configuration) -> list[Configuration]:
+    """Return the configuration with every expert-parallel size that shares experts among ranks of one node."""
     experts = question.flags.get("num_experts")
     if not experts:
-        return [layout]
-    room = min(question.cluster.devices_per_node // layout.tensor, layout.context * layout.data)
+        return [config]
+    room = min(question.cluster.devices_per_node // config.tensor, config.context * config.data)
     sizes = _sizes(question, "expert", [size for size in _powers(room) if experts % size == 0])
-    holders = layout.context * layout.data
-    return [replace(layout, expert=size) for size in sizes if holders % size == 0 and _in_whole_groups(layout, size)]
+    holders = config.context * config.data
+    return [replace(config, expert=size) for size in sizes if holders % size == 0 and _in_whole_groups(config, size)]
 
 
-def _in_whole_groups(layout: Layout, expert: int) -> bool:
+def _in_whole_groups(config: Configuration, expert: int) -> bool:
     """True if context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
-    return layout.context % expert == 0 or (expert % layout.context == 0 and layout.data % (expert // layout.context) == 0)
+    return config.context % expert == 0 or (expert % config.context == 0 and config.data % (expert // config.context) == 0)
 
 
 def _sizes(question: Question, name: str, usual: list[int]) -> list[int]:

@@ -1,11 +1,11 @@
-"""Evaluation of a layout: whether it fits, and the parts of the time of a training step."""
+"""Evaluation of a configuration: whether it fits, and the parts of the time of a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
@@ -21,7 +21,7 @@ PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
 _PLANNED = 4
-"""Largest number of planned groups of replicas of a layout, those that are estimated to take longest."""
+"""Largest number of planned groups of replicas of a configuration, those that are estimated to take longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A layout that fits, the parts of its step, and the plan of its slowest replica.
+    """A configuration that fits, the parts of its step, and the plan of its slowest replica.
 
     `is_exact` is True if planned as in training; otherwise only a few plans were tried.
     """
 
-    layout: Layout
+    config: Configuration
     parts: Parts
     plan: Plan
     is_exact: bool
@@ -68,49 +68,49 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A layout, or a size, that cannot run.
+    """A configuration, or a size, that cannot run.
 
     Attributes:
-        name: of a layout, or of a size that several layouts have in common.
+        name: of a configuration, or of a size that several configurations have in common.
         why: reason in words, with numbers.
         needed_bytes: sufficient memory; 0 if memory is not the reason.
-        layout: the layout; None for a size.
+        config: the configuration; None for a size.
         is_static: True if weights and optimizer alone are too large.
     """
 
     name: str
     why: str
     needed_bytes: int = 0
-    layout: Layout | None = None
+    config: Configuration | None = None
     is_static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Megatron's 1F1B at a layout of one stage on each rank, with the largest length of a microbatch in contexts."""
+    """Megatron's 1F1B at a configuration of one stage on each rank, with the largest length of a microbatch in contexts."""
 
-    layout: Layout
+    config: Configuration
     planner: str
     contexts: int
     step_us: float
 
 
-def misfit(question: Question, layout: Layout) -> Refusal | None:
+def misfit(question: Question, config: Configuration) -> Refusal | None:
     """Return the refusal if weights and optimizer, or a sequence as long as the context, do not fit; None if they do."""
-    costs, cap = question.costs(layout), question.cap_bytes
-    static = [0] * layout.pipeline
-    for stage, rank in enumerate(layout.rank_of):
+    costs, cap = question.costs(config), question.cap_bytes
+    static = [0] * config.pipeline
+    for stage, rank in enumerate(config.rank_of):
         static[rank] += costs.static_bytes(stage)
     if max(static) > cap:
         why = f"weights and optimizer alone need {gib(max(static))} of {gib(cap)}"
-        return Refusal(layout.name, why, max(static), layout, is_static=True)
-    problem = question.problem(layout, (question.context,))
+        return Refusal(config.name, why, max(static), config, is_static=True)
+    problem = question.problem(config, (question.context,))
     try:
         _prove_fit(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "
-        return Refusal(layout.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, layout)
+        return Refusal(config.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, config)
     return None
 
 
@@ -122,94 +122,94 @@ def _prove_fit(problem: Problem, costs: Costs, options: Options) -> None:
         (least_decisions if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
 
 
-def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
+def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:
     """Divide the batch by work alone, the replica with the most work first. The result depends mainly on the number of
     replicas.
     """
-    problem, costs = question.problem(layout, question.lengths), question.costs(layout)
+    problem, costs = question.problem(config, question.lengths), question.costs(config)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
-    alone = tuple((replica,) for replica in range(layout.data))
+    alone = tuple((replica,) for replica in range(config.data))
     shares = divide(
         problem, costs, alone, lambda problems: sum(work_us[length] for length in problems[0].lengths), tries=0
     ).shares
-    loads_us = _loads_us(question, layout, shares)
-    return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads_us[r], r)))
+    loads_us = _loads_us(question, config, shares)
+    return tuple(shares[r] for r in sorted(range(config.data), key=lambda r: (-loads_us[r], r)))
 
 
-def _loads_us(question: Question, layout: Layout, shares: Sequence[Share]) -> list[float]:
+def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]) -> list[float]:
     """Work of each share in microseconds."""
-    work_us = sequence_work(question.problem(layout, question.lengths), question.costs(layout))
+    work_us = sequence_work(question.problem(config, question.lengths), question.costs(config))
     return [sum(work_us[at] for at in share) for share in shares]
 
 
-def roughly(question: Question, layout: Layout, shares: Sequence[Share]) -> Entry:
+def roughly(question: Question, config: Configuration, shares: Sequence[Share]) -> Entry:
     """Evaluate by a rough plan of the replica with the most work, which is the first. Raises `InfeasibleError`."""
-    costs, problem = question.costs(layout), question.problem_of(layout, shares[0])
+    costs, problem = question.costs(config), question.problem_of(config, shares[0])
     try:
         made = rough_plan(problem, costs, question.options)
     except InfeasibleError:
         made = plan(problem, costs, question.options)
-    return Entry(layout, _parts(question, layout, made, _loads_us(question, layout, shares)), made, is_exact=False)
+    return Entry(config, _parts(question, config, made, _loads_us(question, config, shares)), made, is_exact=False)
 
 
-def exactly(question: Question, layout: Layout) -> Entry:
+def exactly(question: Question, config: Configuration) -> Entry:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
-    costs = question.costs(layout)
-    problem = question.problem(layout, question.lengths)
+    costs = question.costs(config)
+    problem = question.problem(config, question.lengths)
     division = divide(
         problem,
         costs,
-        layout.lockstep_groups,
+        config.lockstep_groups,
         lambda problems: max(about_us(one, costs, question.options) for one in problems),
         _EXCHANGES,
     )
     times_us = division.makespan_us
     slowest: Plan | None = None
     for lockstep_group in sorted(
-        layout.lockstep_groups, key=lambda lockstep_group: (-times_us[lockstep_group[0]], lockstep_group)
+        config.lockstep_groups, key=lambda lockstep_group: (-times_us[lockstep_group[0]], lockstep_group)
     )[:_PLANNED]:
         if slowest is not None and times_us[lockstep_group[0]] <= slowest.predicted.makespan_us:
             break
-        problems = [question.problem_of(layout, division.shares[replica]) for replica in lockstep_group]
+        problems = [question.problem_of(config, division.shares[replica]) for replica in lockstep_group]
         if len(problems) > 1:
             plans = plan_lockstep(problems, costs, question.options)
         else:
             plans = (plan(problems[0], costs, question.options),)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)
     assert slowest is not None  # there is always one
-    return Entry(layout, _parts(question, layout, slowest, times_us), slowest, is_exact=True)
+    return Entry(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
 
 
-def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain | None:
+def plain(question: Question, config: Configuration, shares: Sequence[Share]) -> Plain | None:
     """Evaluate Megatron's 1F1B with the better of its ways to fill microbatches; None if neither fits.
 
     This favours 1F1B: the batch is divided by count and by work, which Megatron does not do, and the better result counts.
     """
-    costs, best = question.costs(layout), None
-    dealt = [by_count(len(question.lengths), replica, layout.data) for replica in range(layout.data)]
-    loads_us = _loads_us(question, layout, dealt)
+    costs, best = question.costs(config), None
+    dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
+    loads_us = _loads_us(question, config, dealt)
     heaviest = dealt[loads_us.index(max(loads_us))]
     for planner, contexts in PLAIN:
         options = Options(planner=planner, context=contexts * question.context)
         for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
             try:
-                made = plan(question.problem_of(layout, share), costs, options)
+                made = plan(question.problem_of(config, share), costs, options)
             except InfeasibleError:
                 continue
-            step_us = made.predicted.makespan_us + question.reduction_us(layout)
+            step_us = made.predicted.makespan_us + question.reduction_us(config)
             if best is None or step_us < best.step_us:
-                best = Plain(layout, planner, contexts, step_us)
+                best = Plain(config, planner, contexts, step_us)
     return best
 
 
-def _parts(question: Question, layout: Layout, made: Plan, times_us: Sequence[float]) -> Parts:
+def _parts(question: Question, config: Configuration, made: Plan, times_us: Sequence[float]) -> Parts:
     """Compute the parts of a step from the plan of the slowest replica; only ratios of the replicas' times count."""
     mean = sum(times_us) / len(times_us) / max(times_us)
-    shape, rates, ranks = question.shape(layout), question.rates(layout), made.num_ranks
+    shape, rates, ranks = question.shape(config), question.rates(config), made.num_ranks
     makespan_us = made.predicted.makespan_us
     busy = sum(busy_us(made, rank) for rank in range(ranks)) / ranks
     recompute_us = sum(map(sum, made.recompute_us)) / ranks
-    passes = 2 * shape.num_layers / layout.pipeline
+    passes = 2 * shape.num_layers / config.pipeline
     moved_bytes = sum(made.lengths) * shape.exchanged_bytes_per_token * passes
     exchange_us = min(busy - recompute_us, MICROSECONDS * moved_bytes / rates.exchange_bytes)
     return Parts(
@@ -218,7 +218,7 @@ def _parts(question: Question, layout: Layout, made: Plan, times_us: Sequence[fl
         recompute_us=mean * recompute_us,
         bubble_us=mean * max(0.0, makespan_us - busy),
         waiting_us=(1 - mean) * makespan_us,
-        reduction_us=question.reduction_us(layout),
+        reduction_us=question.reduction_us(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""The input of the advice, a model, a cluster and a batch; a layout of parallel sizes; and the costs of a layout."""
+"""The input of the advice: a model, a cluster and a batch. A configuration of parallel sizes and its costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Literal
 from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
-from megatron_epp.plan.layout import Layout as StageLayout
-from megatron_epp.plan.layout import halves_of, layout_flag
+from megatron_epp.plan.layout import Layout, halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.search import Sample
@@ -23,7 +22,7 @@ REDUCED_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
+class Configuration:
     """Distribution of a model and a batch over devices.
 
     Attributes:
@@ -64,10 +63,10 @@ class Layout:
         return Placement(self.placement, self.pipeline, self.virtual).rank_of
 
     @property
-    def stages(self) -> StageLayout:
+    def stages(self) -> Layout:
         """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
-        return StageLayout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
+        return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
 
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +92,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Megatron's flags for the layout, with underscores."""
+        """Megatron's flags for the configuration, with underscores."""
         flags: dict[str, Any] = {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
@@ -122,7 +121,7 @@ class Question:
         cap_bytes: memory cap of one device.
         lengths: tokens of every sequence of a global batch.
         context: largest number of tokens of a sequence.
-        fixed: sizes that are not searched, by names of `Layout`.
+        fixed: sizes that are not searched, by names of `Configuration`.
         options: of the planner.
         measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
         costs_files: path of each of them.
@@ -151,14 +150,14 @@ class Question:
     def bytes_per_value(self) -> int:
         return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
 
-    def shape(self, layout: Layout) -> ModelShape:
-        """Return the model's shape with the layout's sizes. Raises `EppError` if the heads cannot be shared evenly."""
+    def shape(self, config: Configuration) -> ModelShape:
+        """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
         return shape_of(
-            self.flags | layout.settings | {"seq_length": self.context, "expert_model_parallel_size": layout.expert}
+            self.flags | config.settings | {"seq_length": self.context, "expert_model_parallel_size": config.expert}
         )
 
-    def rates(self, layout: Layout) -> Rates:
-        """Rates of the cluster, with the links between the layout's ranks.
+    def rates(self, config: Configuration) -> Rates:
+        """Rates of the cluster, with the links between the configuration's ranks.
 
         Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
         Stages are assumed to be on different nodes, unless there is only one node.
@@ -166,91 +165,91 @@ class Question:
         rates, node = self.cluster.rates, self.cluster.devices_per_node
         if self.devices <= node:
             return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
-        sharing, shape = layout.tensor * max(layout.context, layout.expert), self.shape(layout)
+        sharing, shape = config.tensor * max(config.context, config.expert), self.shape(config)
         if sharing <= node or not shape.exchanged_bytes_per_token:
             return rates
         inside = shape.tensor_exchanged_bytes_per_token / shape.exchanged_bytes_per_token
         abroad = (1 - inside) * (1 - node / sharing)
         return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
 
-    def profile(self, layout: Layout) -> Profile:
-        """Profile measured with the layout's sizes, or by formula if there is none."""
-        return self.measured.get(layout.sharing) or analytic_profile(self.shape(layout), self.rates(layout))
+    def profile(self, config: Configuration) -> Profile:
+        """Profile measured with the configuration's sizes, or by formula if there is none."""
+        return self.measured.get(config.sharing) or analytic_profile(self.shape(config), self.rates(config))
 
-    def costs(self, layout: Layout) -> PipelineCosts:
-        """Costs of every stage of the layout, including device memory in addition to the tensors that autograd keeps.
+    def costs(self, config: Configuration) -> PipelineCosts:
+        """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps.
 
         The optimizer's state is sharded over all ranks that hold the same weights; experts' weights are held by fewer ranks.
         """
-        profile, shape = self.profile(layout), self.shape(layout)
-        holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
-        state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // layout.expert)
+        profile, shape = self.profile(config), self.shape(config)
+        holders, share = config.context * config.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
+        state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // config.expert)
         costs = profile.costs(
-            layout.layers,
+            config.layers,
             state_bytes_per_parameter=state_bytes,
-            replicas=layout.data,
-            vocabulary_shares=layout.stages.vocabulary_shares,
+            replicas=config.data,
+            vocabulary_shares=config.stages.vocabulary_shares,
         )
-        return on_device(costs, buffers=profile.gradient_buffers(layout.num_stages))
+        return on_device(costs, buffers=profile.gradient_buffers(config.num_stages))
 
-    def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:
+    def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
         """Planning problem of one iteration of one replica."""
-        caps = (self.cap_bytes,) * layout.pipeline
-        return Problem(lengths, layout.rank_of, caps, token_multiple=layout.tensor * layout.context)
+        caps = (self.cap_bytes,) * config.pipeline
+        return Problem(lengths, config.rank_of, caps, token_multiple=config.tensor * config.context)
 
-    def problem_of(self, layout: Layout, share: Iterable[int]) -> Problem:
+    def problem_of(self, config: Configuration, share: Iterable[int]) -> Problem:
         """Planning problem of the replica that has the sequences at these positions of the batch."""
-        return self.problem(layout, tuple(self.lengths[at] for at in share))
+        return self.problem(config, tuple(self.lengths[at] for at in share))
 
-    def layers(self, layout: Layout, partition: str) -> tuple[int, ...]:
+    def layers(self, config: Configuration, partition: str) -> tuple[int, ...]:
         """Layers of every stage, ``even`` or ``balanced``. Raises `EppError` if there are more stages than layers."""
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
-            return even_layers(num_layers, layout.num_stages)
+            return even_layers(num_layers, config.num_stages)
         return balanced_layers(
-            self.profile(layout),
+            self.profile(config),
             num_layers,
-            layout.num_stages,
+            config.num_stages,
             self.lengths,
-            layout.rank_of,
-            shards_vocabulary=layout.shards_vocabulary,
+            config.rank_of,
+            shards_vocabulary=config.shards_vocabulary,
         )
 
-    def sample(self, layout: Layout, shares: Sequence[Iterable[int]]) -> Sample:
-        """Return the input of the search for layers of the stages, with the other sizes of a layout.
+    def sample(self, config: Configuration, shares: Sequence[Iterable[int]]) -> Sample:
+        """Return the input of the search for layers of the stages, with the other sizes of a configuration.
 
         Args:
-            layout: its sizes.
+            config: its sizes.
             shares: of replicas, as positions of the batch.
         """
 
-        def costs_of(found: StageLayout) -> PipelineCosts:
+        def costs_of(found: Layout) -> PipelineCosts:
             ranks, chunks = found.placement.num_ranks, found.placement.num_chunks
             shards = found.shards_vocabulary
-            return self.costs(replace(layout, pipeline=ranks, virtual=chunks, layers=found.layers, shards_vocabulary=shards))
+            return self.costs(replace(config, pipeline=ranks, virtual=chunks, layers=found.layers, shards_vocabulary=shards))
 
-        plain = replace(layout, virtual=1, placement="looped")
+        plain = replace(config, virtual=1, placement="looped")
         problems = tuple(self.problem_of(plain, share) for share in shares)
-        halves, placements = self.profile(plain).attention is not None, (Placement("looped", layout.pipeline, 1),)
-        vocabulary = self.vocabulary if layout.pipeline > 1 else (False,)
+        halves, placements = self.profile(plain).attention is not None, (Placement("looped", config.pipeline, 1),)
+        vocabulary = self.vocabulary if config.pipeline > 1 else (False,)
         return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves, placements, vocabulary)
 
-    def reduction_us(self, layout: Layout) -> float:
+    def reduction_us(self, config: Configuration) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
 
         It is that of the slowest rank, without overlap with compute. A ring over nodes uses every member's link.
         """
-        shape, holders = self.shape(layout), layout.context * layout.data
-        layers = [0.0] * layout.pipeline
-        for rank, count in zip(layout.rank_of, layout.layers, strict=True):
+        shape, holders = self.shape(config), config.context * config.data
+        layers = [0.0] * config.pipeline
+        for rank, count in zip(config.rank_of, config.layers, strict=True):
             layers[rank] += count
         experts, slowest_us = shape.expert_parameters_on_rank, 0.0
         for rank, count in enumerate(layers):
-            last = 1 / layout.pipeline if layout.shards_vocabulary else rank == layout.rank_of[-1]
-            ends = (rank == layout.rank_of[0]) + last
-            dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / layout.tensor
-            dense_us = self._ring_us(dense, holders, layout.tensor)
-            expert_us = self._ring_us(count * experts, holders // layout.expert, layout.tensor * layout.expert)
+            last = 1 / config.pipeline if config.shards_vocabulary else rank == config.rank_of[-1]
+            ends = (rank == config.rank_of[0]) + last
+            dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / config.tensor
+            dense_us = self._ring_us(dense, holders, config.tensor)
+            expert_us = self._ring_us(count * experts, holders // config.expert, config.tensor * config.expert)
             slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us
 

@@ -1,4 +1,4 @@
-"""A layout as flags to paste, and as a recipe for ``megatron-epp train -c``."""
+"""A configuration as flags to paste, and as a recipe for ``megatron-epp train -c``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import shlex
 from typing import Any
 
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.layout import layers_text
 
@@ -34,9 +34,9 @@ _OURS_TO_SAY = """\
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 
 
-def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
-    """Megatron's flags for the layout and the batch, with underscores."""
-    return layout.settings | {
+def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
+    """Megatron's flags for the configuration and the batch, with underscores."""
+    return config.settings | {
         "micro_batch_size": 1,
         "global_batch_size": len(question.lengths),
         "seq_length": question.context,
@@ -44,16 +44,16 @@ def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
     }
 
 
-def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
-    """This package's flags for the layout, without the prefix."""
+def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
+    """This package's flags for the configuration, without the prefix."""
     ours: dict[str, Any] = {}
     if not is_unlimited(question.cap_bytes):
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
-    if layout.virtual > 1 and layout.placement == "v":
+    if config.virtual > 1 and config.placement == "v":
         ours["placement"] = "v"
-    if not layout.stages.is_whole:
-        ours["layout"] = layers_text(layout.stages.halves).replace(" ", "")
-    if layout.shards_vocabulary:
+    if not config.stages.is_whole:
+        ours["layout"] = layers_text(config.stages.halves).replace(" ", "")
+    if config.shards_vocabulary:
         ours["vocab_parallel"] = "on"
     if question.documents != "split":
         ours["documents"] = question.documents
@@ -61,16 +61,16 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["offload"] = "on"
     if question.options.split_weight:
         ours["split_weight_gradient"] = True
-    if (file := question.costs_files.get(layout.sharing)) is not None:
+    if (file := question.costs_files.get(config.sharing)) is not None:
         ours["costs"] = file
     return ours
 
 
-def flags_text(question: Question, layout: Layout) -> str:
+def flags_text(question: Question, config: Configuration) -> str:
     """Format the flags for a command line, over several lines."""
-    ours = {f"epp_{name}": value for name, value in epp_settings(question, layout).items()}
+    ours = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
     lines = [""]
-    for name, value in (megatron_settings(question, layout) | {"epp": True} | ours).items():
+    for name, value in (megatron_settings(question, config) | {"epp": True} | ours).items():
         flag = shlex.join(_flag(name, value))
         if len(lines[-1]) + len(flag) > _WIDTH:
             lines.append("")
@@ -78,7 +78,7 @@ def flags_text(question: Question, layout: Layout) -> str:
     return " \\\n".join(lines)
 
 
-def recipe_text(question: Question, layout: Layout, model: str | None, lengths: str) -> str:
+def recipe_text(question: Question, config: Configuration, model: str | None, lengths: str) -> str:
     """Format a recipe in YAML.
 
     Args:
@@ -95,7 +95,7 @@ def recipe_text(question: Question, layout: Layout, model: str | None, lengths: 
         "cluster": question.cluster.name,
         "launch": launch | {"processes_per_node": min(node, question.devices)},
         "megatron": _EXAMPLES | ({} if model is not None else without_sizes(question.flags)),
-        "epp": epp_settings(question, layout),
+        "epp": epp_settings(question, config),
     }
     if nodes > 1:
         body["launch"]["master_port"] = "${MASTER_PORT:29500}"
@@ -103,7 +103,7 @@ def recipe_text(question: Question, layout: Layout, model: str | None, lengths: 
         body["megatron"]["data_path"] = "${DATA_PATH:documents/text}"
     if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
         body["megatron"]["distributed_backend"] = "gloo"
-    body["megatron"] |= megatron_settings(question, layout)
+    body["megatron"] |= megatron_settings(question, config)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
     return _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS) + text

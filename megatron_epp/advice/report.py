@@ -1,4 +1,4 @@
-"""Advice as text and as JSON, with the reasons for which layouts are slower than the best, in words with numbers."""
+"""Advice as text and as JSON, with the reasons for which configurations are slower than the best, in words with numbers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megatron_epp.plan import is_unlimited
 from megatron_epp.report.table import format_us, table
 
 CLOSE = 0.02
-"""Share of the best step's time by which a layout may be slower and still be called as good."""
+"""Share of the best step's time by which a configuration may be slower and still be called as good."""
 _NOTICED = 0.005
 """Share of the best step's time that a part must take longer to be named as the reason."""
 _WIDTH = 128
 _LINES = 6
 """Number of reasons of a kind that are printed unless all are requested."""
 _NEAR = 0.1
-"""Share by which plain 1F1B may be slower than the best layout and still be called close."""
+"""Share by which plain 1F1B may be slower than the best configuration and still be called close."""
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:
-    """Format the advice: the input, the best layouts, a comparison with plain 1F1B, and the reasons against other layouts."""
+    """Format the advice: the input, the best configurations, a comparison with plain 1F1B, and the reasons against others."""
     best, question = advice.best[0], advice.question
     tried = len(advice.best) + len(advice.slower)
-    fits = f"{tried} layouts fit, {len(advice.best)} of them were planned as training would plan them; "
+    fits = f"{tried} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
     parts = [
         _asked(advice),
-        fits + f"{sum(one.layout is not None for one in advice.refused)} do not fit.",
+        fits + f"{sum(one.config is not None for one in advice.refused)} do not fit.",
         "\n".join(_table(advice, show)),
         _wrapped(
             f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
@@ -46,10 +46,10 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     if len(slower) < len(others):
         parts.append(_close_text(advice, len(others) - len(slower)))
     if slower:
-        lines = [(entry.layout.name, why_slower(question, entry, best)) for entry in slower]
+        lines = [(entry.config.name, why_slower(question, entry, best)) for entry in slower]
         parts.append("\n".join(_listed("Slower:", lines, limit)))
-    unfit = [one for one in advice.refused if one.layout is not None]
-    ruled_out = [one for one in advice.refused if one.layout is None]
+    unfit = [one for one in advice.refused if one.config is not None]
+    ruled_out = [one for one in advice.refused if one.config is None]
     for title, refused in (("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
         if refused:
             parts.append("\n".join(_listed(title, [(one.name, one.why) for one in refused], limit)))
@@ -73,24 +73,24 @@ def _asked(advice: Advice) -> str:
 
 
 def _table(advice: Advice, show: int) -> list[str]:
-    several = any(entry.layout.virtual > 1 for entry in advice.best[:show])
-    experts = any(entry.layout.expert > 1 for entry in advice.best[:show])
+    several = any(entry.config.virtual > 1 for entry in advice.best[:show])
+    experts = any(entry.config.expert > 1 for entry in advice.best[:show])
     header = ["TP", "CP", "PP", "DP", *["EP"] * experts, *["VPP"] * several, "layers", "tokens/s", "per device", "step"]
     header += ["bubble", "recompute", "exchange", "waiting", "reduce", "peak memory"]
     rows = []
     for entry in advice.best[:show]:
-        layout, parts = entry.layout, entry.parts
-        sizes = [layout.tensor, layout.context, layout.pipeline, layout.data, *[layout.expert] * experts]
-        stages = f"{layout.virtual} {layout.placement}" if layout.virtual > 1 else "1"
+        config, parts = entry.config, entry.parts
+        sizes = [config.tensor, config.context, config.pipeline, config.data, *[config.expert] * experts]
+        stages = f"{config.virtual} {config.placement}" if config.virtual > 1 else "1"
         rate = advice.tokens_per_s(parts.step_us)
         shares = (parts.bubble_us, parts.recompute_us, parts.exchange_us, parts.waiting_us, parts.reduction_us)
         rows.append(
             [
                 *map(str, sizes),
                 *[stages] * several,
-                layout.layers_text,
+                config.layers_text,
                 f"{rate:,.0f}",
-                f"{rate / layout.devices:,.0f}",
+                f"{rate / config.devices:,.0f}",
                 format_us(parts.step_us),
                 *(f"{share / parts.step_us:.1%}" for share in shares),
                 gib(entry.peak_bytes),
@@ -101,11 +101,11 @@ def _table(advice: Advice, show: int) -> list[str]:
 
 def _plain_text(advice: Advice) -> str:
     if advice.plain is None:
-        return "Plain 1F1B, packed or padded, fits in no layout of one stage per rank."
+        return "Plain 1F1B, packed or padded, fits in no configuration of one stage per rank."
     plain, best_us = advice.plain, advice.best[0].parts.step_us
     length = "the context" if plain.contexts == 1 else f"{plain.contexts} times the context"
-    where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.layout.name}"
-    alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
+    where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.config.name}"
+    alone = " Without a pipeline that is plain gradient accumulation." if plain.config.pipeline == 1 else ""
     where = (
         f"{where}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the best above.{alone}"
     )
@@ -118,7 +118,7 @@ def _plain_text(advice: Advice) -> str:
 
 
 def _close_text(advice: Advice, count: int) -> str:
-    """Describe the layouts that are as good as the first one or even faster."""
+    """Describe the configurations that are as good as the first one or even faster."""
     best = advice.best[0]
     text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE:.0%}."
     if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
@@ -135,7 +135,7 @@ def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iter
 
 
 def why_slower(question: Question, entry: Entry, best: Entry) -> str:
-    """Describe the part of a step that contributes most to a layout's extra time over the best one."""
+    """Describe the part of a step that contributes most to a configuration's extra time over the best one."""
     slower = entry.parts.step_us / best.parts.step_us
     if slower <= 1 + CLOSE:
         return f"as good within {CLOSE:.0%}"
@@ -150,12 +150,12 @@ def why_slower(question: Question, entry: Entry, best: Entry) -> str:
 
 
 def _reason(question: Question, entry: Entry, name: str) -> tuple[str, str]:
-    """Words for a part of a layout's step, before its share of the step and after it."""
-    layout, made = entry.layout, entry.plan
-    sizes = (("TP", layout.tensor), ("CP", layout.context), ("EP", layout.expert))
+    """Words for a part of a configuration's step, before its share of the step and after it."""
+    config, made = entry.config, entry.plan
+    sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
-    crosses = layout.tensor * max(layout.context, layout.expert) > question.cluster.devices_per_node
-    ranks, chunks, fair_tokens = layout.tensor * layout.context, len(made.chunks), question.tokens // layout.data
+    crosses = config.tensor * max(config.context, config.expert) > question.cluster.devices_per_node
+    ranks, chunks, fair_tokens = config.tensor * config.context, len(made.chunks), question.tokens // config.data
     room_bytes = min(cap - static for cap, static in zip(made.cap_bytes, made.static_bytes, strict=True))
     return {
         "compute_us": (
@@ -165,14 +165,14 @@ def _reason(question: Question, entry: Entry, name: str) -> tuple[str, str]:
         "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {gib(room_bytes)} for activations"),
         "bubble_us": (
-            f"the bubble of a pipeline of {layout.pipeline} is",
+            f"the bubble of a pipeline of {config.pipeline} is",
             f", with {sum(made.lengths):,} tokens for each replica",
         ),
         "waiting_us": (
-            f"{layout.data} replicas wait for the slowest for",
+            f"{config.data} replicas wait for the slowest for",
             f": the longest document has {max(question.lengths):,} tokens, where a fair share has {fair_tokens:,}",
         ),
-        "reduction_us": (f"reducing gradients over {layout.context * layout.data} ranks takes", ""),
+        "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 
 
@@ -197,7 +197,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 def _row(advice: Advice, entry: Entry, best: Entry) -> dict[str, Any]:
     return {
-        "layout": asdict(entry.layout),
+        "layout": asdict(entry.config),
         "is_exact": entry.is_exact,
         "tokens_per_s": advice.tokens_per_s(entry.parts.step_us),
         "step_us": entry.parts.step_us,

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Entry
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
@@ -76,8 +76,8 @@ def add_arguments(parser: Parser) -> None:
     )
     add(plans, "offload", "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
-    out.add_argument("--show", type=COUNT, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
-    out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
+    out.add_argument("--show", type=COUNT, default=5, metavar="N", help="configurations in the table (default: %(default)s)")
+    out.add_argument("--all", action="store_true", help="say of every configuration why it loses, not only of the nearest")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
     add_output(out, "write the best as a recipe for `megatron-epp train -c` (default: do not)")
 
@@ -92,16 +92,16 @@ def run(args: argparse.Namespace) -> int:
     best: Entry = advice.best[0]
     if args.json:
         settings: dict[str, Any] = {
-            "megatron": megatron_settings(question, best.layout),
-            "epp": epp_settings(question, best.layout),
+            "megatron": megatron_settings(question, best.config),
+            "epp": epp_settings(question, best.config),
         }
         say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
     else:
         say(as_text(advice, args.show, args.all))
-        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
+        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.config), "  "))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
-        text = recipe_text(question, best.layout, model, f"--lengths {args.lengths}")
+        text = recipe_text(question, best.config, model, f"--lengths {args.lengths}")
         write_text(args.output, text)
     return 0
 
@@ -148,7 +148,7 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
         raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
     with naming(f"--costs {name}: origin.shape"):
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
-    wanted = asdict(question.shape(Layout(tensor, context, 1, 1, expert)))
+    wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert)))
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import recipe_text
 from megatron_epp.cli.main import main
 from megatron_epp.cli.prepare import add_arguments
@@ -75,32 +75,32 @@ def test_bytes_are_no_documents_for_a_recipe_with_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "config",
     [
-        Layout(2, 2, 4, 1, layers=(9, 9, 8, 6)),
-        Layout(1, 1, 2, 8, virtual=2, placement="v", layers=(8, 8, 8, 8)),
-        Layout(1, 1, 2, 2, virtual=2, placement="v", layers=(9, 8, 8, 7)),
-        Layout(4, 1, 1, 4, layers=(32,)),
+        Configuration(2, 2, 4, 1, layers=(9, 9, 8, 6)),
+        Configuration(1, 1, 2, 8, virtual=2, placement="v", layers=(8, 8, 8, 8)),
+        Configuration(1, 1, 2, 2, virtual=2, placement="v", layers=(9, 8, 8, 7)),
+        Configuration(4, 1, 1, 4, layers=(32,)),
     ],
-    ids=lambda layout: layout.name,
+    ids=lambda config: config.name,
 )
 @pytest.mark.parametrize("model", ["llama3-8b", None], ids=["shipped model", "own model"])
-def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, layout, model, tmp_path):
-    asked = Question(load_flags("llama3-8b"), load_cluster("h100x8"), layout.devices, 72 << 30, (300,) * 64, 8192)
+def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, config, model, tmp_path):
+    asked = Question(load_flags("llama3-8b"), load_cluster("h100x8"), config.devices, 72 << 30, (300,) * 64, 8192)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(recipe_text(asked, layout, model, "300"))
+    recipe.write_text(recipe_text(asked, config, model, "300"))
     args = parsed(parser, recipe)
     assert args.epp
     assert args.num_layers == 32
-    assert args.tensor_model_parallel_size == layout.tensor
-    assert args.sequence_parallel == (layout.tensor > 1)
-    assert args.epp_placement == layout.placement
+    assert args.tensor_model_parallel_size == config.tensor
+    assert args.sequence_parallel == (config.tensor > 1)
+    assert args.epp_placement == config.placement
     if args.pipeline_model_parallel_layout is None:
-        assert len(set(layout.layers)) == 1
-        assert (args.num_virtual_stages_per_pipeline_rank or 1) == layout.virtual
+        assert len(set(config.layers)) == 1
+        assert (args.num_virtual_stages_per_pipeline_rank or 1) == config.virtual
     else:
         stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
-        assert tuple(stage.count(LayerType.decoder) for stage in stages) == layout.layers
+        assert tuple(stage.count(LayerType.decoder) for stage in stages) == config.layers
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):

@@ -1,11 +1,11 @@
-"""Advice as text and JSON: layouts whose times are given, so that every figure can be checked with a pencil."""
+"""Advice as text and JSON: configurations whose times are given, so that every figure can be checked with a pencil."""
 
 from dataclasses import replace
 
 import pytest
 
 from megatron_epp.advice.judge import Entry, Parts, Plain, Refusal
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text, why_slower
 from megatron_epp.advice.search import Advice
 from megatron_epp.cost import H100
@@ -14,16 +14,16 @@ from tests.support.plan.small_plans import one_f_one_b
 
 FLAGS = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 4096, "bf16": True}
 QUESTION = Question(FLAGS, Cluster("nodes-of-two", H100, None, 2), 4, 8 << 30, (4, 4, 2), 4)
-LAYOUT = Layout(1, 1, 2, 2, layers=(4, 4))
+CONFIG = Configuration(1, 1, 2, 2, layers=(4, 4))
 PARTS = Parts(compute_us=600.0, exchange_us=100.0, recompute_us=100.0, bubble_us=100.0, waiting_us=60.0, reduction_us=40.0)
 PLAN = one_f_one_b()
-BEST = Entry(LAYOUT, PARTS, replace(PLAN, predicted=replace(PLAN.predicted, peak_bytes=(3 << 30, 1 << 30))), is_exact=True)
+BEST = Entry(CONFIG, PARTS, replace(PLAN, predicted=replace(PLAN.predicted, peak_bytes=(3 << 30, 1 << 30))), is_exact=True)
 
 
-def entry(layout=LAYOUT, is_exact=True, **more_us):
+def entry(config=CONFIG, is_exact=True, **more_us):
     """An entry whose step has the parts of the best and some microseconds more of what is named."""
     parts = replace(PARTS, **{name: getattr(PARTS, name) + value for name, value in more_us.items()})
-    return Entry(layout, parts, BEST.plan, is_exact)
+    return Entry(config, parts, BEST.plan, is_exact)
 
 
 def advice(best=(BEST,), slower=(), refused=(), plain=None):
@@ -67,7 +67,8 @@ def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, reason):
 
 
 def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_leave_a_node():
-    near, far = (entry(layout=size, exchange_us=500.0) for size in (Layout(2, 1, 1, 2), Layout(2, 2, 1, 1, expert=2)))
+    configs = Configuration(2, 1, 1, 2), Configuration(2, 2, 1, 1, expert=2)
+    near, far = (entry(config=config, exchange_us=500.0) for config in configs)
     assert "exchange within TP 2 takes 40%" in why_slower(QUESTION, near, BEST)
     assert "exchange within TP 2 x CP 2 x EP 2 across nodes takes 40%" in why_slower(QUESTION, far, BEST)
 
@@ -78,18 +79,19 @@ def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
     assert why_slower(QUESTION, spread, BEST) == "about 1.02x the time"
 
 
-def test_the_text_tells_the_question_and_counts_the_layouts():
-    others = [entry(Layout(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
-    refused = [Refusal("TP 4", "too wide"), Refusal("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Layout(1, 1, 1, 4))]
-    text = words(as_text(advice([BEST, *others], [entry(Layout(1, 2, 2, 1), bubble_us=800.0)], refused), 5, everything=False))
+def test_the_text_tells_the_question_and_counts_the_configurations():
+    others = [entry(Configuration(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
+    unfit = Refusal("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
+    slower = [entry(Configuration(1, 2, 2, 1), bubble_us=800.0)]
+    text = words(as_text(advice([BEST, *others], slower, [Refusal("TP 4", "too wide"), unfit]), 5, everything=False))
     assert "4 devices of nodes-of-two, nodes of 2, at most 8.0 GiB each." in text
     assert "A batch of 3 sequences, 10 tokens, of up to 4 tokens; one of 4 fits too." in text
-    assert "3 layouts fit, 2 of them were planned as training would plan them; 1 do not fit." in text
+    assert "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit." in text
     assert "1 other is as good within 2%." in text
     assert "Slower: TP 1 CP 2 PP 2 DP 1: 1.80x the time: the bubble" in text
     assert "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB" in text
     assert "Ruled out: TP 4: too wide" in text
-    assert "1F1B, packed or padded, fits in no layout" in text
+    assert "1F1B, packed or padded, fits in no configuration" in text
 
 
 def test_a_row_has_sizes_rates_shares_and_the_peak():
@@ -99,15 +101,15 @@ def test_a_row_has_sizes_rates_shares_and_the_peak():
     assert row[-7:] == ["10.0%", "10.0%", "10.0%", "6.0%", "4.0%", "3.0", "GiB"]
 
 
-def test_columns_for_experts_and_several_stages_are_there_where_a_layout_has_them():
+def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():
     assert not {"EP", "VPP"} & set(as_text(advice(), 1, everything=False).split())
-    both = entry(Layout(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
+    both = entry(Configuration(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
     header = next(line for line in as_text(advice([both]), 1, everything=False).splitlines() if line.startswith("TP"))
     assert header.split()[:7] == ["TP", "CP", "PP", "DP", "EP", "VPP", "layers"]
 
 
-def test_no_more_layouts_are_listed_than_asked_for():
-    slower = [entry(Layout(1, 1, 2, 2, virtual=count), bubble_us=100.0 * count) for count in range(2, 12)]
+def test_no_more_configurations_are_listed_than_asked_for():
+    slower = [entry(Configuration(1, 1, 2, 2, virtual=count), bubble_us=100.0 * count) for count in range(2, 12)]
     assert "and 4 more (--all lists them)" in as_text(advice(slower=slower), 1, everything=False)
     everything = as_text(advice(slower=slower), 1, everything=True)
     assert "more (--all" not in everything
@@ -124,7 +126,7 @@ def test_no_more_layouts_are_listed_than_asked_for():
     ],
 )
 def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
-    given = advice(plain=Plain(LAYOUT, "1f1b-packed", 2, step_us))
+    given = advice(plain=Plain(CONFIG, "1f1b-packed", 2, step_us))
     text = words(as_text(given, 1, everything=False))
     assert words_of_it in text
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
@@ -133,7 +135,7 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
 
 
 def test_plain_1f1b_without_a_pipeline_is_called_gradient_accumulation():
-    plain = Plain(Layout(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, 2000.0)
+    plain = Plain(Configuration(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, 2000.0)
     text = words(as_text(advice(plain=plain), 1, everything=False))
     assert "plain 1F1B, padded to the context, is at its best" in text
     assert "Without a pipeline that is plain gradient accumulation." in text
@@ -141,7 +143,7 @@ def test_plain_1f1b_without_a_pipeline_is_called_gradient_accumulation():
 
 def test_json_has_the_same_figures():
     slower, refused = entry(bubble_us=1000.0, is_exact=False), Refusal("TP 4", "too wide")
-    found = as_json(advice(slower=[slower], refused=[refused], plain=Plain(LAYOUT, "1f1b-padded", 1, 2000.0)))
+    found = as_json(advice(slower=[slower], refused=[refused], plain=Plain(CONFIG, "1f1b-padded", 1, 2000.0)))
     assert (found["devices"], found["context"], found["sequences"], found["tokens"]) == (4, 4, 3, 10)
     (best,), (row,) = found["best"], found["slower"]
     assert (best["step_us"], best["tokens_per_s"], best["why"], best["is_exact"]) == (1000.0, 10_000.0, "", True)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.advice.candidates import candidates
 from megatron_epp.advice.judge import gib, misfit
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli.main import main
@@ -55,24 +55,24 @@ def question(lengths=SKEWED, cap_bytes=UNLIMITED_BYTES, devices=4, **rest) -> Qu
 
 
 def fits(asked: Question) -> bool:
-    return any(misfit(asked, layout) is None for layout in candidates(asked)[0])
+    return any(misfit(asked, config) is None for config in candidates(asked)[0])
 
 
 @pytest.fixture(scope="module")
 def tight():
-    """In memory that rules some layouts out."""
+    """In memory that rules some configurations out."""
     return advise(question(cap_bytes=5 << 30))
 
 
 def test_what_is_advised_fits_memory_and_uses_all_devices(tight):
     assert len(tight.best) > 3
     for entry in tight.best:
-        layout = entry.layout
+        config = entry.config
         assert entry.peak_bytes <= 5 << 30
         assert check(entry.plan) == []
-        assert layout.tensor * layout.context * layout.pipeline * layout.data == 4
+        assert config.tensor * config.context * config.pipeline * config.data == 4
         assert sum(entry.plan.num_layers) == 8
-        assert misfit(tight.question, layout) is None
+        assert misfit(tight.question, config) is None
 
 
 def test_the_best_comes_first_and_its_parts_are_its_step(tight):
@@ -82,26 +82,26 @@ def test_the_best_comes_first_and_its_parts_are_its_step(tight):
         assert entry.parts.step_us == pytest.approx(entry.plan.predicted.makespan_us + entry.parts.reduction_us)
 
 
-def test_a_layout_that_does_not_fit_is_named_with_what_it_needs(tight):
-    unfit = [one for one in tight.refused if one.layout is not None]
+def test_a_configuration_that_does_not_fit_is_named_with_what_it_needs(tight):
+    unfit = [one for one in tight.refused if one.config is not None]
     assert unfit
     text = as_text(tight, 5, everything=True)
     for one in unfit:
         assert one.needed_bytes > 5 << 30
         assert f"{one.name}: {one.why}" in text
         assert f"needs {gib(one.needed_bytes)} of 5.0 GiB" in one.why.replace("need ", "needs ")
-        costs = tight.question.costs(one.layout)
+        costs = tight.question.costs(one.config)
         with pytest.raises(InfeasibleError):
-            plan(tight.question.problem(one.layout, (CONTEXT,)), costs, tight.question.options)
+            plan(tight.question.problem(one.config, (CONTEXT,)), costs, tight.question.options)
         if not one.is_static:
-            assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.layout) is None
+            assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.config) is None
 
 
 def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(tight):
     short = advise(replace(tight.question, lengths=(512,) * 16))
-    named = {one.layout for one in short.refused}
-    assert {one.layout for one in tight.refused} <= named
-    assert not named & {entry.layout for entry in (*short.best, *short.slower)}
+    named = {one.config for one in short.refused}
+    assert {one.config for one in tight.refused} <= named
+    assert not named & {entry.config for entry in (*short.best, *short.slower)}
 
 
 def test_equal_questions_get_equal_advice():
@@ -130,44 +130,44 @@ def test_every_reason_holds_the_figure_that_it_names(tight):
 
 
 def test_sizes_that_cannot_be_are_ruled_out_by_name():
-    layouts, refused = candidates(question([512] * 30, devices=16))
+    configs, refused = candidates(question([512] * 30, devices=16))
     why = {one.name: one.why for one in refused}
     assert "leave a node of 2" in why["TP above 2"]
     assert "16 ranks cannot share attention heads (8)" in why["TP x CP"]
     assert "8 layers" in why["PP above 8"]
     assert "batch of 30 does not divide over 4" in why["DP 4"]
-    assert {layout.data for layout in layouts} == {1, 2}
-    layouts, refused = candidates(Question(MODEL, load_cluster("h100x8"), 8, UNLIMITED_BYTES, SKEWED, CONTEXT))
+    assert {config.data for config in configs} == {1, 2}
+    configs, refused = candidates(Question(MODEL, load_cluster("h100x8"), 8, UNLIMITED_BYTES, SKEWED, CONTEXT))
     assert "key and value heads (2)" in {one.name: one.why for one in refused}["TP 4"]
-    assert max(layout.tensor for layout in layouts) == 2
+    assert max(config.tensor for config in configs) == 2
 
 
 def test_fixed_sizes_are_not_searched():
-    layouts, _ = candidates(question(fixed={"tensor": 2, "pipeline": 2}))
-    assert {(layout.tensor, layout.pipeline) for layout in layouts} == {(2, 2)}
+    configs, _ = candidates(question(fixed={"tensor": 2, "pipeline": 2}))
+    assert {(config.tensor, config.pipeline) for config in configs} == {(2, 2)}
 
 
 def test_experts_are_shared_inside_a_node():
     experts = MODEL | {"num_experts": 4, "moe_router_topk": 2}
-    layouts, _ = candidates(replace(question(), flags=experts))
-    assert {layout.expert for layout in layouts} == {1, 2}
-    assert all(layout.expert == 1 for layout in layouts if layout.tensor == 2)
-    shared = next(layout for layout in layouts if layout.expert == 2 and layout.context == 1 and layout.data == 4)
+    configs, _ = candidates(replace(question(), flags=experts))
+    assert {config.expert for config in configs} == {1, 2}
+    assert all(config.expert == 1 for config in configs if config.tensor == 2)
+    shared = next(config for config in configs if config.expert == 2 and config.context == 1 and config.data == 4)
     assert shared.lockstep_groups == ((0, 1), (2, 3))
 
 
 def test_ranks_on_several_nodes_exchange_slower():
     asked = question()
-    inside, across = (asked.rates(Layout(1, context, 1, 1, layers=(8,))).exchange_bytes for context in (2, 4))
+    inside, across = (asked.rates(Configuration(1, context, 1, 1, layers=(8,))).exchange_bytes for context in (2, 4))
     assert inside == H100.exchange_bytes
     assert H100.message_bytes < across < inside
-    assert asked.rates(Layout(2, 1, 2, 1, layers=(4, 4))).exchange_bytes == H100.exchange_bytes
+    assert asked.rates(Configuration(2, 1, 2, 1, layers=(4, 4))).exchange_bytes == H100.exchange_bytes
 
 
 def test_what_holds_weights_alone_reduces_nothing_and_more_parameters_take_longer():
     asked = question()
-    assert asked.reduction_us(Layout(2, 1, 2, 1, layers=(4, 4))) == 0
-    halves, uneven = (asked.reduction_us(Layout(1, 1, 2, 2, layers=layers)) for layers in ((4, 4), (6, 2)))
+    assert asked.reduction_us(Configuration(2, 1, 2, 1, layers=(4, 4))) == 0
+    halves, uneven = (asked.reduction_us(Configuration(1, 1, 2, 2, layers=layers)) for layers in ((4, 4), (6, 2)))
     assert 0 < halves < uneven
 
 
@@ -184,10 +184,10 @@ def test_where_nothing_fits_each_change_that_is_named_would_do():
     assert not fits(replace(asked, cap_bytes=int(changes["memory-cap-gb"]) - 1 << 30))
 
 
-def test_a_layout_says_its_flags():
-    uneven = Layout(1, 1, 2, 1, layers=(5, 3))
+def test_a_configuration_says_its_flags():
+    uneven = Configuration(1, 1, 2, 1, layers=(5, 3))
     assert uneven.settings["pipeline_model_parallel_layout"] == "Et*5|t*3L"
-    there_and_back = Layout(2, 1, 2, 1, virtual=2, placement="v", layers=(2, 2, 2, 2))
+    there_and_back = Configuration(2, 1, 2, 1, virtual=2, placement="v", layers=(2, 2, 2, 2))
     assert there_and_back.rank_of == (0, 1, 1, 0)
     assert there_and_back.settings["num_virtual_stages_per_pipeline_rank"] == 2
     assert there_and_back.settings["sequence_parallel"] is True

@@ -22,7 +22,7 @@ ADVISED = [recipe for recipe in RECIPES if recipe.stem != "tiny-cpu"]
 """It says of itself why it is not advised."""
 GPUS_PER_NODE = 8
 CLOSE = 1.02
-"""Largest time of a step over that of the best layout."""
+"""Largest time of a step over that of the best configuration."""
 
 
 def includes(recipe: Path) -> list[str]:
@@ -79,9 +79,9 @@ def test_a_recipe_is_as_fast_as_the_advice_that_it_follows(recipe: Path):
     of_recipe = [
         entry.parts.step_us
         for entry in (*found.best, *found.slower)
-        if [entry.layout.tensor, entry.layout.context, entry.layout.pipeline] == sizes
-        and entry.layout.virtual == 1
-        and len(set(entry.layout.layers)) == 1
+        if [entry.config.tensor, entry.config.context, entry.config.pipeline] == sizes
+        and entry.config.virtual == 1
+        and len(set(entry.config.layers)) == 1
     ]
     assert of_recipe
     assert min(of_recipe) <= CLOSE * found.best[0].parts.step_us

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_epp.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.cli.doctor import text as doctor_text
-from megatron_epp.cli.first_run.gain import layout_of, question_of
+from megatron_epp.cli.first_run.gain import configuration_of, question_of
 from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.profile import measure_profile, measured_device, residual_table
@@ -104,7 +104,7 @@ def profile(setting: Setting) -> Outcome:
     grid = Grid((64, 256), (0, 512), (1 << 20,)) if setting.is_reduced else Grid((512, 2048, 8192), (0, 16384, 65536))
     if setting.plans_for_here or not setting.is_reduced:
         question = question_of(setting)
-        shape = question.shape(layout_of(question, setting.launch))
+        shape = question.shape(configuration_of(question, setting.launch))
     else:
         shape = shape_of(load_flags("tiny-gpt"))
     made = measure_profile(shape, measured_device(None), grid)

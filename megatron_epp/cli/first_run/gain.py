@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 from megatron_epp.advice.judge import Entry, Plain, exactly, gib, plain, shares_by_work
-from megatron_epp.advice.question import Layout, Question
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.cli.first_run.outcome import PASSED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
@@ -25,7 +25,7 @@ _FILLS = {"1f1b-padded": "each padded", "1f1b-packed": "packed"}
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Prediction for one layout; `stock` is None if no microbatches of Megatron's schedule fit."""
+    """Prediction for one configuration; `stock` is None if no microbatches of Megatron's schedule fit."""
 
     stock: Plain | None
     elastic: Entry
@@ -53,37 +53,37 @@ def question_of(setting: Setting) -> Question:
     )
 
 
-def layout_of(question: Question, launch: StockLaunch) -> Layout:
+def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
     """Return the parallel sizes of a launch command, with equal numbers of layers in all stages."""
     flags = launch.flags
     tensor, context, pipeline, expert = (
         int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
     )
     data = max(1, launch.devices // (tensor * context * pipeline))
-    layout = Layout(tensor, context, pipeline, data, expert)
-    return replace(layout, layers=question.layers(layout, "even"))
+    config = Configuration(tensor, context, pipeline, data, expert)
+    return replace(config, layers=question.layers(config, "even"))
 
 
-def evaluate(question: Question, layout: Layout) -> Gain:
+def evaluate(question: Question, config: Configuration) -> Gain:
     """Plan the batch as training would, and as Megatron's 1F1B in the way to fill microbatches that is best for it.
 
     Raises `InfeasibleError` if no plan fits.
     """
-    return Gain(plain(question, layout, shares_by_work(question, layout)), exactly(question, layout))
+    return Gain(plain(question, config, shares_by_work(question, config)), exactly(question, config))
 
 
 def gain(setting: Setting) -> Outcome:
     """Plan the user's lengths, compare, and end with the lines to change in the launch command."""
     question = question_of(setting)
-    layout = layout_of(question, setting.launch)
+    config = configuration_of(question, setting.launch)
     if setting.profile is not None:
-        question = replace(question, measured={layout.sharing: setting.profile})
+        question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
-        found = evaluate(question, layout)
+        found = evaluate(question, config)
     costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
-        f"{max(question.lengths):,}; {layout.name}; costs {costs}",
+        f"{max(question.lengths):,}; {config.name}; costs {costs}",
         *_rows(question, found),
         _said(found.speedup),
         *_refusals(setting.launch),
@@ -92,7 +92,7 @@ def gain(setting: Setting) -> Outcome:
         *setting.launch.changes(),
     ]
     figures = {
-        "layout": asdict(layout),
+        "layout": asdict(config),
         "speedup": found.speedup if math.isfinite(found.speedup) else None,
         "elastic": asdict(found.elastic.parts) | {"peak_bytes": found.elastic.peak_bytes},
         "stock": None if found.stock is None else {"step_us": found.stock.step_us, "planner": found.stock.planner},
