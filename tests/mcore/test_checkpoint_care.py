@@ -144,12 +144,14 @@ def test_a_distributed_checkpoint_of_torch_itself_is_whole_without_megatrons_des
     assert "distcp is damaged: " in str(fault_of(copy / NEWEST))
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy: Path) -> None:
+@pytest.mark.parametrize("microbatches", ["plan", "user"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy: Path, microbatches: str) -> None:
+    flags = ["--load", copy, "--epp-microbatches", microbatches, "--epp-save-limit-seconds", 60]
     shorten(tensors(copy / NEWEST))
-    refused = trained(data, "--load", copy)
+    refused = trained(data, *flags)
     assert refused.returncode == 1
     assert "--epp-checkpoint-fallback" in refused.output
-    finished = trained(data, "--load", copy, "--epp-checkpoint-fallback")
+    finished = trained(data, *flags, "--epp-checkpoint-fallback")
     assert finished.returncode == 0, finished.output[-5000:]
     assert "iteration        3/       4" in finished.output
 

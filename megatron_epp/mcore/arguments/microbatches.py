@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import check_conflicts
@@ -39,20 +39,22 @@ _HONOURED = {
     "epp_allow_unknown_megatron",
 }
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
+_HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
+"""Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:
     """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches."""
     check_conflicts(args, CONFLICTS)
-    check_settings(vars(args))
+    check_settings(vars(args), _HONOURED_BY_MEGATRON)
     # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
 
 
-def check_settings(given: Mapping[str, object]) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, would have no effect."""
+def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) -> None:
+    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, would have no effect; `more` of them have one."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
-    honoured = _HONOURED | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
+    honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
     if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
         raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")
