@@ -22,15 +22,15 @@ HEAD = """\
 Communicators, SMs and memory of a pipeline's messages, **by formula: nothing has been measured on a GPU yet**. Every pair of
 ranks that exchanges messages has a communicator for activations and one for gradients, in each direction that the placement
 uses. While a message waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with
-them channels, whose buffers are in device memory. A rank's links may hold a quarter of the SMs together, unless the file
-that `--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
+them channels, whose buffers are in device memory. A rank's communicators may hold a quarter of the SMs together, unless the
+file that `--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
 
 """
 FORMULAS = (
     ("communicators of a rank", "directions of messages that begin or end at it", "`megatron_epp/plan/ways.py`"),
     (
-        "CTAs of a link",
-        "4, or the power of two with which all links of a rank hold at most a quarter of the SMs",
+        "CTAs of a communicator",
+        "4, or the power of two with which all communicators of a rank hold at most a quarter of the SMs",
         "`link_ctas` in `megatron_epp/cost/communicators.py`",
     ),
     (
@@ -51,7 +51,7 @@ a link cannot use. Training does not count by this formula: on a GPU the cap is 
 
 ## Links, on a device with {SMS} SMs (H100)
 
-The last two columns are what NCCL would take by itself over NVLink, with {NVLINK_CTAS} CTAs a link.
+The last two columns are what NCCL would take by itself over NVLink, with {NVLINK_CTAS} CTAs per communicator.
 
 """
 CONTROL = f"""
@@ -77,7 +77,7 @@ def document() -> str:
             links.append((num_ranks, name, *figures, by_nccl.num_sms, round(by_nccl.num_bytes / _MIB)))
         members = num_ranks * TENSOR_AND_CONTEXT
         control.append((num_ranks, members, control_connections(members), members - 1))
-    of_rank = "communicators of a rank", "of the pipeline", "CTAs of a link", "SMs of a rank", "memory of a rank (MiB)"
+    of_rank = "communicators of a rank", "of the pipeline", "CTAs of a communicator", "SMs of a rank", "memory of a rank (MiB)"
     titles = "PP", "stages", *of_rank, "SMs by NCCL", "memory by NCCL (MiB)"
     parts = HEAD, table(FORMULAS, ("figure", "formula", "source")), LINKS, table(links, titles), CONTROL
     return "".join(parts) + table(control, ("PP", "ranks of the group", "connections of a rank", "in one group"))

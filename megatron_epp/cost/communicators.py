@@ -14,10 +14,10 @@ from megatron_epp.plan.tree import num_connections
 from megatron_epp.plan.ways import most_links, ways
 
 _CTAS = 4
-"""Number of CTAs of a link, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
+"""Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
 
 _LARGEST_SHARE = 4
-"""Inverse of the largest share of a device's SMs that all links of a rank may hold together."""
+"""Inverse of the largest share of a device's SMs that all communicators of a rank may hold together."""
 
 NVLINK_CTAS = 16
 """CTAs that NCCL gives to a large message over NVLink of an H100, without a maximum."""
@@ -39,7 +39,7 @@ CHANNEL_BYTES = _SIMPLE_BYTES + _LL_BYTES + _LL128_BYTES
 
 
 def link_ctas(num_links: int, num_sms: int) -> int:
-    """Return the maximum number of CTAs of one link, a power of two, since NCCL rounds channels up to one; at least 1.
+    """Return the maximum number of CTAs of one communicator, a power of two, since NCCL rounds channels up to one; at least 1.
 
     All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
     """
@@ -54,7 +54,7 @@ class LinkUse:
     Attributes:
         num_links: communicators of a rank, on the rank with the most.
         num_communicators: all of the pipeline, each between two ranks.
-        ctas: of one link, at most.
+        ctas: of one communicator, at most.
         num_sms: SMs that a rank's links hold while all of them wait.
         num_bytes: device memory of a rank's buffers, at most.
     """

@@ -20,7 +20,8 @@ from megatron_epp.runtime.failures import PATIENCE_S, FailureBoard
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODE = 70
+EXIT_CODE = 75
+"""Exit code of a rank that stood still; a program's own fault has 70."""
 
 
 @dataclass(slots=True, eq=False)

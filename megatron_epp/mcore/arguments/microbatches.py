@@ -52,7 +52,7 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
 
 
 def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, would have no effect; `more` of them have one."""
+    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, have no effect; those in `more` have one."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]

@@ -139,7 +139,7 @@ _MEMORY = (
     ).described(
         "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
         "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). For "
-        "the planner greedy and orders of papers; only greedy uses KV offload."
+        "the planners greedy and milp and orders of papers; KV offload is chosen by greedy, and milp keeps it."
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
         "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
@@ -149,8 +149,8 @@ _MEMORY = (
 )
 _RUNNING = (
     Flag("placement", "--epp-placement", choices=("looped", "v"), default="looped").described(
-        "Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: round the "
-        "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
+        "Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: as in "
+        "Megatron's interleaved pipelines, rank after rank and again from the first; v: in a V, so that of two stages on each "
         "the first rank has the first and the last (default: looped)."
     ),
     Flag(

@@ -82,8 +82,8 @@ With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a m
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
 since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0
-between a rank's ends"), so their claim is lower. Ours of ZB-H2 has none there either. Ours of ZB-V has up to 3.5 there on the
-first ranks, but until the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of
+between a rank's ends"), so their claim is lower. Counted so, ZB-H2 has none here either, and ZB-V up to 3.5 on the first ranks;
+until the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of
 DualPipe for twice as many stages as ranks; there a forward and a backward overlap, which here run one after the other.
 PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each pass is attention, so that
 `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
@@ -92,9 +92,10 @@ formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep w
 
 The last rows are of planners that choose chunks, layouts or orders themselves, and their figures those of
 `tests/pure/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of the
-four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where 1F1B idles for 57.1 % of the time: here the longest comes
-first, which idles less. In the paper's order it is 47.8 % as well, and with K = 1 55.6 %, since recompute waits for the
-gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory of 1F1B.
+four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where the bubble of 1F1B is 57.1 %. Here the longest sequence
+comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %, since
+recompute waits for the gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory
+of 1F1B.
 
 """
 
@@ -151,10 +152,10 @@ batches divided by group instead of evenly, and a loss that weighs the ranks by 
 """
 LAYOUTS = """\
 AdaPtis (2509.23722) chooses the layers of the stages, their ranks and the order together, from costs of single layers. Planners
-are given layers and ranks, so AdaPtis is not one of them: [`megatron-epp layout`](layouts.md) chooses both, and plans the best
-few with the default planner, which chooses order, split weight gradients, recompute and copies. AdaPtis begins with a known
-pipeline and changes one of the three where its bottleneck is; the search here bounds all placements, moves layers away from the
-busiest rank, and plans the best. It assigns stages looped or in a V only, not to any rank.
+are given layers and ranks, so AdaPtis is not one of them: [`megatron-epp plan --layout auto`](layouts.md) chooses both, and
+plans the best few with the default planner, which chooses order, split weight gradients, recompute and copies. AdaPtis begins
+with a known pipeline and changes one of the three where its bottleneck is; the search here bounds all placements, moves layers
+away from the busiest rank, and plans the best. It assigns stages looped or in a V only, not to any rank.
 """
 
 
@@ -168,7 +169,7 @@ def claims() -> str:
         source = SCHEDULES[name].source
         rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
     rows.extend(map(list, OWN_CHUNKS))
-    rows.append(["`megatron-epp layout`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
+    rows.append(["`plan --layout auto`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)
 
 
@@ -269,9 +270,9 @@ Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under 80 GiB take 19 % less ti
 compare STP with that, at its own placement, where STP needs 3 % more time; with one stage per rank, where every backward is
 followed by a forward, the default planner needs 9 % less time than STP at TP 8.
 
-The two actions run one after the other, and the plan is then too fast on paper, with experts, `--hidden-dropout`,
-`--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload and with a script's own
-microbatches; and without tensor parallelism, where there is nothing to overlap. Activations are not offloaded.
+In some trainings the two actions run one after the other, and the simulated time is too short: with experts,
+`--hidden-dropout`, `--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload; and with
+a script's own microbatches. Without tensor parallelism there is nothing to overlap. Activations are not offloaded.
 
 ## In a picture
 
