@@ -31,8 +31,9 @@ def infeasible(
         given = f"{format_gib(problem.host_cap_bytes)} GiB ({problem.host_cap_bytes} bytes)"
         alternative = f", or {format_gib(least_host)} GiB ({least_host} bytes) in host memory, where it may have {given}"
     static = static_bytes(problem, costs)
-    rank = max(range(problem.num_ranks), key=static.__getitem__)
-    if static[rank] > cap:
+    rank = max(range(problem.num_ranks), key=lambda rank: static[rank] - problem.cap_bytes[rank])
+    is_static = static[rank] > problem.cap_bytes[rank]
+    if is_static:
         alternative += (
             f"; weights, gradients and optimizer alone are {format_gib(static[rank])} GiB on rank {rank}, whatever the batch"
         )
@@ -41,7 +42,7 @@ def infeasible(
         f"{format_gib(least_cap)} GiB ({least_cap} bytes){alternative}.\n",
         Remedy("raise", "cap_bytes", least_cap),
         *([Remedy("raise", "host_cap_bytes", least_host)] if least_host else []),
-        *([] if static[rank] > cap else _for_the_batch(costs, options, planner)),
+        *([] if is_static else _for_the_batch(costs, options, planner)),
         *_for_the_model(problem, costs, static),
         least_cap_bytes=least_cap,
     )

@@ -82,4 +82,4 @@ def doubt(first: Rounds, second: Rounds, occupancy: Occupancy) -> str:
         return f"{_BUSY} ({occupancy})"
     if min(len(first.values), len(second.values)) == 1:
         return "inconclusive: one round has no spread"
-    return f"{_BUSY} (the measured times overlap)" if first.overlaps(second) else ""
+    return "inconclusive: the measured times overlap" if first.overlaps(second) else ""

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
@@ -31,6 +32,16 @@ class Background(Protocol):
         """
 
 
+def this_device() -> Callable[[], None]:
+    """Return a function that makes its thread use the GPU of this thread.
+
+    A thread begins with the node's first GPU, and would make a context there, of hundreds of megabytes, in each process.
+    """
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 class SideThread:
     """Thread for collectives on CPU, which block, and for what must not keep the training thread waiting.
 
@@ -42,7 +53,7 @@ class SideThread:
 
     def __init__(self, name: str = "epp-reductions") -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+        Thread(target=_serve, args=(self._queue, this_device()), name=name, daemon=True).start()
 
     def submit[T](self, work: Callable[[], T]) -> Future[T]:
         """Queue work, and return its future result, or the error with which it ends."""
@@ -86,7 +97,8 @@ def complete_at_end(complete: Callable[[float | None], None]) -> None:
         logger.debug("the last work of a thread is not complete: %s: %s", type(error).__name__, error)
 
 
-def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]], use_device: Callable[[], None]) -> None:
+    use_device()
     while True:
         work, done = queue.get()
         try:

@@ -8,15 +8,18 @@ compute of the other. All tensor-parallel ranks change turns at the same exchang
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
+from megatron_epp.runtime.side_thread import SideThread
 
 
 class AbandonedError(EppError):
@@ -100,16 +103,24 @@ def run_together(first: Callable[[], None], second: Callable[[], None], exchange
         with nullcontext() if stream is None else torch.cuda.stream(stream), tracking_in_this_thread():
             _catch(lambda: turns.run(1, second), errors)
 
-    thread = threading.Thread(target=in_thread, name="epp-second-action")
     with exchanges(turns):
         _current = turns
-        thread.start()
+        second_ended = _second_thread().submit(in_thread)
         _catch(lambda: turns.run(0, first), errors)
-        thread.join()
+        second_ended.result()
         _current = None
     if errors:
         raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
     return turns.num_changes
+
+
+@cache
+def _second_thread() -> SideThread:
+    """Return the thread of second actions, one for all steps: attention's library keeps its kernel plans by thread."""
+    return SideThread("epp-second-action")
+
+
+os.register_at_fork(after_in_child=_second_thread.cache_clear)  # a forked process has no thread of its parent's
 
 
 def _catch(body: Callable[[], None], errors: list[BaseException]) -> None:

@@ -42,7 +42,8 @@ class Uploader:
 
     Args:
         device: the device; with its index, if it is a GPU. On a CPU the copy is made at once.
-        cuda: makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream` and `stream`. None for a CPU.
+        cuda: makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream`, `set_device` and `stream`; None on
+            a CPU.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
@@ -55,6 +56,8 @@ class Uploader:
         Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where
         the host or the device has no memory left.
         """
+        if self._cuda is not None:
+            self._cuda.set_device(self.device)  # a thread begins with the node's first GPU
         starts, pieces = _laid_out(tensors)
         size = sum(len(piece) for piece in pieces)
         with nullcontext() if self._cuda is None else self._cuda.stream(self._stream):

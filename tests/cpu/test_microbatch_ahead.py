@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_epp.mcore.microbatches.ahead import Ahead, LookAhead, installed
 from megatron_epp.mcore.microbatches.planning import Agreed
@@ -33,6 +34,24 @@ def ahead_of_one_rank():
         return Agreed(shapes, ())
 
     return Ahead(agree)
+
+
+def test_the_callers_iterator_is_read_on_the_gpu_of_the_rank(monkeypatch):
+    used = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.setdefault(threading.get_ident(), device))
+    readers = []
+
+    def items():
+        for length in LENGTHS:
+            readers.append(threading.get_ident())
+            yield length
+
+    ahead = ahead_of_one_rank()
+    ahead.begin([LookAhead(items())], 2, shapes_of)
+    ahead.wait()
+    assert [used[reader] for reader in readers] == [3, 3]
 
 
 def test_items_that_were_seen_ahead_are_taken_in_order():

@@ -1,6 +1,7 @@
 """Two actions of a step take turns at the exchanges of their layers, and give what they give one after the other."""
 
 import contextlib
+import threading
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,15 @@ def test_parts_of_two_actions_alternate_and_the_first_begins():
     run_together(counting("a", 4), counting("b", 2), no_exchange)
     assert said == ["a0", "b0", "a1", "b1", "a2", "a3"]
     turns.hand_over()  # outside a step there is no one to hand over to
+
+
+def test_second_actions_of_all_steps_run_in_one_thread():
+    threads = []
+    for _ in range(3):
+        run_together(lambda: threads.append(threading.get_ident()), lambda: threads.append(threading.get_ident()), no_exchange)
+    assert set(threads[::2]) == {threading.get_ident()}
+    (second,) = set(threads[1::2])
+    assert second != threading.get_ident()
 
 
 @pytest.mark.parametrize("failing", [0, 1])

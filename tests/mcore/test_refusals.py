@@ -43,6 +43,7 @@ WRONG = {
     "--iterations-to-skip": [3],
     "--position-embedding-type": "mrope",
     "--cpu-offloading-num-layers": 2,
+    "--num-distributed-optimizer-instances": 2,
 }
 
 

@@ -99,6 +99,10 @@ def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refuse
 
     assert "--overlap-moe-expert-parallel-comm" in refused({"overlap_moe_expert_parallel_comm": True}, {})
     assert "--cuda-graph-impl local" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
+    assert "--fp8-format hybrid" in refused({"fp8": "hybrid"}, {})
+    assert "--num-distributed-optimizer-instances 2" in refused({}, {"num_distributed_optimizer_instances": 2})
+    for routers in ("global_aux_loss", ["aux_loss", "global_aux_loss"]):
+        assert "global_aux_loss: replicas have plans" in refused({"moe_router_load_balancing_type": routers}, {})
     assert "--use-megatron-fsdp" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
 
 

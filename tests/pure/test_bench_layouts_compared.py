@@ -40,7 +40,7 @@ def test_ratios_are_those_of_the_medians() -> None:
         (
             measured("auto", "3.5, 1.5", 350_000, 360_000, 406_000),
             0.1,
-            "inconclusive: the machine was busy (the measured times overlap",
+            "inconclusive: the measured times overlap",
         ),
         (measured("auto", "3.5, 1.5", 300_000, 360_000, 361_000), 0.1, "not as planned: more than 5%"),
         (measured("auto", "3.5, 1.5", 390_000, 360_000, 361_000), 0.1, "not as planned: more than 5%"),

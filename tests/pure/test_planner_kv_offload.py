@@ -103,6 +103,18 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
         assert account.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
 
 
+def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either():
+    costs, chunks = pipeline(2, vocab_size=128_000), slices(0, 10_000, 20_000, 30_000)
+
+    def more_us(trained: tuple[tuple[int, ...], ...]) -> list[float]:
+        asked = problem([30_000], 2, trained=trained)
+        bare = tabulate(chunks, asked, costs)
+        hosted = with_kv_offload(bare, chunks, asked, costs, FULL_ONLY, frozenset({(1, 0)}))
+        return [after - before for after, before in zip(hosted.forward_us[1], bare.forward_us[1], strict=True)]
+
+    assert more_us(((3_000,),)) == pytest.approx(more_us(()))
+
+
 def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     costs, asked = pipeline(2), problem([300_000, 5_000], 2)
     chunks = plan(asked, costs, Options(slices=40)).chunks

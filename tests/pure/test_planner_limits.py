@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost import H100, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.search import limits as search_limits
@@ -141,3 +141,15 @@ def test_what_is_told_of_the_longest_sequence_before_its_proof_is_close(others: 
     assert found.value is not None
     assert told[-1].value is not None
     assert found.value == pytest.approx(told[-1].value, rel=0.1)
+
+
+def test_weights_are_too_large_only_where_they_exceed_the_cap_of_their_own_rank():
+    shape = ModelShape(num_layers=8, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, vocab_size=4096)
+    costs = analytic_costs(shape, H100, [6, 2], state_bytes_per_parameter=8.0)
+    most, least = (costs.static_bytes(stage) for stage in range(2))
+    caps = most + 80 * GIB, least + GIB // 4
+    assert caps[1] < most
+    with pytest.raises(InfeasibleError) as refusal:
+        plan(replace(problem((400_000,), 2), cap_bytes=caps), costs)
+    assert "whatever the batch" not in str(refusal.value)
+    assert any(remedy.setting == "context" for remedy in refusal.value.remedies)

@@ -48,7 +48,7 @@ def test_the_planned_ratio_is_beside_the_measured_one_and_losses_side_by_side():
     ("others", "rates", "reason"),
     [
         (1.0, (14_000.0, 13_000.0), "inconclusive: the machine was busy (other programs took 1.0 of 2 cores): "),
-        (0.1, (14_000.0, 10_500.0), "inconclusive: the machine was busy (the measured times overlap): "),
+        (0.1, (14_000.0, 10_500.0), "inconclusive: the measured times overlap: "),
         (0.1, (14_000.0,), "inconclusive: one round has no spread: "),
         (None, (14_000.0, 13_000.0), "elastic plans train"),
     ],

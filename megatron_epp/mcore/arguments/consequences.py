@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 NO_RESTART = MegatronFlag(
     "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
 )
+TWICE_REDUCED = MegatronFlag(
+    "--num-distributed-optimizer-instances",
+    (None, 1),
+    "leave it out: Megatron reduces gradients again whose reduction a schedule has started",
+)
 _NEVER = """
     --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --fim-data
     --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
@@ -55,6 +60,7 @@ CONFLICTS = (
     MegatronFlag("--iterations-to-skip", ([], None)),
     MegatronFlag("--cpu-offloading-num-layers", (0, None)),
     MegatronFlag("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
+    TWICE_REDUCED,
     MegatronFlag("--multi-latent-attention", advice="use grouped queries: slices hand on keys and values, not latents"),
     MegatronFlag("--mtp-num-layers", advice="leave it out: a slice's last tokens would need the next slice's first ones"),
     MegatronFlag(

@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Mapping, Set
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import check_conflicts
+from megatron_epp.mcore.arguments.consequences import TWICE_REDUCED, check_conflicts
 from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
+_FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
 _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
 CONFLICTS = (
     MegatronFlag("--overlap-moe-expert-parallel-comm", advice=_ORDER),
@@ -24,10 +25,14 @@ CONFLICTS = (
     MegatronFlag("--enable-cuda-graph", advice=_SHAPES),
     MegatronFlag("--external-cuda-graph", advice=_SHAPES),
     MegatronFlag("--enable-mhc-connections", advice="leave it out: messages of plans have --hidden-size values a token"),
+    MegatronFlag("--fp8-format", advice=_FIRST, dest="fp8"),
+    MegatronFlag("--fp4-format", advice=_FIRST, dest="fp4"),
+    TWICE_REDUCED,
     MegatronFlag("--use-megatron-fsdp"),
     MegatronFlag("--use-torch-fsdp2"),
     MegatronFlag("--hybrid-context-parallel"),
 )
+_OF_REPLICAS = "global_aux_loss"
 _HONOURED = {
     "epp",
     "epp_microbatches",
@@ -46,9 +51,24 @@ _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 def check_user_microbatches(args: argparse.Namespace) -> None:
     """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches."""
     check_conflicts(args, CONFLICTS)
+    check_routers(args)
     check_settings(vars(args), _HONOURED_BY_MEGATRON)
     # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
+
+
+def check_routers(settings: object) -> None:
+    """Raise `ArgumentError` if routers look at tokens of all replicas: then all would need to run the same plan.
+
+    Args:
+        settings: Megatron's arguments, or a model's configuration.
+    """
+    given = getattr(settings, "moe_router_load_balancing_type", None) or ()
+    if _OF_REPLICAS in ((given,) if isinstance(given, str) else given):
+        raise ArgumentError(
+            f"--epp cannot honour --moe-router-load-balancing-type {_OF_REPLICAS}: replicas have plans of their own, and their "
+            "routers would wait for each other; use aux_loss or seq_aux_loss"
+        )
 
 
 def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_epp.mcore.microbatches.planning import Agreed, Shapes
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.side_thread import this_device
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Ahead:
 
     def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], Agreed]) -> None:
         self._agree = agree
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead", initializer=this_device())
         self._is_told = False
         self._next: tuple[int, list[tuple[LookAhead, int]], Future[Agreed]] | None = None
 

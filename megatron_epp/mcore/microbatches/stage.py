@@ -17,6 +17,7 @@ from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import run_again
+from megatron_epp.mcore.model.stage import add_to_gradients
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -41,6 +42,7 @@ class MicrobatchStage:
     ) -> None:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
+        add_to_gradients(model)
         self._num_recomputed = 0
         for number, layer in enumerate(layers_of(model) if self.recomputes else ()):
             layer.forward = partial(self._run_layer, number, layer.forward)

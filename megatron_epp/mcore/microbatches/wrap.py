@@ -12,7 +12,7 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_epp.mcore.arguments.consequences import check_conflicts
-from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_settings
+from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
@@ -63,6 +63,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     config = get_model_config(models[0])
     for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
         check_conflicts(settings, CONFLICTS)
+    check_routers(config)
     vocabulary = max(from_each(max(getattr(unwrap_model(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **given,

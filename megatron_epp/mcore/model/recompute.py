@@ -9,6 +9,7 @@ left out (hybrid models have layers of attention alone and of an MLP alone): a l
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -36,14 +37,26 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
         _Layer(number, layer)
 
 
+class _Running(threading.local):
+    """Forward of a layer that a thread runs: the two actions of a step run in a thread each.
+
+    Attributes:
+        parts: those that run again in its backward.
+        normed: output of its norm, until attention has read it.
+    """
+
+    def __init__(self) -> None:
+        self.parts: frozenset[str] = frozenset()
+        self.normed: Discarded | None = None
+
+
 class _Layer:
     """Wrapper of a layer's forward and of the forwards of its parts."""
 
     def __init__(self, number: int, layer: Any) -> None:
         self.number = number
         self._run, self._run_mlp, self._run_norm = layer.forward, layer._forward_mlp, layer.input_layernorm.forward
-        self._parts: frozenset[str] = frozenset()
-        self._normed: Discarded | None = None
+        self._now = _Running()
         layer.forward = self._forward
         if not isinstance(layer.mlp, IdentityOp):
             layer._forward_mlp = self._forward_mlp
@@ -58,28 +71,28 @@ class _Layer:
         mode = params.context.recompute.mode(self.number)
         parts = MODES[mode].runs_again if mode else frozenset()
         if PROJECTIONS not in parts:
-            self._parts = parts
+            self._now.parts = parts
             try:
                 return self._run(*args, **kwargs)
             finally:
-                self._parts, self._normed = frozenset(), None
+                self._now.parts, self._now.normed = frozenset(), None
         if CORE_ATTENTION not in parts:
             kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attention_output=CachedAttentionOutput()))
         return run_again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
-        return run_again(self._run_mlp, args, kwargs) if MLP in self._parts else self._run_mlp(*args, **kwargs)
+        return run_again(self._run_mlp, args, kwargs) if MLP in self._now.parts else self._run_mlp(*args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
         output = self._run_norm(x)
-        if NORMS in self._parts and isinstance(output, Tensor):  # a fused norm returns the residual too
-            self._normed = Discarded(self._run_norm, x, output)
+        if NORMS in self._now.parts and isinstance(output, Tensor):  # a fused norm returns the residual too
+            self._now.normed = Discarded(self._run_norm, x, output)
         return output
 
     def _attended(self, _: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-        if self._normed is not None:
-            self._normed.until(output[0])
-            self._normed = None
+        if (normed := self._now.normed) is not None:
+            normed.until(output[0])
+            self._now.normed = None
 
 
 def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 
-def _add_to_gradients(model: Any) -> None:
+def add_to_gradients(model: Any) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
     Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
@@ -94,7 +94,7 @@ class MegatronStage:
         self.cut_layers: StageLayers | None = getattr(unwrap_model(model), "cut_layers", None)
         layers = self.decoder.layers
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
-        _add_to_gradients(model)
+        add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 

@@ -65,7 +65,7 @@ def with_kv_offload(
         pairs: stages and sequences whose keys and values are in host memory.
         sharing: factor by which the link is slower for each of its uses.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple)
+    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
     bare = tabulate(chunks, problem, costs, modes, in_order, without_caches(work))
     found = _kv_offload_costs(costs, work, pairs, sharing)
     slices = slices_in(chunks, problem.lengths)

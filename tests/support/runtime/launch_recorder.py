@@ -6,6 +6,7 @@ functions that start messages. A rank runs alone, in this process and on a CPU; 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,8 @@ class LaunchLog:
 
     def __init__(self):
         self.launches, self.action = [], None
+        self.devices = {}
+        """Device that each thread uses, by its identifier."""
         self.streams = {COMPUTE: Stream(self, COMPUTE)}
         self._current = self.streams[COMPUTE]
 
@@ -75,6 +78,9 @@ class LaunchLog:
 
     def named(self, name):
         return self.streams.setdefault(name, Stream(self, name))
+
+    def set_device(self, device):
+        self.devices[threading.get_ident()] = device
 
     def current_stream(self):
         return self._current
