@@ -16,6 +16,7 @@ from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of,
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.reach import look, makespan_us, reach_table
+from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -66,7 +67,7 @@ def run(args: Namespace) -> int:
     lengths, options = lengths_of(args), options_from(args)
     tell_sharing(args)
     estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
-    chosen = chosen_layout(args, [lengths])
+    chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal = ""
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):

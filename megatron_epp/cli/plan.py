@@ -9,7 +9,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.schedules import layout_for
+from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import EXACT, PROGRAM, Command, Parser, add_output, latest_message, output, progress, say, tell
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
@@ -65,8 +65,8 @@ def text_of(made: Plan, args: argparse.Namespace) -> str:
 def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     tell_sharing(args)
-    chosen = chosen_layout(args, [lengths])
-    layout = layout_for(args.planner, chosen.layout)
+    chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
+    layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
     made = _planned(problem, costs, args)
     if args.output:

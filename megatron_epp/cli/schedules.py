@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megatron_epp.cli.layout import Chosen
 from megatron_epp.cli.terminal import Command, Parser, say
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.schedules import BASELINES, SCHEDULES
@@ -41,6 +42,12 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     if wanted.placement.rank_of == placement.rank_of:
         return layout
     return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
+
+
+def chosen_for(planner: str, chosen: Chosen) -> Chosen:
+    """Return the layout of a command for a planner, see `layout_for`: without the search's figures where it is another."""
+    layout = layout_for(planner, chosen.layout)
+    return chosen if layout == chosen.layout else Chosen(layout)
 
 
 def add_arguments(parser: Parser) -> None:

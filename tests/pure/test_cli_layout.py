@@ -47,6 +47,16 @@ def test_a_file_says_the_ranks_too(tmp_path, layout_file):
     assert planned(tmp_path, "--layout", str(layout_file), "--stages", "2") == made
 
 
+def test_a_schedule_that_needs_a_v_is_planned_in_one_and_its_layout_is_the_one_that_is_told(tmp_path, capsys):
+    path = tmp_path / "layout.json"
+    made = planned(tmp_path, "--stages", "4", "--layout", "balanced", "--planner", "zb-v", "--layout-out", str(path))
+    assert made.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert Layout.from_json(json.loads(path.read_text())).placement == Placement("v", 4, 2)
+    assert "2 per rank, v" in capsys.readouterr().out
+    assert main(["memory", *BATCH, "--stages", "4", "--planner", "zb-v", "--quick", "--no-megatron"]) == 0
+    assert "2 per rank, v" in capsys.readouterr().out
+
+
 def test_the_old_name_works_with_a_warning(tmp_path, caplog):
     made = planned(tmp_path, "--layers-per-stage", "9,8,8,7")
     assert "--layers-per-stage is now --layout" in caplog.text
