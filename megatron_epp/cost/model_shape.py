@@ -78,8 +78,10 @@ class ModelShape:
 
     @property
     def cached_width(self) -> int:
-        """Width of what attention caches of a token in a layer: of keys and of values."""
-        return 2 * self.kv_width
+        """Width of what attention caches of a token in a layer, keys and values, over tensor-parallel ranks: where these are
+        more than the heads of keys and values, several hold the same head.
+        """
+        return 2 * self.head_width * self.kv_heads_per_tensor_rank * self.tensor_parallel
 
     @property
     def sharing(self) -> HeadExchangeCosts:

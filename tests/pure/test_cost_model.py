@@ -233,6 +233,12 @@ def test_a_context_parallel_rank_has_whole_key_heads_so_too_few_are_repeated():
     assert halves.kv_bytes_per_token == with_shape(tensor_parallel=2, num_query_groups=2).kv_bytes_per_token
 
 
+def test_a_tensor_parallel_rank_has_a_whole_key_head_where_there_are_fewer_heads_than_ranks():
+    whole, divided = (with_shape(tensor_parallel=ranks, num_query_groups=2) for ranks in (2, 4))
+    assert divided.kv_heads_on_rank == whole.kv_heads_on_rank == 1
+    assert divided.kv_bytes_per_token == whole.kv_bytes_per_token == 2 * divided.head_width * divided.bytes_per_value
+
+
 def test_only_the_last_stage_pays_for_the_vocabulary():
     first, middle, last = analytic_costs(SHAPE, CPU, [3, 3, 2]).stages
     assert middle.extra_forward == middle.extra_backward == Line()

@@ -25,7 +25,7 @@ def test_every_figure_of_the_readmes_table_names_its_command():
     assert len(table) > 4
     for what, figure, command in table:
         assert re.search(r"\d", figure), what
-        module, script = re.search(r"`python -m ([\w.]+)", command), re.search(r"`pytest ([\w./]+)`", command)
+        module, script = re.search(r"`python -m ([\w.]+)", command), re.search(r"`pytest ([\w./]+)", command)
         assert module or script, what
         assert importlib.util.find_spec(module[1]) if module else (ROOT / script[1]).is_file()
 

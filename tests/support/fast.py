@@ -115,7 +115,7 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_advice_text.py": (),
     "pure/test_advise.py": (
-        "test_a_layout_that_does_not_fit_is_named_with_what_it_needs",
+        "test_a_configuration_that_does_not_fit_is_named_with_what_it_needs",
         "test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none",
         "test_a_shipped_model_is_included_by_name",
         "test_documents_beyond_the_context_are_what_training_makes_of_them",
