@@ -83,6 +83,21 @@ def test_without_overlap_nothing_is_started_here() -> None:
     assert run("a", "a", overlap=False) == ["a!"]
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_where_a_framework_holds_reductions_back_until_later_nothing_is_started_here(names: str) -> None:
+    log: list[str] = []
+    chunks = [Chunk(name, log) for name in names]
+    config = SimpleNamespace(no_sync_func=contextlib.nullcontext, grad_sync_func=None)
+    with contextlib.ExitStack() as held:
+        for chunk in chunks:
+            held.enter_context(chunk.no_sync())
+        with Reduction(config, chunks, False, False) as reduction:  # type: ignore[arg-type]
+            for index in reversed(range(len(chunks))):
+                reduction.before_last_gradient(index)
+                reduction.reduce(index)
+        assert log == []
+
+
 class TrainedStage(RecordedStage):
     """A stage in the data parallelism of Megatron: its hooks reduce in a backward outside of `no_sync`."""
 

@@ -14,13 +14,14 @@ from megatron.core.utils import get_attr_wrapped_model
 class Reduction:
     """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
 
-    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise finalisation
-    reduces, unless `config.grad_sync_func` is set alone. Reduction is started in one of two ways. *By hooks*, bucket by bucket
-    during the last backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no
-    gradient has to be sent after it, and where there is no function that starts it. *At once*, by the plan's `REDUCE`: in all
-    other cases, among them chunks with a vocabulary shard, whose weight gradient belongs to no backward. There, a reduction
-    started by hooks would precede the stage's last gradient in the device's queue, and that rank's whole pipeline would wait
-    for all replicas.
+    Megatron sets `config.no_sync_func` to the chunks' own `no_sync` if reduction may overlap with compute
+    (`--overlap-grad-reduce`); otherwise finalisation reduces, unless `config.grad_sync_func` is set alone. A framework that
+    sets another function may reduce later, after several calls of the schedule, so that nothing is started for it here.
+    Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last backward: on the first stage, if
+    it is the rank's only one and weight gradients are not split, because no gradient has to be sent after it, and where
+    there is no function that starts it. *At once*, by the plan's `REDUCE`: in all other cases, among them chunks with a
+    vocabulary shard, whose weight gradient belongs to no backward. There, a reduction started by hooks would precede the
+    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
     stage to the first. The rank's chunks are given by ascending stage.
@@ -36,7 +37,8 @@ class Reduction:
             config.no_sync_func if isinstance(config.no_sync_func, list) else one_each(config.no_sync_func, chunks[:1])
         )
         starts = one_each(config.grad_sync_func, chunks)
-        if self._no_sync and not starts and all(hasattr(chunk, "start_grad_sync") for chunk in chunks):
+        own = [getattr(chunk, "no_sync", None) for chunk in chunks if hasattr(chunk, "start_grad_sync")]
+        if not starts and own and self._no_sync == own:
             starts = [chunk.start_grad_sync for chunk in chunks]
         self._by_hooks = not starts or (len(chunks) == 1 and has_first and not splits_weights)
         self._starts = [] if self._by_hooks else starts
