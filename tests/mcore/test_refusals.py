@@ -5,11 +5,14 @@ import functools
 import re
 
 import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.mcore.arguments.consequences import CONFLICTS, ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.model.adopt import check_adopted
+from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install, patching
 from megatron_epp.plan import EppError
 
@@ -163,11 +166,14 @@ def test_a_hybrid_model_of_attention_and_mlp_layers_is_taken():
     prepare_epp_args(arguments("--hybrid-layer-pattern", "*-|*-"))
 
 
-class Hybrid:
+class Hybrid(torch.nn.Module):
     """A model of Megatron's by its constructor alone."""
 
     def __init__(self, config, hybrid_stack_spec, hybrid_layer_pattern=None):
+        super().__init__()
         self.layers = (hybrid_stack_spec, hybrid_layer_pattern)
+        if isinstance(config, torch.nn.Module):
+            self.decoder = config
 
 
 def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(monkeypatch):
@@ -182,6 +188,41 @@ def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(m
     model = Hybrid(None, "spec", hybrid_layer_pattern="*-")
     assert model.layers == ("spec", "*-")
     check_adopted(model)
+
+
+def relay(number):
+    """Our attention of a layer, without what it computes with."""
+    module = RelayAttention.__new__(RelayAttention)
+    torch.nn.Module.__init__(module)
+    module.layer_number = number
+    return module
+
+
+def mixers(**named):
+    return torch.nn.ModuleList(torch.nn.ModuleDict({name: module}) for name, module in named.items())
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ({"self_attention": torch.nn.Conv1d(1, 1, 4)}, "decoder.0.self_attention (Conv1d) mixes tokens without the attention"),
+        ({"self_attention": torch.nn.ModuleList([relay(1), torch.nn.Conv1d(1, 1, 4)])}, "decoder.0.self_attention.1 (Conv1d)"),
+        ({"self_attention": relay(1), "mixer": torch.nn.Linear(1, 1)}, "decoder.1.mixer (Linear) mixes tokens without the att"),
+        (
+            {"self_attention": torch.nn.ModuleList([relay(3)]), "cross_attention": relay(3)},
+            "decoder.0.self_attention.0 and decoder.1.cross_attention have the same layer_number, 3, by which --epp keeps",
+        ),
+    ],
+)
+def test_layers_in_which_sequences_or_layers_would_be_mixed_up_are_refused_by_name(monkeypatch, layers, said):
+    from megatron.training import global_vars
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
+    monkeypatch.setattr(Hybrid, "__init__", patching.around(Hybrid.__init__, install._adopt))
+    with pytest.raises(EppError, match=re.escape(said)):
+        Hybrid(mixers(**layers), "spec", hybrid_layer_pattern="*-")
+    pointwise = torch.nn.ModuleList([relay(2), torch.nn.Conv1d(1, 1, 1)])
+    Hybrid(mixers(self_attention=pointwise, mixer=relay(1), cross_attention=IdentityOp()), "spec", hybrid_layer_pattern="*-")
 
 
 def test_a_model_of_another_kind_is_refused_by_name():

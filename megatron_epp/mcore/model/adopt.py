@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -36,6 +37,8 @@ from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextP
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 """Constructor parameters through which models receive the specs of their layers."""
+_MIXERS = ("self_attention", "cross_attention", "mixer")
+"""Attributes of Megatron's layers for what mixes tokens."""
 
 
 def construct(args: argparse.Namespace, original: Callable[..., None], *rest: Any, **named: Any) -> None:
@@ -79,7 +82,38 @@ def check_adopted(model: torch.nn.Module) -> None:
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
+def check_layers(model: torch.nn.Module) -> None:
+    """Raise `EppError` for modules that would mix up sequences or layers of chunks.
+
+    A chunk's sequences are told apart by `RelayAttention` alone, and slices hand on nothing but its keys and values, which a
+    stage keeps by the number of the layer.
+    """
+    numbered: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RelayAttention):
+            if (other := numbered.setdefault(module.layer_number, name)) != name:
+                raise EppError(
+                    f"{other} and {name} have the same layer_number, {module.layer_number}, by which --epp keeps the keys and "
+                    "values of slices: one layer's would take the place of the other's; give each a number of its own"
+                )
+        elif _mixes_tokens(name, module):
+            raise EppError(
+                f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
+                "into each other there, and slices lose its state; use --epp-microbatches user, which cuts and packs nothing"
+            )
+
+
+def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
+    """Return True for a convolution over tokens, and for what stands in the place of attention and contains none of ours."""
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size != (1,)
+    if name.rpartition(".")[2] not in _MIXERS or isinstance(module, (IdentityOp, torch.nn.Identity)):
+        return False
+    return not any(isinstance(part, RelayAttention) for part in module.modules())
+
+
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
+    check_layers(model)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
         model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
