@@ -35,6 +35,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
             "--epp-offload is for --epp-planner greedy, milp and orders of papers, not 1f1b",
         ),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
+        (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
         (
             ["--epp-offload", "--epp-host-memory-gb", "0"],

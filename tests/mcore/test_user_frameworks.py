@@ -1,10 +1,11 @@
-"""Frameworks around Megatron that train by plans: reruns of an iteration, schedules called by name, iterators of their own."""
+"""Frameworks around Megatron that train by plans: reruns of an iteration, schedules called by name, iterators of their own,
+steps of several calls, and routers that replay."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,38 @@ def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
     assert finished.returncode == 0, finished.output[-5000:]
     assert f"called through the wrapper: 4 times {name}" in finished.output  # training, and evaluation at the end
     assert "in their own order, while costs are learnt" in finished.output
+
+
+def test_a_training_step_of_two_calls_reduces_its_gradients_once_whatever_starts_reductions() -> None:
+    """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""
+    finished = launch(4, PROGRAMS / "split_step_worker.py", 2, "24,8,32,16,8,32")
+    assert finished.returncode == 0, finished.output[-5000:]
+    said = [(one["rank"], one["overlap"], one["distributed"]) for one in finished.figures]
+    assert sorted(said) == sorted(product(range(4), (False, True), (False, True)))
+    assert [one for one in finished.figures if one["worst"] > TOLERANCE] == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths"),
+    [
+        (2, "24,8,32,16,8,32"),
+        (4, "24,24,24,24,24,24"),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
+    ],
+)
+def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given_order(stages: int, lengths: str) -> None:
+    finished = launch(2, PROGRAMS / "replay_worker.py", stages, lengths)
+    assert finished.returncode == 0, finished.output[-5000:]
+    refused = [one["refused"] for one in finished.figures if "refused" in one]
+    assert len(refused) == 2
+    for line in refused:
+        assert line.startswith("--epp cannot honour --moe-enable-routing-replay True (microbatches must run in their own order")
+    trained = [one for one in finished.figures if "worst" in one]
+    assert [one for one in trained if one["worst"] > TOLERANCE] == []
+    assert all(len(set(row)) == 1 for one in trained for row in one["recompute"])
+    assert sum(any(map(any, one["recompute"])) for one in trained) == 2  # the last of each rank, under a cap
+    recorded = [one for one in finished.figures if "recorded" in one]
+    assert len(recorded) == 2
+    assert all(found == one["by stock"] for one in recorded for found in one["recorded"])
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
         wrap(host_memory_gb=3)
     with pytest.raises(EppError, match="no setting colour"):
         wrap(colour="red")
+    with pytest.raises(EppError, match="order is 'mine'; it must be one of planned, given"):
+        wrap(order="mine")
+    with pytest.raises(EppError, match="offload is True; it must be one of on, off"):
+        wrap(offload=True)
+    for name, value in (("offload", "on"), ("split_weight_gradient", True)):
+        with pytest.raises(EppError, match=f"--epp-order given .* leave out --epp-{name.replace('_', '-')}"):
+            wrap(order="given", **{name: value})
 
 
 @pytest.mark.parametrize("groups", [Namespace(pp="other"), Namespace(), Namespace(pp=None)])

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_epp.mcore.arguments.microbatches import check_order
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch
 
 PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "honoured_worker.py"
 TOLERANCE = 1e-5
+Refused = Callable[[Mapping[str, object], Mapping[str, object]], str]
 PIPELINES = {
     "a stage per rank": (2, "24,8,32,16,8,32"),
     "two stages per rank, no token trained": (4, "24,24,24,24,24,24"),
@@ -88,15 +90,22 @@ def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeyp
     assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.float32
 
 
-def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """A function that returns what `wrap` refuses a model's configuration with, and that of its data parallelism."""
     from megatron_epp.mcore.microbatches import wrap
 
-    def refused(config: Mapping[str, object], data_parallel: Mapping[str, object]) -> str:
+    def told(config: Mapping[str, object], data_parallel: Mapping[str, object]) -> str:
         monkeypatch.setattr(wrap, "get_model_config", lambda model: Namespace(**config))
+        model: Any = Namespace(ddp_config=Namespace(**data_parallel))
         with pytest.raises(EppError) as error:
-            wrap.arguments_of([Namespace(ddp_config=Namespace(**data_parallel))], {})  # type: ignore[list-item]
+            wrap.arguments_of([model], {"epp_order": "planned"})
         return str(error.value)
 
+    return told
+
+
+def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refused(refused: Refused) -> None:
     assert "--overlap-moe-expert-parallel-comm" in refused({"overlap_moe_expert_parallel_comm": True}, {})
     assert "--cuda-graph-impl local" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
     assert "--fp8-format hybrid" in refused({"fp8": "hybrid"}, {})
@@ -104,6 +113,26 @@ def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refuse
     for routers in ("global_aux_loss", ["aux_loss", "global_aux_loss"]):
         assert "global_aux_loss: replicas have plans" in refused({"moe_router_load_balancing_type": routers}, {})
     assert "--use-megatron-fsdp" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
+    for name in ("hybrid", "dynamic"):
+        said = f"--{name}-context-parallel True (leave it out: its collectives join replicas, which have plans of their own)"
+        assert said in refused({f"{name}_context_parallel": True}, {})
+
+
+def test_router_replay_is_refused_by_the_names_that_frameworks_give_it_unless_the_order_is_given(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = (
+        "(microbatches must run in their own order: add --epp-order given, or order='given' where megatron_epp.wrap is called)"
+    )
+    names = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
+    for name in names:
+        assert f"--{name.replace('_', '-')} True {order}" in refused({name: True}, {})
+    check_order(Namespace(**dict.fromkeys(names, True)), "given")
+    monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
+    assert f"ENABLE_ROUTING_REPLAY=1 in the environment {order}" in refused({}, {})
+    check_order(Namespace(), "given")
+    monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "0")
+    check_order(Namespace(), "planned")
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:

@@ -223,6 +223,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_layers.py": ("test_only_mcore_imports_megatron_and_planning_imports_no_torch",),
     "cpu/test_failure_board.py": (),
     "cpu/test_microbatch_ahead.py": (),
+    "cpu/test_microbatch_refusals.py": (),
     "cpu/test_microbatch_sources.py": (),
     "pure/test_cost_kept.py": (),
     "pure/test_cost_learning.py": (),
@@ -278,6 +279,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_where_less_than_a_layers_input_may_leave_nothing_is_copied",
     ),
     "pure/test_planner_joined.py": ("test_bytes_by_item_add_up_to_those_of_the_steps",),
+    "pure/test_planner_given_order.py": (),
     "pure/test_planner_fitted.py": (
         "test_an_order_with_weight_gradients_fits_by_the_obvious_call",
         "test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_names_that_cap",

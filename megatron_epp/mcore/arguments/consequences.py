@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.flag import MegatronFlag, Number
+from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
@@ -32,7 +32,8 @@ TWICE_REDUCED = MegatronFlag(
 _NEVER = """
     --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --fim-data
     --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
-    --hybrid-context-parallel --fine-grained-activation-offloading --defer-embedding-wgrad-compute
+    --hybrid-context-parallel --dynamic-context-parallel --moe-enable-routing-replay
+    --fine-grained-activation-offloading --defer-embedding-wgrad-compute
     --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
     --external-cuda-graph --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
     --rampup-batch-size --step-batch-size-schedule --phase-transition-iterations --full-validation
@@ -274,6 +275,8 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--epp-plan-limit-seconds is for --epp-planner milp, not {planner}; leave one of them out"
     if args.epp_documents == "stream" and (resets := _given(IMPLIED[:3], args)):
         yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
+    if args.epp_order == GIVEN:
+        yield f"--epp-order {GIVEN} is for --epp-microbatches user: leave it out, documents are cut and packed by the plan"
     if args.epp_trace is not None and args.epp_report_dir is None:
         yield "--epp-trace needs --epp-report-dir to write to"
     # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.

@@ -91,6 +91,10 @@ SWITCH = bool
 BLOCK = Number(0, MOST, of_what="tokens, 0 for no blocks")
 
 
+GIVEN = "given"
+"""Value of --epp-order with which microbatches run in the caller's order."""
+
+
 def planner(text: str) -> str:
     """Read a planner's name."""
     if ":" not in text and text not in PLANNERS:

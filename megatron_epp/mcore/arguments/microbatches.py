@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Set
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import TWICE_REDUCED, check_conflicts
-from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
+_REPLICAS = "leave it out: its collectives join replicas, which have plans of their own"
 _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
 CONFLICTS = (
     MegatronFlag("--overlap-moe-expert-parallel-comm", advice=_ORDER),
@@ -30,12 +32,29 @@ CONFLICTS = (
     TWICE_REDUCED,
     MegatronFlag("--use-megatron-fsdp"),
     MegatronFlag("--use-torch-fsdp2"),
-    MegatronFlag("--hybrid-context-parallel"),
+    MegatronFlag("--hybrid-context-parallel", advice=_REPLICAS),
+    MegatronFlag("--dynamic-context-parallel", advice=_REPLICAS),
 )
+_QUEUES = (
+    f"microbatches must run in their own order: add --epp-order {GIVEN}, or order={GIVEN!r} where megatron_epp.wrap is called"
+)
+REPLAYS = tuple(
+    MegatronFlag(flag, advice=_QUEUES)
+    for flag in (
+        "--moe-enable-routing-replay",  # Megatron's, in ms-swift, NeMo-RL and recent verl
+        "--enable-routing-replay",  # a field that verl adds to the model's configuration
+        "--use-routing-replay",  # slime's
+        "--use-rollout-routing-replay",
+    )
+)
+"""Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
+_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"
+"""Environment variable that slime sets to 1 in the processes whose routers replay."""
 _OF_REPLICAS = "global_aux_loss"
 _HONOURED = {
     "epp",
     "epp_microbatches",
+    "epp_order",
     "epp_memory_cap_gb",
     "epp_split_weight_gradient",
     "epp_offload",
@@ -51,10 +70,25 @@ _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 def check_user_microbatches(args: argparse.Namespace) -> None:
     """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches."""
     check_conflicts(args, CONFLICTS)
+    check_order(args, args.epp_order)
     check_routers(args)
     check_settings(vars(args), _HONOURED_BY_MEGATRON)
     # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
+
+
+def check_order(settings: object, order: str) -> None:
+    """Raise `ArgumentError` for router replay unless microbatches run in their own order.
+
+    Args:
+        settings: Megatron's arguments, or a model's configuration.
+        order: value of --epp-order.
+    """
+    if order == GIVEN:
+        return
+    check_conflicts(settings, REPLAYS)
+    if os.environ.get(_REPLAY_VARIABLE) == "1":
+        raise ArgumentError(f"--epp cannot honour {_REPLAY_VARIABLE}=1 in the environment ({_QUEUES})")
 
 
 def check_routers(settings: object) -> None:
@@ -78,5 +112,10 @@ def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) ->
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
     if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
         raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")
+    uses = [
+        f"--{name.replace('_', '-')}" for name in ("epp_offload", "epp_split_weight_gradient") if given[name] != defaults[name]
+    ]
+    if given["epp_order"] == GIVEN and uses:
+        raise ArgumentError(f"--epp-order {GIVEN} keeps to recompute of whole stages' layers: leave out {', '.join(uses)}")
     if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":
         raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")

@@ -14,6 +14,7 @@ from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
     COUNT,
+    GIVEN,
     LAYERS,
     RECOMPUTED,
     SEED,
@@ -67,6 +68,11 @@ _BATCH = (
     Flag("microbatches", "--epp-microbatches", choices=("plan", "user"), default="plan").described(
         "plan: documents are cut and packed into chunks by the plan. user: the script's own microbatches run whole, with its "
         "data, forward step, loss and model; the plan gives their order (default: plan)."
+    ),
+    Flag("order", "--epp-order", choices=("planned", GIVEN), default="planned").described(
+        "Order of a script's own microbatches, for --epp-microbatches user. planned: whichever is fastest. given: the "
+        "script's, on every stage, forwards as well as backwards, and a layer recomputes for all microbatches or for none: as "
+        "router replay and other queues inside of a model need it (default: planned)."
     ),
     Flag("documents", "--epp-documents", "--documents", choices=DOCUMENTS, default="split").described(
         "What becomes of documents. split: a sequence by itself each; of one longer than --seq-length several sequences of "

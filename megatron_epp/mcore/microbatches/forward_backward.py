@@ -17,6 +17,7 @@ from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import agree_on_shapes
+from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.training.reduction import gather_parameters, process_groups
@@ -141,8 +142,13 @@ class Schedule:
         for pipeline in self._pipelines:
             if pipeline.models == models:
                 return pipeline
-        self._pipelines.append(MicrobatchPipeline(self._arguments(models), models, self._loaded))
-        return self._pipelines[-1]
+        made = MicrobatchPipeline(self._arguments(models), models, self._loaded)
+        with made.telling_others():
+            refuse_router_replay(models, made.args.epp_order)
+            if len(models) > 1:
+                refuse_other_turns(get_model_config(models[0]), made.placement.num_ranks, made.args.epp_order)
+        self._pipelines.append(made)
+        return made
 
     def close(self) -> None:
         """End the threads that look ahead, and complete what others do."""
@@ -175,6 +181,7 @@ class Schedule:
         return sources, known[0] if known else None, ""
 
     def _shape(self, item: Any) -> Microbatch:
+        refuse_group_sizes(item)
         found = self._shape_of(item)
         return found if isinstance(found, Microbatch) else Microbatch(tuple(map(int, found)))
 

@@ -27,6 +27,7 @@ from megatron_epp.cost.learning import (
     with_static,
 )
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.probe import measure_host_link
@@ -46,6 +47,7 @@ from megatron_epp.mcore.microbatches.planning import (
     agree_on_plan,
     agree_on_shapes,
     plan_as_given,
+    plan_in_order,
     plan_microbatches,
 )
 from megatron_epp.mcore.microbatches.replay import is_replay
@@ -261,13 +263,16 @@ class MicrobatchPipeline:
     def _make(self, agreed: Agreed, forward_only: bool) -> Planned:
         """Plan the microbatches, which ranks hold on their devices throughout."""
         problem, costs = replace(self.problem, forward_only=forward_only), self._with_microbatches(self.costs, agreed)
+        planned, as_given = plan_microbatches, plan_as_given
+        if self.args.epp_order == GIVEN:
+            planned, as_given = partial(plan_in_order, plain=False), partial(plan_in_order, plain=True)
         if not self.learner.is_done:
-            return plan_as_given(agreed.shapes, problem, costs, self._options)
+            return as_given(agreed.shapes, problem, costs, self._options)
         try:
-            return plan_microbatches(agreed.shapes, problem, costs, self._options)
+            return planned(agreed.shapes, problem, costs, self._options)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
-            return plan_as_given(agreed.shapes, problem, costs, self._options)
+            return as_given(agreed.shapes, problem, costs, self._options)
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: Agreed) -> PipelineCosts:
         return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})

@@ -16,7 +16,9 @@ from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, EppError, Op, Plan, Segment, from_json, to_json
 from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.orders.warm_up import OneStagePerRank
+from megatron_epp.planner.search.given_order import in_given_order
 from megatron_epp.planner.search.local import SMALL
 from megatron_epp.runtime.links.objects import ObjectGroup
 
@@ -113,6 +115,26 @@ def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Optio
         order = tuple(tuple(one for action in row for one in _with_weight(action)) for row in order)
     plan = build_plan(problem, costs, options, fitted(order, chunks, problem, costs, options))
     return Planned(plan, tuple(range(len(chunks))))
+
+
+def plan_in_order(shapes: Shapes, problem: Problem, costs: Costs, options: Options, plain: bool) -> Planned:
+    """Plan whole microbatches so that every stage runs forwards and backwards in the caller's order (`in_given_order`).
+
+    Args:
+        shapes, problem, costs, options: as of `plan_microbatches`.
+        plain: as `plan_as_given` does: in 1F1B and without caps.
+
+    Raises:
+        InfeasibleError: it does not fit the caps.
+    """
+    if plain:
+        problem = replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks)
+    chunks, problem = _chunks(shapes, problem)
+
+    def make(asked: Problem) -> Plan:
+        return build_plan(asked, costs, options, in_given_order(chunks, asked, costs, options, plain))
+
+    return Planned(planned_with_room(problem, make), tuple(range(len(chunks))))
 
 
 def _with_weight(action: Action) -> tuple[Action, ...]:

@@ -12,8 +12,9 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_epp.mcore.arguments.consequences import check_conflicts
-from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_routers, check_settings
+from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.plan import EppError
@@ -32,11 +33,11 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     Args:
         shape_of: finds the lengths of a microbatch's sequences where `tokens`, `input_ids` or `cu_seqlens` do not say them; a
             `Microbatch` where several rows are not packed.
-        settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``; and
-            ``distributed_timeout_minutes``.
+        settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
+            ``order="given"``; and ``distributed_timeout_minutes``.
 
     Raises:
-        EppError: there is no such setting, or it needs this package's own data or layers.
+        EppError: there is no such setting or value, or it needs this package's own data or layers.
     """
     defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
     minutes = settings.pop("distributed_timeout_minutes", _MINUTES)
@@ -45,6 +46,9 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
         told = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
         raise EppError(f"wrap has no setting {told}: settings have the names of flags behind --epp-")
     given = vars(defaults) | {f"epp_{name}": value for name, value in settings.items()}
+    for row in TABLE:
+        if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
+            raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
     check_settings(given)
     given |= {"epp": True, "epp_microbatches": "user", "distributed_timeout_minutes": minutes}
     return Schedule(lambda models: arguments_of(models, given), shape_of)
@@ -63,6 +67,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     config = get_model_config(models[0])
     for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
         check_conflicts(settings, CONFLICTS)
+    check_order(config, given["epp_order"])
     check_routers(config)
     vocabulary = max(from_each(max(getattr(unwrap_model(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(

@@ -16,12 +16,14 @@ LENGTHS = tuple(map(int, sys.argv[2].split(",")))
 HIDDEN = 16
 
 
-def begin(stages=None, tensor_parallel=1):
+def begin(stages=None, tensor_parallel=1, replicas=1, **settings):
     """Prepare Megatron on this rank, and return the rank's model chunks.
 
     Args:
         stages: of the pipeline; None for one per rank.
         tensor_parallel: ranks that share a stage's layers.
+        replicas: of the pipeline.
+        settings: of the model's configuration.
     """
     from megatron_epp.mcore import entry
 
@@ -30,7 +32,7 @@ def begin(stages=None, tensor_parallel=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    ranks = dist.get_world_size() // tensor_parallel
+    ranks = dist.get_world_size() // tensor_parallel // replicas
     stages = stages or ranks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
@@ -38,7 +40,7 @@ def begin(stages=None, tensor_parallel=1):
         virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
     )
     model_parallel_cuda_manual_seed(1)
-    return build(stages, ranks < stages)
+    return build(stages, ranks < stages, **settings)
 
 
 def main():
@@ -91,7 +93,7 @@ def with_fixed_times(us_per_token):
     pipeline.fitted_costs = fixed
 
 
-def build(stages, virtual):
+def build(stages, virtual, num_experts=None, **settings):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -113,6 +115,8 @@ def build(stages, virtual):
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         deallocate_pipeline_outputs=not virtual,
+        num_moe_experts=num_experts,
+        **settings,
     )
     config.batch_p2p_comm = False
     chunks = []
@@ -120,7 +124,7 @@ def build(stages, virtual):
         stage = number * world + rank
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=num_experts),
             vocab_size=64,
             max_sequence_length=64,
             pre_process=stage == 0,

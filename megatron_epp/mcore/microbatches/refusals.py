@@ -1,0 +1,69 @@
+"""Refusals of what a framework does inside of its model or its microbatches, and no flag tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_epp.mcore.arguments.flag import GIVEN
+from megatron_epp.plan import EppError
+
+_REPLAYS = ("router_replay", "routing_replay")
+"""Attributes of a router that hold its queue of routes: of Megatron's and verl's, and of slime's."""
+
+
+def refuse_router_replay(models: Sequence[torch.nn.Module], order: str) -> None:
+    """Raise `EppError` for routers that take routes from a queue, unless microbatches run in their own order.
+
+    Args:
+        models: the rank's model chunks.
+        order: value of --epp-order.
+    """
+    if order == GIVEN:
+        return
+    for name, module in (named for model in models for named in model.named_modules()):
+        for replay in _REPLAYS:
+            if getattr(module, replay, None) is not None:
+                raise EppError(
+                    f"{name}.{replay} hands out the routes of microbatches in the order in which these run: give "
+                    f"order={GIVEN!r} to megatron_epp.wrap (--epp-order {GIVEN}), or leave router replay out"
+                )
+
+
+def refuse_other_turns(config: Any, num_ranks: int, order: str) -> None:
+    """Raise `EppError` where model chunks of a rank would take turns in another order than in Megatron's interleaved schedule.
+
+    Args:
+        config: of the model.
+        num_ranks: of the pipeline, each with several chunks.
+        order: value of --epp-order.
+    """
+    size = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    if order == GIVEN and size not in (None, num_ranks):
+        raise EppError(
+            f"order={GIVEN!r} runs {num_ranks} microbatches, one for each pipeline rank, on a model chunk before the next: set "
+            f"microbatch_group_size_per_vp_stage to {num_ranks}; it is {size}"
+        )
+
+
+def refuse_group_sizes(item: Any) -> None:
+    """Raise `EppError` for a microbatch that says how many ranks share it: those of several replicas, by dynamic context
+    parallelism.
+
+    Megatron's and verl's schedulers of such microbatches write ``local_cp_size`` into each. verl leaves Megatron's own setting
+    off, so nothing else tells.
+    """
+    for one in item if isinstance(item, (tuple, list)) else (item,):
+        for holder in (one, _value(one, "packed_seq_params")):
+            if _value(holder, "local_cp_size") is not None:
+                raise EppError(
+                    "microbatches are shared by replicas, as by dynamic context parallelism (they have local_cp_size): these "
+                    "would wait for each other in their models, but each has a plan of its own; set dynamic_context_parallel "
+                    "to False"
+                )
+
+
+def _value(holder: Any, name: str) -> Any:
+    return holder.get(name, None) if isinstance(holder, Mapping) else getattr(holder, name, None)

@@ -1,0 +1,86 @@
+"""Plans that keep the order of a table of whole sequences, for models in which something counts its forwards and backwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
+from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.memory.recompute import is_within, least_peaks, peaks_bytes
+from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
+from megatron_epp.planner.orders.warm_up import Order, OrderRule
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ONE_STAGE_PER_RANK, rules_for
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
+
+
+def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options, plain: bool) -> Decisions:
+    """Order and recompute of a table of whole sequences such that every stage runs forwards and backwards in the table's order.
+
+    A layer recomputes for all chunks or for none. So what is kept of a layer's forwards in a queue is taken by the right
+    backward. Forwards of a rank with several stages alternate between these as in Megatron's interleaved schedule where
+    no backward follows.
+
+    Args:
+        chunks: of whole sequences.
+        problem, costs, options: as `plan` takes them; of the options `recompute` alone counts.
+        plain: in 1F1B, with no more chunks alive than in Megatron's schedules; otherwise with whichever warm-up is fastest.
+
+    Raises:
+        InfeasibleError: it does not fit the caps with all layers recomputed.
+    """
+    validate(problem, costs, options)
+    tables, needed_bytes, best_us = tabulate(chunks, problem, costs), math.inf, math.inf
+    best: Decisions | None = None
+    for order in _orders(chunks, tables, problem, plain):
+        recompute_steps = _uniform(order, tables, problem, options)
+        if recompute_steps is None:
+            needed_bytes = min(needed_bytes, max(least_peaks(order, tables)))
+        elif (took_us := makespan_us(order, tables, recompute_steps)) < best_us:
+            best, best_us = Decisions(chunks, order, recompute_steps), took_us
+    if best is None:
+        raise infeasible(problem, costs, options, int(needed_bytes))
+    return best
+
+
+def _orders(chunks: Sequence[Chunk], tables: Tables, problem: Problem, plain: bool) -> Iterator[Order]:
+    own = looped(problem)
+    if problem.forward_only and problem.placement == own.rank_of:
+        laps = by_laps(range(len(chunks)), own.num_ranks, range(own.num_chunks))
+        yield tuple(tuple(Action(Op.F, own.stages(rank)[lap], chunk) for lap, chunk in laps) for rank in range(own.num_ranks))
+        return
+    rules: tuple[OrderRule, ...]
+    if problem.has_one_stage_per_rank:
+        rules = (ELASTIC_1F1B, *ONE_STAGE_PER_RANK.first, *ONE_STAGE_PER_RANK.second, *ONE_STAGE_PER_RANK.least)
+    else:
+        found = rules_for(problem)
+        rules = (*((Interleaved(elastic=False),) if is_looped(problem) else ()), *found.first, *found.second, *found.least)
+    for rule in rules[:1] if plain else dict.fromkeys(rules):
+        yield rule.order(chunks, tables, problem)
+
+
+def _uniform(order: Order, tables: Tables, problem: Problem, options: Options) -> RecomputeSteps | None:
+    """Return the fewest layers of each stage that recompute for all chunks, ``[stage][chunk]``; None if none fit the caps.
+
+    Of a rank's stages the one that recomputes the smallest share of its layers is the next to recompute one more.
+    """
+    layers = [0 if problem.forward_only else count for count in tables.num_layers]
+    is_fixed = options.recompute != "auto"
+    counts = [min(int(options.recompute), count) if is_fixed else 0 for count in layers]
+    while True:
+        recompute_steps = [[count] * len(tables.message_us) for count in counts]
+        peaks = peaks_bytes(order, tables, recompute_steps)
+        if is_within(peaks, problem.cap_bytes):
+            return recompute_steps
+        for rank, (peak, cap) in enumerate(zip(peaks, problem.cap_bytes, strict=True)):
+            if peak <= cap:
+                continue
+            left = [stage for stage in tables.stages_of[rank] if counts[stage] < layers[stage]]
+            if not left or is_fixed:
+                return None
+            counts[min(left, key=lambda stage: (counts[stage] / layers[stage], stage))] += 1

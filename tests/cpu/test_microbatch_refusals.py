@@ -1,0 +1,57 @@
+"""What frameworks do inside of their models and microbatches, and a plan cannot honour, is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_epp.mcore.microbatches.forward_backward import Schedule
+from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.plan import EppError
+
+TOKENS = {"tokens": torch.zeros(1, 8, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("name", ["router_replay", "routing_replay"])
+def test_routers_with_queues_are_refused_unless_microbatches_keep_their_order(name: str) -> None:
+    router = torch.nn.Linear(1, 1)
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": router})})
+    setattr(router, name, None)
+    refuse_router_replay([model], "planned")
+    setattr(router, name, object())
+    with pytest.raises(EppError, match=rf"mlp\.router\.{name} hands out .* give order='given' to megatron_epp\.wrap"):
+        refuse_router_replay([torch.nn.Linear(1, 1), model], "planned")
+    refuse_router_replay([model], "given")
+
+
+def test_chunks_of_a_rank_that_would_take_turns_otherwise_are_refused_in_the_given_order() -> None:
+    three = SimpleNamespace(microbatch_group_size_per_vp_stage=3)
+    with pytest.raises(EppError, match="set microbatch_group_size_per_vp_stage to 2; it is 3"):
+        refuse_other_turns(three, 2, "given")
+    refuse_other_turns(three, 2, "planned")
+    refuse_other_turns(three, 3, "given")
+    refuse_other_turns(SimpleNamespace(), 2, "given")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        TOKENS | {"local_cp_size": 2},
+        (TOKENS | {"local_cp_size": torch.tensor(1)},),
+        SimpleNamespace(packed_seq_params=SimpleNamespace(local_cp_size=4)),
+        TOKENS | {"packed_seq_params": SimpleNamespace(local_cp_size=1)},
+    ],
+)
+def test_microbatches_that_replicas_share_are_refused(item: Any) -> None:
+    schedule = Schedule(lambda models: SimpleNamespace(), lambda item: [8])  # type: ignore[arg-type,return-value]
+    _, shapes, problem = schedule._taken([iter([item])], 1, 1)
+    assert shapes is None
+    assert "shared by replicas, as by dynamic context parallelism (they have local_cp_size)" in problem
+
+
+@pytest.mark.parametrize("item", [TOKENS, TOKENS | {"local_cp_size": None}, (TOKENS,), [TOKENS], None, 3])
+def test_other_microbatches_are_taken(item: Any) -> None:
+    refuse_group_sizes(item)

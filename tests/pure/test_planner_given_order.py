@@ -1,0 +1,117 @@
+"""Plans in the given order: stages run forwards and backwards in it, and a layer recomputes for all chunks or for none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.problem import UNLIMITED_BYTES
+from megatron_epp.planner.search.given_order import in_given_order
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline
+
+Case = tuple[tuple[Chunk, ...], Problem]
+LAYERS = 4
+
+
+def cases() -> Iterator[Case]:
+    draw = random.Random(3)
+    for ranks, chunks_per_rank in ((1, 1), (2, 1), (4, 1), (3, 1), (2, 2), (4, 2), (2, 3)):
+        for count in (1, 5, 2 * ranks, 12):
+            lengths = tuple(draw.choice((draw.randint(1, 400), draw.randint(400, 9000))) for _ in range(count))
+            placement = Placement("looped", ranks, chunks_per_rank).rank_of
+            problem = Problem(lengths, placement, (UNLIMITED_BYTES,) * ranks)
+            yield tuple(Chunk((Segment(at, 0, length),)) for at, length in enumerate(lengths)), problem
+
+
+CASES = tuple(cases())
+
+
+def planned(chunks: tuple[Chunk, ...], problem: Problem, recompute: str | int = "auto", plain: bool = False) -> Plan:
+    costs, options = pipeline(problem.num_stages, LAYERS), Options(recompute=recompute)  # type: ignore[arg-type]
+
+    def make(asked: Problem) -> Plan:
+        return build_plan(asked, costs, options, in_given_order(chunks, asked, costs, options, plain))
+
+    return planned_with_room(problem, make)
+
+
+def run_by(plan: Plan, stage: int, op: Op) -> list[int]:
+    actions = [action for row in plan.ranks for step in row for action in step.actions]
+    return [action.chunk for action in actions if action.stage == stage and action.op is op]
+
+
+def check_order(plan: Plan, num_chunks: int) -> None:
+    given = list(range(num_chunks))
+    for stage in range(plan.num_stages):
+        assert run_by(plan, stage, Op.F) == given
+        assert run_by(plan, stage, Op.B) == ([] if plan.forward_only else given)
+        assert len({str(one) for one in plan.recompute[stage]}) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].placement} {len(case[0])}")
+def test_every_stage_keeps_the_order_and_recomputes_alike_for_all_chunks(case: Case) -> None:
+    chunks, problem = case
+    free = planned(chunks, problem)
+    check_order(free, len(chunks))
+    assert not any(one.num_layers for row in free.recompute for one in row)
+    least = peaks_with_all_recomputed(chunks, problem)
+    for part in (0.7, 0.3):
+        caps = tuple(int(low + part * (high - low)) for low, high in zip(least, free.predicted.peak_bytes, strict=True))
+        capped = planned(chunks, replace(problem, cap_bytes=caps))
+        check_order(capped, len(chunks))
+        assert all(peak <= cap for peak, cap in zip(capped.predicted.peak_bytes, caps, strict=True))
+
+
+def peaks_with_all_recomputed(chunks: tuple[Chunk, ...], problem: Problem) -> Sequence[int]:
+    return planned(chunks, problem, LAYERS, plain=True).predicted.peak_bytes
+
+
+def test_stages_recompute_only_as_much_as_their_own_ranks_cap_asks_for() -> None:
+    chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
+    free = planned(chunks, problem, plain=True).predicted.peak_bytes
+    least = peaks_with_all_recomputed(chunks, problem)
+    caps = ((free[0] + least[0]) // 2, *(2 * peak for peak in free[1:]))
+    plan = planned(chunks, replace(problem, cap_bytes=caps), plain=True)
+    layers = [row[0].num_layers for row in plan.recompute]
+    assert 0 < layers[0] <= LAYERS
+    assert layers[1:] == [0, 0, 0]
+    fewer = planned(chunks, problem, layers[0] - 1, plain=True)
+    assert fewer.predicted.peak_bytes[0] > caps[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].placement} {len(case[0])}")
+def test_an_evaluation_takes_chunks_of_a_rank_in_turns_of_as_many_microbatches_as_there_are_ranks(case: Case) -> None:
+    chunks, problem = case
+    plan = planned(chunks, replace(problem, forward_only=True))
+    check_order(plan, len(chunks))
+    ranks, laps = problem.num_ranks, problem.num_stages // problem.num_ranks
+    if len(chunks) % ranks:
+        return  # Megatron's interleaved schedule refuses such a number
+    turns = [(lap, at + c) for at in range(0, len(chunks), ranks) for lap in range(laps) for c in range(ranks)]
+    for row in plan.ranks:
+        actions = [action for step in row for action in step.actions]
+        assert [(action.stage // ranks, action.chunk) for action in actions] == turns
+
+
+def test_plain_plans_are_1f1b() -> None:
+    chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
+    for rank, row in enumerate(planned(chunks, problem, plain=True).ranks):
+        ops = [action.op for step in row for action in step.actions]
+        assert ops.index(Op.B) == 4 - rank
+        alive = [sum(1 if op is Op.F else -1 for op in ops[:end]) for end in range(len(ops))]
+        assert max(alive) == 4 - rank
+
+
+def test_a_cap_that_no_recompute_meets_is_refused_with_one_that_would_do() -> None:
+    chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
+    with pytest.raises(InfeasibleError) as error:
+        planned(chunks, replace(problem, cap_bytes=(GIB,) * 4))
+    check_order(planned(chunks, replace(problem, cap_bytes=(named_cap_bytes(error.value),) * 4)), len(chunks))
