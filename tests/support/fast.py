@@ -98,6 +98,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_communicators.py": ("test_training_runs_collectives_only_on_groups_that_have_run_one_before",),
     "mcore/test_parity_short.py": (),
     "mcore/test_placement.py": ("test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere",),
+    "mcore/test_user_refusals.py": (),
     "mcore/test_uploads.py": (
         "test_an_iteration_has_one_upload_and_no_other_copy_to_the_device",
         "test_a_scripts_own_microbatches_are_left_where_they_are",
@@ -223,7 +224,6 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_layers.py": ("test_only_mcore_imports_megatron_and_planning_imports_no_torch",),
     "cpu/test_failure_board.py": (),
     "cpu/test_microbatch_ahead.py": (),
-    "cpu/test_microbatch_refusals.py": (),
     "cpu/test_microbatch_sources.py": (),
     "pure/test_cost_kept.py": (),
     "pure/test_cost_learning.py": (),

@@ -1,7 +1,8 @@
-"""What frameworks do inside of their models and microbatches, and a plan cannot honour, is refused by name."""
+"""What frameworks do inside of their models and microbatches, and a plan cannot honour, is refused by name; the given order."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
+from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
+from megatron_epp.mcore.microbatches.planning import Agreed
 from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Op
+from megatron_epp.planner import Options
+from tests.support.runtime.agreement_runs import COSTS, PROBLEM, SHAPES
 
 TOKENS = {"tokens": torch.zeros(1, 8, dtype=torch.int64)}
 
@@ -55,3 +60,24 @@ def test_microbatches_that_replicas_share_are_refused(item: Any) -> None:
 @pytest.mark.parametrize("item", [TOKENS, TOKENS | {"local_cp_size": None}, (TOKENS,), [TOKENS], None, 3])
 def test_other_microbatches_are_taken(item: Any) -> None:
     refuse_group_sizes(item)
+
+
+@pytest.mark.parametrize(("is_done", "cap_bytes"), [(False, 1), (True, 1), (True, 1 << 60)])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_the_cap(
+    is_done: bool, cap_bytes: int, forward_only: bool
+) -> None:
+    pipeline: Any = SimpleNamespace(
+        args=SimpleNamespace(epp_order="given"),
+        problem=replace(PROBLEM, cap_bytes=(cap_bytes,) * 2),
+        costs=COSTS,
+        learner=SimpleNamespace(is_done=is_done),
+        _with_microbatches=lambda costs, agreed: costs,
+        _options=Options(),
+    )
+    made = MicrobatchPipeline._make(pipeline, Agreed(SHAPES, (0, 0)), forward_only)
+    assert made.order == (0, 1, 2, 3)
+    for row in made.plan.ranks:
+        actions = [action for step in row for action in step.actions]
+        for op in (Op.F,) if forward_only else (Op.F, Op.B):
+            assert [action.chunk for action in actions if action.op is op] == [0, 1, 2, 3]
