@@ -116,6 +116,6 @@ def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) ->
         f"--{name.replace('_', '-')}" for name in ("epp_offload", "epp_split_weight_gradient") if given[name] != defaults[name]
     ]
     if given["epp_order"] == GIVEN and uses:
-        raise ArgumentError(f"--epp-order {GIVEN} keeps to recompute of whole stages' layers: leave out {', '.join(uses)}")
+        raise ArgumentError(f"--epp-order {GIVEN} frees memory by recompute alone: leave out {', '.join(uses)}")
     if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":
         raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")

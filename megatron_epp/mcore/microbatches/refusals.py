@@ -1,4 +1,4 @@
-"""Refusals of what a framework does inside of its model or its microbatches, and no flag tells."""
+"""Refusals of what a framework does inside of its model or its microbatches, which no flag tells."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def refuse_other_turns(config: Any, num_ranks: int, order: str) -> None:
 
 
 def refuse_group_sizes(item: Any) -> None:
-    """Raise `EppError` for a microbatch that says how many ranks share it: those of several replicas, by dynamic context
-    parallelism.
+    """Raise `EppError` for a microbatch that ranks of several replicas share (dynamic context parallelism).
 
-    Megatron's and verl's schedulers of such microbatches write ``local_cp_size`` into each. verl leaves Megatron's own setting
-    off, so nothing else tells.
+    Megatron's and verl's schedulers of such microbatches write ``local_cp_size``, the number of these ranks, into each. verl
+    leaves Megatron's own setting off, so nothing else tells.
     """
     for one in item if isinstance(item, (tuple, list)) else (item,):
         for holder in (one, _value(one, "packed_seq_params")):
