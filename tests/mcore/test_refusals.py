@@ -198,6 +198,9 @@ def relay(number):
     return module
 
 
+ONE = relay(2)
+
+
 def mixers(**named):
     return torch.nn.ModuleList(torch.nn.ModuleDict({name: module}) for name, module in named.items())
 
@@ -212,6 +215,7 @@ def mixers(**named):
             {"self_attention": torch.nn.ModuleList([relay(3)]), "cross_attention": relay(3)},
             "decoder.0.self_attention.0 and decoder.1.cross_attention have the same layer_number, 3, by which --epp keeps",
         ),
+        ({"self_attention": ONE, "mixer": ONE}, "decoder.0.self_attention and decoder.1.mixer have the same layer_number, 2,"),
     ],
 )
 def test_layers_in_which_sequences_or_layers_would_be_mixed_up_are_refused_by_name(monkeypatch, layers, said):

@@ -89,7 +89,7 @@ def check_layers(model: torch.nn.Module) -> None:
     stage keeps by the number of the layer.
     """
     numbered: dict[int, str] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # a layer that runs twice has one number, too
         if isinstance(module, RelayAttention):
             if (other := numbered.setdefault(module.layer_number, name)) != name:
                 raise EppError(
