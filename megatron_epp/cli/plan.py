@@ -22,7 +22,8 @@ from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import InfeasibleError, PlanError
-from megatron_epp.plan.foreign import SOURCES, from_table, is_table
+from megatron_epp.plan.foreign import SOURCES, from_table, is_table, launches_of
+from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
@@ -109,10 +110,13 @@ def _add_plans(parser: Parser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    plans = list(map(_read, args.plans))
-    found = [check(made) for made in plans]
-    for path, made, violations in zip(args.plans, plans, found, strict=True):
+    tables = [_read(path) for path in args.plans]
+    plans, found = [made for made, _ in tables], [check(*table) for table in tables]
+    for path, (made, rows), violations in zip(args.plans, tables, found, strict=True):
         say(f"{path}: {report(made, violations)}", end="")
+        if rows is not None and not violations:
+            num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in made.ranks for step in row)
+            say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
         if made.planner in SOURCES and not violations:
             peaks = made.predicted.peak_bytes
             say(
@@ -125,18 +129,18 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if any(found) or unmatched else 0
 
 
-def _read(path: str) -> Plan:
-    """Load a plan, or a table of another system as one."""
+def _read(path: str) -> tuple[Plan, Rows | None]:
+    """Load a plan, or a table of another system as one, with the launches that the table has itself."""
     with naming(path):
         text = read_text(path)
         if is_table(path, text):
-            return from_table(text)
+            return from_table(text), launches_of(text)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
             raise PlanError(
                 "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "
                 "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
             )
-    return load(path)
+    return load(path), None
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -12,7 +12,13 @@ from megatron_epp.plan.foreign.pipelining import from_pipelining
 
 TABLE = """\
 0F0,0F1,,0I0,0W0,0B1
-,1F0,1B0,1F1,1SEND_B1,1B1
+,1F0,1B0,1F1,1B1
+"""
+OLD = "0F0,0F1,,0B0,0W0,0B1,0W1\n,1F0,1B0,1F1,1W0,1B1,1W1\n"
+"""In a notation in which B beside W is the part of a backward without weight gradients."""
+WITH_MESSAGES = """\
+0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0BW0,0RECV_B1,0B1,0W1
+1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1W0,1F1,1BW1,1SEND_B1
 """
 
 
@@ -37,6 +43,47 @@ def test_overlapping_actions_are_a_step():
     assert [action.op for action in made.ranks[0][2].actions] == [Op.F, Op.B]
     assert made.ranks[0][2].time_us == 3
     assert check(made) == []
+
+
+@pytest.mark.parametrize(("table", "whole"), [(OLD, []), (WITH_MESSAGES, ["0B0", "1B1"])])
+def test_a_backward_beside_its_weight_gradient_is_the_part_without_it(table: str, whole: list[str]):
+    made = from_pipelining(table)
+    assert check(made) == []
+    steps = [step for row in made.ranks for step in row if step.action.op is Op.B]
+    assert [str(step.action) for step in steps if step.time_us == 2] == whole
+    assert len(steps) == 4
+
+
+def test_the_sends_and_receives_of_a_table_are_proven_under_one_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.csv"
+    path.write_text(WITH_MESSAGES)
+    assert main(["check", str(path)]) == 0
+    assert "its own 8 sends and receives cannot hang, not even on one hardware queue" in capsys.readouterr().out
+
+
+def moved(table: str, cell: str, before: str) -> str:
+    """Move a cell of a table before another one."""
+    return table.replace(f",{cell}", "").replace(before, f"{cell},{before}")
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (WITH_MESSAGES.replace("0SEND_F0,", ""), "0SEND_F0: missing: the rank never launches this send of an activation"),
+        (WITH_MESSAGES.replace("0SEND_F0", "0SEND_F0,0SEND_F0"), "0SEND_F0: doubled: already at launch 1 (launch 2)"),
+        (WITH_MESSAGES.replace("0F1,", "0F1,0SEND_B1,"), "0SEND_B1: no stage needs this message of the rank (launch 3)"),
+        (moved(WITH_MESSAGES, "1RECV_F1", "1BW1"), "1F1: is launched at 5, before 1RECV_F1 (launch 6)"),
+        (moved(WITH_MESSAGES, "0SEND_F1", "0F1"), "0SEND_F1: is launched at 2, before 0F1 (launch 3), which it needs"),
+        (moved(moved(WITH_MESSAGES, "0F1", "0SEND_F0"), "0SEND_F1", "0SEND_F0"), "can hang: rank 0 0SEND_F1 (launch 2) waits"),
+        (moved(WITH_MESSAGES, "0RECV_B0", "0SEND_F0"), "can hang: rank 0 0RECV_B0 (launch 1) waits"),
+    ],
+    ids=["missing", "doubled", "unknown", "received late", "sent early", "orders of both ends differ", "both ends wait"],
+)
+def test_faults_of_its_messages_are_violations(table: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.csv"
+    path.write_text(table)
+    assert main(["check", str(path)]) == 1
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -65,7 +112,8 @@ def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path,
         ("0F999999999\n9999F0\n", "stage 1 of the table has no passes"),
         ("0F999999999\n", "1,000,000,000 microbatches"),
         ("0F0,0F1,0I0,0W0,0I1\n", "stage 0 has I of microbatch 1 and never W"),
-        ("0F0,0B0,0W0\n", "stage 0 has B and W of microbatch 0: B is both parts"),
+        ("0F0,0I0,0W0,0F1,0B1,0W1\n", "stage 0 has B and W of microbatch 1: B is both parts"),
+        ("0F0,0F1,0BW0,0B1\n", "stage 0 has I of microbatch 1 and never W"),
         ("0F0,0I0,0B0,0W0\n", "stage 0 has B and I of microbatch 0: B is both parts"),
         ("0F0,0B0\n,\n", "row 2 of the table has no passes"),
         ("0" * 140_000 + "F0\n", "the table is no CSV"),

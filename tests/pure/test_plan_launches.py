@@ -103,7 +103,7 @@ def test_a_cycle_is_named_launch_by_launch():
     rows = late_receives(lower(one_f_one_b()))
     (fault,) = check_launches([rows])
     assert str(fault) == (
-        "rank 0 0SEND_F1: the launches of the lowered plan can hang: rank 0 0SEND_F1 (launch 3) waits for rank 1 1SEND_B0 "
+        "rank 0 0SEND_F1: the launches can hang: rank 0 0SEND_F1 (launch 3) waits for rank 1 1SEND_B0 "
         "(launch 3) waits for rank 0 0SEND_F1 (launch 3)"
     )
 

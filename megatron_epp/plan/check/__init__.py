@@ -7,12 +7,13 @@ from typing import NamedTuple
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
 from megatron_epp.plan.check.launches import check_launches
 from megatron_epp.plan.check.memory import check_memory
+from megatron_epp.plan.check.messages import check_own_messages
 from megatron_epp.plan.check.predicted import check_predicted
 from megatron_epp.plan.check.tables import check_groups, check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked
-from megatron_epp.plan.launches import Launches
+from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.messages import check_messages
 from megatron_epp.plan.plan import Plan
@@ -27,7 +28,7 @@ class Examined(NamedTuple):
     Attributes:
         faults: as `check` returns them.
         timeline: the simulation.
-        launches: the lowered plan.
+        launches: the lowered plan, or those that were given.
     """
 
     faults: list[Violation]
@@ -35,7 +36,7 @@ class Examined(NamedTuple):
     launches: Launches | None = None
 
 
-def check(plan: Plan) -> list[Violation]:
+def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
     """Find the violations of a plan; an empty list if it is sound.
 
     The checks build on each other, and each of the following is made only if those before it found nothing:
@@ -50,13 +51,18 @@ def check(plan: Plan) -> list[Violation]:
     5. predictions equal what the simulator finds from the steps' own times and bytes, and the lower bound is not above that; a
        plan without predictions (`Prediction.none`) passes.
 
+    Args:
+        plan: the plan.
+        rows: launches of every rank that are to be proven in place of the lowered plan, with messages of their own. These are
+            the messages that the plan needs, each after the action that makes it and before the one that takes it.
+
     Returns:
         every violation of the first check that has any, each with rank, position and reason. It raises nothing.
     """
-    return examine(plan).faults
+    return examine(plan, rows).faults
 
 
-def examine(plan: Plan) -> Examined:
+def examine(plan: Plan, rows: Rows | None = None) -> Examined:
     """Run `check` and return its findings with its intermediate results."""
     columns = columns_of(plan)
     if faults := list(check_tables(plan, columns)):
@@ -68,9 +74,14 @@ def examine(plan: Plan) -> Examined:
         return Examined(faults)
     graph = linked(plan, columns, found)
     played = play(graph)
-    if faults := [*check_order(graph, played), *check_links(plan, columns, found)]:
+    # Without messages of their own, actions tell in which order their messages are sent.
+    if faults := [*check_order(graph, played), *(check_links(plan, columns, found) if rows is None else ())]:
         return Examined(faults)
     launches = issue_order(plan, graph, played)
+    if rows is not None:
+        if faults := list(check_own_messages(plan, launches.rows(), rows)):
+            return Examined(faults)
+        launches = Launches.of(rows)
     if faults := list(check_launches([launches])):
         return Examined(faults)
     timeline = timeline_of(plan, graph, played)

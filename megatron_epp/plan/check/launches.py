@@ -82,7 +82,7 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
         names.append(f"{own}rank {rank} {rows[replica][rank][position]} (launch {position})")
     waits = " waits for ".join([*names, names[0]]) if len(names) > 1 else f"{names[0]} waits for a partner that is in no row"
     replica, rank, position = cycle[0]
-    yield Violation(rank, None, rows[replica][rank][position], f"the launches of the lowered plan can hang: {waits}")
+    yield Violation(rank, None, rows[replica][rank][position], f"the launches can hang: {waits}")
 
 
 class _Events(NamedTuple):

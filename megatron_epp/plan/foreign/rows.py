@@ -73,7 +73,7 @@ def plan_of(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
         recompute=((NO_RECOMPUTE,) * count,) * stages,
         recompute_us=nothing * stages,
         offload_share=nothing * stages,
-        ranks=tuple(tuple(_step([_action(one, parts) for one in together], split) for together in row) for row in rows),
+        ranks=tuple(tuple(_step([action_of(one, parts) for one in together], split) for together in row) for row in rows),
         messages=Messages(nothing * (stages - 1), nothing * (stages - 1)),
         static_bytes=(0,) * len(rows),
         cap_bytes=(UNLIMITED_BYTES,) * len(rows),
@@ -150,7 +150,8 @@ def _placement(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
-def _action(one: Pass, parts: int) -> Action:
+def action_of(one: Pass, parts: int = 1) -> Action:
+    """Return the action that an entry is, with slices numbered over all microbatches."""
     return Action(_OPERATIONS[one.kind], one.stage, one.microbatch * parts + one.part)
 
 
