@@ -22,6 +22,7 @@ NEWEST, BEFORE = "iter_0000004", "iter_0000002"
 FLAGS = [flag for flag in TINY if flag != "--mock-data"]
 FLAGS += ["--pipeline-model-parallel-size", 2, "--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0]
 FLAGS += ["--ckpt-format", "torch_dist", "--log-interval", 1, "--train-iters", 4, "--lr-decay-iters", 9]
+FLAGS += ["--use-distributed-optimizer"]
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,17 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy:
     finished = trained(data, *flags, "--epp-checkpoint-fallback")
     assert finished.returncode == 0, finished.output[-5000:]
     assert "iteration        3/       4" in finished.output
+
+
+@pytest.mark.parametrize("layout", [["--pipeline-model-parallel-size", 1], ["--decoder-first-pipeline-num-layers", 1]])
+def test_optimizer_state_of_another_layout_is_refused_with_the_flag_that_helps(
+    data: str, saved: Path, layout: list[object]
+) -> None:
+    refused = trained(data, "--load", saved, *layout)
+    assert refused.returncode == 1
+    told = f"the optimizer state in {saved} was saved for another tensor- or pipeline-parallel layout, the only one in which it"
+    assert told in refused.output
+    assert "resume there once and save with --dist-ckpt-optim-fully-reshardable" in refused.output
 
 
 def test_a_training_whose_checkpoint_has_all_iterations_ends_with_an_exit_code_of_its_own(data: str, saved: Path) -> None:

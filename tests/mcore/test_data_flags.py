@@ -57,6 +57,15 @@ def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
     assert warned(caplog, rank=1, reset_position_ids=True) == []
 
 
+def test_a_form_of_optimizer_state_that_loads_in_one_layout_only_is_told_before_it_is_saved(caplog):
+    caplog.set_level(logging.INFO)
+    told = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
+    assert warned(caplog, save="runs", use_distributed_optimizer=True) == []
+    assert told in caplog.text
+    warned(caplog, save="runs")
+    assert told not in caplog.text
+
+
 def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
     saved = {"save": "runs", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
     assert warned(caplog, **saved) == []

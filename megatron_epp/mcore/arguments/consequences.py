@@ -134,10 +134,16 @@ def tell_data_flags(args: argparse.Namespace) -> None:
         )
 
 
-def tell_resharded_buckets(args: argparse.Namespace) -> None:
-    """Warn once where this Megatron saves optimizer state that other parallel sizes would load with wrong values."""
-    given = ("save", "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable", "overlap_grad_reduce")
-    if args.rank == 0 and all(getattr(args, name, None) for name in given) and not saves_several_buckets_resharded():
+def tell_saved_optimizer(args: argparse.Namespace) -> None:
+    """Say once in which layouts the optimizer state that a run saves can be loaded; warn where its values would be wrong."""
+    if args.rank != 0 or not (args.save and args.use_distributed_optimizer):
+        return
+    if not args.dist_ckpt_optim_fully_reshardable:
+        logger.info(
+            "--save keeps optimizer state in a form that loads with any number of replicas, and only with the same tensor- and "
+            "pipeline-parallel layout: --dist-ckpt-optim-fully-reshardable keeps it for every layout"
+        )
+    elif args.overlap_grad_reduce and not saves_several_buckets_resharded():
         logger.warning(
             "megatron-core %s saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable where --overlap-grad-reduce "
             "divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077): leave one of them out, or add "
@@ -167,7 +173,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if problems:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
-    tell_resharded_buckets(args)
+    tell_saved_optimizer(args)
     apply_layout(args)
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1

@@ -145,12 +145,14 @@ def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: A
 
 
 def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Check a checkpoint's files before they are loaded, if --epp is given."""
-    if (args := epp_args()) is not None:
-        from megatron_epp.mcore.training.checkpoints import settle
+    """Check a checkpoint's files before they are loaded, if --epp is given; say what to do where it is of another layout."""
+    if (args := epp_args()) is None:
+        return original(*rest, **named)
+    from megatron_epp.mcore.training.checkpoints import settle, telling_layout
 
-        settle(args)
-    return original(*rest, **named)
+    settle(args)
+    with telling_layout(args):
+        return original(*rest, **named)
 
 
 def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Check of a checkpoint before Megatron loads it: a damaged one is named, or set aside for the one before. And a time limit for
-saving one.
+"""Check of a checkpoint before Megatron loads it: a damaged one is named, or set aside for the one before. A refusal to load
+optimizer state in another layout says what to do, and saving has a time limit.
 
 Damage is found without reading tensors: files are missing or shorter than the checkpoint's own index says, or archives have no
 end. A flipped bit is found by Megatron, when it reads the tensor.
@@ -13,7 +13,7 @@ import zipfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +34,8 @@ _MOST_DIGITS = 19
 INDEX = ".metadata"
 """File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_OF_LAYOUT = re.compile(r"not supported for DistributedOptimizer with sharding type|optimizer\.distributed\.dp_group_idx_")
+"""What errors say of optimizer state that was saved in the buckets of its layout's gradients: the type, or a tensor's name."""
 
 
 def watched_save(args: Namespace) -> AbstractContextManager[None]:
@@ -66,6 +68,25 @@ def settle(args: Namespace) -> None:
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+
+
+@contextmanager
+def telling_layout(args: Namespace) -> Iterator[None]:
+    """Say what to do where optimizer state does not load in this layout; Megatron itself advises a flag that does not help.
+
+    Raises:
+        EppError: in place of Megatron's error.
+    """
+    try:
+        yield
+    except BaseException as error:  # torch's error of a load on several ranks is no `Exception`
+        if not _OF_LAYOUT.search(str(error)):
+            raise
+        raise EppError(
+            f"the optimizer state in {args.load} was saved for another tensor- or pipeline-parallel layout, the only one in "
+            "which it loads: resume there once and save with --dist-ckpt-optim-fully-reshardable, which keeps it for every "
+            f"layout, or begin it anew with --no-load-optim (Megatron: {' '.join(str(error).split())[:300]})"
+        ) from error
 
 
 def settle_folder(folder: Path, *, falls_back: bool) -> None:
