@@ -95,6 +95,10 @@ class Learner:
             self.learnt.collectives[action.op, self.seen, action.chunk] = timed
         self.seen += 1
 
+    def skip(self) -> None:
+        """Count a training iteration in which this rank has run nothing, so that all ranks record the same iterations."""
+        self.seen += 1
+
 
 def _of_shard(plan: Plan, chunk: int, time_us: float, output_share: OutputShare | None) -> Timed:
     """Return a time with the tokens of the chunk that pass the output layer."""

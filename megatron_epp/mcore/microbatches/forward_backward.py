@@ -178,7 +178,7 @@ class Schedule:
             return sources, None, str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
         if any(shapes != known[0] for shapes in known):
             return sources, None, "the iterators of this rank's model chunks yield different microbatches"
-        return sources, known[0] if known else None, ""
+        return sources, known[0] if known else None if count else (), ""
 
     def _shape(self, item: Any) -> Microbatch:
         refuse_group_sizes(item)

@@ -139,8 +139,10 @@ class MicrobatchPipeline:
             self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
             self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
+        self._measured: tuple[Planned, Agreed] | None = None
+        """The last training iteration that was recorded for costs."""
         self.watch = StageWatch(self.rank, ObjectGroup.create(control, make))
-        self._last: tuple[tuple[Shapes, bool], Planned] | None = None
+        self._last: tuple[tuple[Shapes, bool], Planned | None] | None = None
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
         """Return what this rank has found out about an iteration's microbatches, for the agreement.
@@ -154,8 +156,8 @@ class MicrobatchPipeline:
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
         return Found(shapes, problem, self.rank, own_bytes + tensor_bytes(self.ahead.held, self.device))
 
-    def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned:
-        """Return the plan for a call of the schedule. A collective call, like `planned`.
+    def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned | None:
+        """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
@@ -164,8 +166,10 @@ class MicrobatchPipeline:
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
-    def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned:
+    def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned | None:
         """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
+        if not agreed.shapes:
+            return None
         key = agreed, forward_only
         if key not in self._plans:
             made = agree_on_plan(lambda: self._make(agreed, forward_only), group or self.links.control)
@@ -189,24 +193,34 @@ class MicrobatchPipeline:
         self.planned(agreed, False, self._next_control)
         return agreed
 
-    def run(self, call: Call, sources: list[Microbatches], agreed: Agreed, planned: Planned) -> tuple[list[Any], torch.Tensor]:
+    def run(
+        self, call: Call, sources: list[Microbatches], agreed: Agreed, planned: Planned | None
+    ) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
         Args:
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             agreed: the microbatches.
-            planned: their plan.
+            planned: their plan; None without microbatches: then other replicas' gradients are reduced with this one's zeros.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures or (self.learner.is_done and not call.forward_only))
+        reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
+        if planned is None:
+            if not call.forward_only:
+                with reduction:
+                    reduction.reduce_all()
+                if not self.learner.is_done:
+                    self.learner.skip()
+                    self._fit()
+            return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = (parameter for model in self.models for parameter in model.parameters())
         kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
-        config = get_model_config(self.models[0])
-        with kept.context, Reduction(config, self.models, self.rank == 0, self._options.split_weight) as reduction:
+        with kept.context, reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
                 stage.begin(call, microbatches, agreed.shapes, planned.order, first, last, kept)
@@ -292,25 +306,37 @@ class MicrobatchPipeline:
         }
         peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
         self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
+        self._measured = planned, agreed
+        self._fit()
+
+    def _fit(self) -> None:
+        """Fit costs if all iterations are recorded. A collective call then, over all replicas."""
         if not self.learner.is_done:
             return
         everyone = from_each(self.learner.learnt)
         learnt = of_first(lambda: fitted_costs(self.costs, everyone))
         if self._on_gpu:
             peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
-            counted = self._with_microbatches(learnt, agreed)
-            without = plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
+            without = self._planned_peaks(learnt)
             first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
             replicas = from_each(first)
             learnt = with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
-        if dist.get_rank() == 0:
-            sizes = [size_of(planned.plan, chunk) for chunk in range(len(agreed.shapes))]
-            ratio = deviation(self.costs, learnt, sizes)
+        if dist.get_rank() == 0 and self._measured is not None:
+            plan = self._measured[0].plan
+            ratio = deviation(self.costs, learnt, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
             logger.info("costs learnt from %d iterations: they took %s", self.learner.recorded, ratio)
         self.kept = KeptCosts(learnt, self._learnt_with)
         keep(self.args, self.kept)
         self.costs = learnt
         self._plans.clear()
+
+    def _planned_peaks(self, learnt: PipelineCosts) -> Sequence[int]:
+        """Bytes by rank that the last recorded iteration takes at its peak by learnt costs, which have no static bytes."""
+        if self._measured is None:
+            return (0,) * self.problem.num_ranks
+        agreed = self._measured[1]
+        counted = self._with_microbatches(learnt, agreed)
+        return plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
 def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:

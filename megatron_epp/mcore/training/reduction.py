@@ -40,6 +40,7 @@ class Reduction:
         own = [getattr(chunk, "no_sync", None) for chunk in chunks if hasattr(chunk, "start_grad_sync")]
         if not starts and own and self._no_sync == own:
             starts = [chunk.start_grad_sync for chunk in chunks]
+        self._every = starts
         self._by_hooks = not starts or (len(chunks) == 1 and has_first and not splits_weights)
         self._starts = [] if self._by_hooks else starts
         self._held = [contextlib.ExitStack() for _ in self._no_sync]
@@ -65,6 +66,11 @@ class Reduction:
             self._starts[index](self._chunks[index].parameters())
         elif self._remaining and len(self._held) == 1:  # one function for all chunks: the others go on
             self._held[0].enter_context(self._no_sync[0]())
+
+    def reduce_all(self) -> None:
+        """Start the reductions of all chunks, the last stage first, where no backward runs whose hooks would start them."""
+        for chunk, start in reversed([*zip(self._chunks, self._every, strict=False)]):
+            start(chunk.parameters())
 
 
 def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
