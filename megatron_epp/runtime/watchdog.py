@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import math
@@ -58,6 +59,7 @@ class Watchdog:
         self._on_failure, self._failures = on_expiry or self._end_after, failures
         self._activities: list[_Activity] = []  # innermost last
         self._thread: threading.Thread | None = None
+        self._looks = threading.Lock()
 
     @contextmanager
     def watch(
@@ -75,6 +77,9 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="epp-watchdog", daemon=True)
             self._thread.start()
+            # Python ends a thread that returns from native code while the interpreter shuts down, and C++ takes that for a
+            # fault: the process aborts ("terminate called without an active exception") behind a training that is done.
+            atexit.register(self._looks.acquire, timeout=PATIENCE_S)
         activity = _Activity(describe, progress, self.limit_s if limit_s is None else limit_s)
         self._activities.append(activity)
         try:
@@ -87,11 +92,12 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             time.sleep(min(1.0, self.limit_s / 4))
-            if self._failures is not None and (text := self._failures.poll()):
-                self._on_failure(text)
-                return
-            for activity in reversed(self._activities.copy()):
-                self._look_at(activity)
+            with self._looks:
+                if self._failures is not None and (text := self._failures.poll()):
+                    self._on_failure(text)
+                    return
+                for activity in reversed(self._activities.copy()):
+                    self._look_at(activity)
 
     def _look_at(self, activity: _Activity) -> None:
         if activity.progress is not None:

@@ -165,3 +165,22 @@ waits_for_ever()
     assert ended.returncode == watchdog_module.EXIT_CODE
     assert "nothing comes" in ended.stderr
     assert "in waits_for_ever" in ended.stderr
+
+
+def test_a_process_ends_well_while_its_watchdog_asks_for_other_ranks_failures():
+    program = """
+import time
+from torch.distributed import TCPStore
+from megatron_epp.runtime.failures import FailureBoard
+from megatron_epp.runtime.watchdog import Watchdog
+class AskedAllTheTime(FailureBoard):
+    def poll(self):
+        return next(filter(None, (self.cause() for _ in range(1000))), "")
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+with Watchdog(0.01, failures=AskedAllTheTime(store, 0, 2)).watch(lambda: "training", limit_s=60):
+    time.sleep(0.2)
+print("training is done")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "training is done\n"
+    assert (ended.returncode, ended.stderr) == (0, "")
