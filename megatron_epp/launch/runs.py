@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,7 @@ _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Erro
 WARM_UP = 2
 """Iterations at the start of a run that do not count: memory is new, and Megatron prints their times together."""
 _LIMIT_S = 3600.0
+_FIGURES = "iterations.jsonl"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Default environment variables of a run."""
 
@@ -99,11 +101,7 @@ def train(
     Raises:
         RunError: the run failed, or takes longer than `timeout_s`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = folder / "iterations.jsonl"
-    figures.unlink(missing_ok=True)
-    words = ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
-    log = folder / "train.log"
+    log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     if count_gpus():
         torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
         command = [*torchrun, "--master-port", str(usable_port(0)), *words]
@@ -113,6 +111,38 @@ def train(
         command = [sys.executable, *words]
         log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
         code = _forked(num_ranks, words, log, timeout_s, environment)
+    return _finished(folder, log, code, timeout_s)
+
+
+def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> Run:
+    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
+
+    Args:
+        folder: folder of the log and the figures; figures of an earlier run are removed.
+        command: words of the command.
+        timeout_s: limit in seconds for the whole run.
+
+    Raises:
+        RunError: it cannot be started, failed, or takes longer than `timeout_s`.
+    """
+    log = _begun(folder)
+    log.write_text(shlex.join(command) + "\n", encoding="utf-8")
+    try:
+        code = _exit_code(list(command), log, timeout_s, {})
+    except OSError as error:
+        raise RunError(f"{command[0]} cannot be started: {error.strerror}") from error
+    return _finished(folder, log, code, timeout_s)
+
+
+def _begun(folder: Path) -> Path:
+    """Make the folder of a run without figures of an earlier one, and return the path of its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _FIGURES).unlink(missing_ok=True)
+    return folder / "train.log"
+
+
+def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Run:
+    """Read what a run has left. `code` is its exit code; None if it was ended at its limit."""
     if code is None:
         raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
@@ -120,8 +150,8 @@ def train(
         reason = reason_in(text)
         raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in ITERATION.finditer(text)}
-    with naming(figures, RunError):
-        written = enumerate(read_text(figures).splitlines(), start=1)
+    with naming(folder / _FIGURES, RunError):
+        written = enumerate(read_text(folder / _FIGURES).splitlines(), start=1)
         lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
 

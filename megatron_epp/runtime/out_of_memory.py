@@ -62,6 +62,11 @@ def device_peak() -> Usage | None:
     return Usage(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
+def device_retries() -> int | None:
+    """Return how often the allocator gave cached memory back and tried again on the current GPU so far; None without a GPU."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_initialized() else None
+
+
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
     """Describes an action of a rank that ran out of memory.

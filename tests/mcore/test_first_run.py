@@ -3,13 +3,19 @@
 import json
 import re
 import shlex
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_epp.cli.first_run import STEPS
 from megatron_epp.cli.first_run.launch import read_launch
+from megatron_epp.cli.first_run.race import race
+from megatron_epp.cli.first_run.training import tiny_training
 from megatron_epp.cli.main import main
 from megatron_epp.launch import runs
+from megatron_epp.launch.machine import usable_port
+from megatron_epp.mcore import pretrain_gpt
 from megatron_epp.plan import EppError
 from tests.support import ROOT
 from tests.support.mcore import forked
@@ -18,7 +24,7 @@ MODEL = [
     *shlex.split("--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --max-position-embeddings 4096"),
     *shlex.split("--vocab-size 1024 --tokenizer-type NullTokenizer --position-embedding-type rope"),
 ]
-NAMES = [step.name for step in STEPS]
+NAMES = [step.name for step in STEPS if not step.is_asked_for]
 
 
 @pytest.fixture
@@ -45,9 +51,72 @@ def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ra
     assert figures["plan"]["speedup"] > 0
     text = (tmp_path / "report.txt").read_text()
     for step in STEPS:
+        if step.is_asked_for:
+            continue
         assert f"{step.name}: {step.purpose}" in text
         assert step.expect in printed
     assert (tmp_path / "profile.json").exists()
+
+
+def test_a_race_measures_every_schedule_on_the_same_documents(ran, monkeypatch):
+    monkeypatch.setattr(runs, "_forks", forked._forks)
+    code, report, printed = ran("--steps", "race")
+    assert code == 0
+    (step,) = report["steps"]
+    schedules = step["outcome"]["figures"]["schedules"]
+    assert list(schedules) == ["stock", "packed", "elastic"]
+    assert all(one["tokens_per_second"] > 0 and len(one["losses"]) == 7 for one in schedules.values())
+    assert schedules["elastic"]["losses"] == pytest.approx(schedules["stock"]["losses"], rel=1e-5)
+    elastic = schedules["elastic"]
+    assert elastic["planned_us"] > 0
+    assert elastic["measured_us"] > 0
+    assert elastic["planned_peak_bytes"] > 0
+    assert re.search(r"plans are \d+\.\d\dx as fast as packed; its losses differ by", printed)
+
+
+def test_a_schedule_that_ends_badly_leaves_the_others_comparable(ran, monkeypatch):
+    def trained(folder, ranks, settings, timeout_s):
+        if settings["epp_schedule"] == "stock":
+            raise runs.RunError("training ended with exit code 1: out of memory")
+        line = {"iteration": 1, "tokens": 10, "loss": 1.0, "device_peak_bytes": [(5, 6), (7, 8)], "alloc_retries": [0, 3]}
+        return runs.Run((line,) * 7, (10.0 if settings["epp_schedule"] == "packed" else 5.0,) * 7)
+
+    monkeypatch.setattr(sys.modules[race.__module__], "train", trained)
+    code, report, printed = ran("--steps", "race")
+    assert code == 0
+    assert "plans are 2.00x as fast as packed; its losses differ by 0.0e+00 at most" in printed
+    assert "stock did not end well: training ended with exit code 1: out of memory" in printed
+    found = report["steps"][0]["outcome"]["figures"]["schedules"]["elastic"]
+    assert (found["device_peak_bytes"], found["alloc_retries"], found["tokens_per_second"]) == (7, 3, 2000.0)
+
+
+def test_a_race_takes_the_users_command_without_what_it_keeps_and_loads(tmp_path):
+    given = "--save runs --save-interval=5 --load runs --wandb-project mine --exit-interval 7 --lr-warmup-iters 3 --micro-batch-size 4"
+    launch = read_launch(["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *MODEL, *given.split()])
+    words = launch.raced("packed", tmp_path, 10)
+    assert words[:6] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_epp.run", "pretrain_gpt.py"]
+    own = "--lr-warmup-iters 3 --micro-batch-size 1 --epp --attention-dropout 0 --epp-schedule packed --epp-report-dir"
+    assert words[6:] == [*MODEL, *own.split(), str(tmp_path), *"--exit-interval 10 --log-interval 1 --eval-iters 0".split()]
+
+
+def test_a_race_without_a_launch_command_is_skipped_with_what_to_give(monkeypatch, tmp_path):
+    setting = SimpleNamespace(is_reduced=False, has_launch=False)
+    outcome = race(setting)
+    assert (outcome.status, outcome.todo) == ("skipped", "give yours behind --, with its data")
+
+
+@pytest.mark.slow  # three trainings that start their ranks by themselves: 60 s on two cores
+def test_a_users_own_command_is_raced(tmp_path):
+    settings = tiny_training(tmp_path, 2, 10, is_reduced=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(usable_port(0))]
+    words = [*torchrun, pretrain_gpt.__file__]
+    launch = read_launch([*words, *runs.flag_words({name: value for name, value in settings.items() if "epp" not in name})])
+    setting = SimpleNamespace(is_reduced=False, has_launch=True, launch=launch, folder=tmp_path)
+    outcome = race(setting)
+    assert outcome.status == "passed", outcome.found
+    schedules = outcome.figures["schedules"]
+    assert [len(one["losses"]) for one in schedules.values()] == [10] * 3
+    assert outcome.figures["failures"] == {}
 
 
 def test_a_step_that_fails_says_what_to_do_and_the_others_run(ran, monkeypatch):

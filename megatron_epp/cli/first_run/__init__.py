@@ -24,6 +24,7 @@ from megatron_epp.cli.first_run.outcome import (
     report_text,
     verdict,
 )
+from megatron_epp.cli.first_run.race import race
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.first_run.training import parity
 from megatron_epp.cli.lengths import SOURCES
@@ -39,6 +40,8 @@ from megatron_epp.plan.writing import write_text
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today
   megatron-epp first-run --lengths documents.idx -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
+the same, and then ten iterations of that command with each schedule: is it faster on your GPUs?
+  megatron-epp first-run --race --lengths documents.idx -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
 only links and kernels, with the sizes of a shipped model
   megatron-epp first-run --steps links,kernels
 """
@@ -91,6 +94,15 @@ STEPS = (
         2,
         gain,
     ),
+    Step(
+        "race",
+        "your launch command, ten iterations each with Megatron's own schedule, whole and packed, and with plans",
+        "tokens per second of each, measured; plans take the time and the memory that they predict; equal losses",
+        "the log that the message names has the reason",
+        10,
+        race,
+        is_asked_for=True,
+    ),
 )
 _FOLDER = "runs/first-run"
 _EXAMPLE_SIZES = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -111,8 +123,9 @@ def add_arguments(parser: Parser) -> None:
         "--steps",
         type=_names,
         metavar="NAME,...",
-        help=f"only these of {', '.join(step.name for step in STEPS)} (default: all)",
+        help=f"only these of {', '.join(step.name for step in STEPS)} (default: all but race)",
     )
+    add("--race", action="store_true", help="train, too: ten iterations of your launch command with each schedule, unsaved")
     add("--reduced", action="store_true", help="everything tiny, in a minute or two: what runs on a CPU in any case")
     where = "where logs and the report go (default: %(default)s)"
     add("-o", "--output", type=output_folder, default=_FOLDER, metavar="FOLDER", help=where)
@@ -128,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
         setting = _setting(args)
     setting.folder.mkdir(parents=True, exist_ok=True)
     say(f"megatron-epp first-run on {setting.machine}" + f"\n{REDUCED}" * setting.is_reduced, flush=True)
-    steps = [step for step in STEPS if step.name in (args.steps or {step.name for step in STEPS})]
+    chosen = args.steps or [step.name for step in STEPS if not step.is_asked_for]
+    steps = [step for step in STEPS if step.name in chosen or (args.race and step.name == "race")]
     done: list[Done] = []
     for number, step in enumerate(steps, start=1):
         say(heading(number, len(steps), step, setting.is_reduced), flush=True)
@@ -178,6 +192,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         is_reduced=is_reduced,
         num_ranks=num_gpus or 4,
         launch=read_launch(words),
+        has_launch=bool(args.launch),
         cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),
         plans_for_here=args.cluster is None and (num_gpus > 0 or not args.launch),
         lengths_from=args.lengths,

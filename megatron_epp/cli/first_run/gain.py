@@ -86,7 +86,7 @@ def gain(setting: Setting) -> Outcome:
         f"{max(question.lengths):,}; {config.name}; costs {costs}",
         *_rows(question, found),
         _said(found.speedup),
-        *_refusals(setting.launch),
+        *refusals(setting.launch),
         "",
         "the lines to change in your launch command:",
         *setting.launch.changes(),
@@ -131,7 +131,7 @@ def _said(speedup: float) -> str:
     return f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
 
 
-def _refusals(launch: StockLaunch) -> list[str]:
+def refusals(launch: StockLaunch) -> list[str]:
     """Return what else `--epp` refuses: flags that a plan cannot honour, and combinations of them."""
     refused = launch.refused()
     if not refused:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.command import world_of
@@ -15,6 +16,12 @@ from megatron_epp.plan.errors import EppError
 _OURS = ["-m", "megatron_epp.run"]
 _CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
 """Flags that a plan needs at one value."""
+_LASTING = """
+    --load --save --save-interval --save-retain-interval --async-save --finetune --pretrained-checkpoint --ckpt-step
+    --non-persistent-save-interval --non-persistent-ckpt-type --tensorboard-dir --wandb-project --wandb-exp-name
+    --exit-interval --exit-duration-in-mins --log-interval --eval-iters --epp-schedule --epp-report-dir
+"""
+"""Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,19 @@ class StockLaunch:
             else:
                 argv += [flag, value]
         return argv
+
+    def raced(self, schedule: str, folder: Path, iterations: int) -> list[str]:
+        """Return the words of a command that trains a few iterations by a schedule, without saving or evaluating.
+
+        Args:
+            schedule: a value of `--epp-schedule`.
+            folder: where its figures go.
+            iterations: after which it ends; the schedules of learning rate and batch size stay as they are.
+        """
+        own = _without(self.elastic_argv(), _LASTING.split())
+        own += ["--epp-schedule", schedule, "--epp-report-dir", str(folder)]
+        own += ["--exit-interval", str(iterations), "--log-interval", "1", "--eval-iters", "0"]
+        return [*self.words[: self.script], *_OURS, self.words[self.script], *own]
 
     def changes(self) -> list[str]:
         """Return the lines to change, in the form of a diff: the launcher's, and those of flags that a plan needs otherwise."""
@@ -119,6 +139,17 @@ def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
     """Yield flags, and the values that they need, of which the command has others."""
     args, conflicts = argparse.Namespace(**launch.flags), {one.flag: one for one in CONFLICTS}
     return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
+
+
+def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return arguments without some flags and their values."""
+    kept, is_left_out = [], False
+    for word in argv:
+        if word.startswith("--"):
+            is_left_out = word.partition("=")[0] in flags
+        if not is_left_out:
+            kept.append(word)
+    return kept
 
 
 def _started(words: Sequence[str]) -> int:

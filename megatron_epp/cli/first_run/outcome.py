@@ -44,6 +44,7 @@ class Step:
         on_failure: what to do where the step ends in an error.
         gpu_minutes: estimated time on a node of GPUs.
         run: does it. Raises `EppError`.
+        is_asked_for: it is run only where it is asked for.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Step:
     on_failure: str
     gpu_minutes: int
     run: Callable[[Setting], Outcome]
+    is_asked_for: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Setting:
         is_reduced: everything is tiny, as on a CPU.
         num_ranks: ranks of the steps that exchange messages.
         launch: the user's launch command, as it is today.
+        has_launch: the user has given it; otherwise it is an example.
         cluster: kind of machine that plans are for.
         plans_for_here: plans are for this machine, so costs that are measured here apply.
         lengths_from: source of the lengths, a value of ``--lengths``.
@@ -33,6 +34,7 @@ class Setting:
     is_reduced: bool
     num_ranks: int
     launch: StockLaunch
+    has_launch: bool
     cluster: Cluster
     plans_for_here: bool
     lengths_from: str

@@ -30,19 +30,8 @@ def parity(setting: Setting) -> Outcome:
 
     In fp32 losses must be equal to rounding. In bf16, on GPUs, they must be as near to a run in fp32 as Megatron's own are.
     """
-    folder, lengths = Path(setting.folder, "parity"), _LENGTHS[setting.is_reduced]
-    context, ranks = max(lengths), pipeline_size(2)
-    iterations = _ITERATIONS[setting.is_reduced]
-    settings = tiny_gpt(
-        data_path=_documents(folder, lengths, iterations + 1),
-        train_iters=iterations,
-        lr_warmup_iters=1,
-        seq_length=context,
-        max_position_embeddings=context,
-        global_batch_size=len(lengths),
-        pipeline_model_parallel_size=ranks,
-        epp_documents="truncate",
-    )
+    folder, ranks, iterations = Path(setting.folder, "parity"), pipeline_size(2), _ITERATIONS[setting.is_reduced]
+    settings = tiny_training(folder, ranks, iterations, setting.is_reduced)
     runs: dict[str, dict[str, Any]] = {"stock": {"epp_schedule": "stock"}, "elastic": {"epp_slices": 3}}
     if settings.get("bf16"):
         runs["stock in fp32"] = {"epp_schedule": "stock", "bf16": False}
@@ -57,6 +46,28 @@ def parity(setting: Setting) -> Outcome:
         _lines(losses, found, ranks),
         f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
         {"losses": losses, "deviation": {"stock": found.theirs, "elastic": found.ours, "allowed": found.allowed}},
+    )
+
+
+def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -> dict[str, Any]:
+    """Return the flags of a training of a tiny GPT on random documents, which are written to a folder.
+
+    Args:
+        folder: for the documents.
+        ranks: of the pipeline.
+        iterations: of the training.
+        is_reduced: documents are a few tokens long.
+    """
+    lengths = _LENGTHS[is_reduced]
+    return tiny_gpt(
+        data_path=_documents(folder, lengths, iterations + 1),
+        train_iters=iterations,
+        lr_warmup_iters=1,
+        seq_length=max(lengths),
+        max_position_embeddings=max(lengths),
+        global_batch_size=len(lengths),
+        pipeline_model_parallel_size=ranks,
+        epp_documents="truncate",
     )
 
 

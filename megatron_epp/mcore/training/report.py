@@ -31,7 +31,7 @@ from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.offload.activations import Offload
-from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_usage
+from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_retries, device_usage
 from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
 
 _BATCHES = 10
@@ -117,6 +117,7 @@ class IterationReport:
                 "wait_us": self.recorder.wait_us,
                 "peak": self.saved.peak_bytes if self.saved is not None else None,
                 "device_peak": device_peak(),
+                "retries": device_retries(),
                 "host_peak": 0 if session.host is None else session.host.held_peak_bytes,
                 "plan_wait_us": self.plan_wait_us,
             }
@@ -174,6 +175,7 @@ class IterationReport:
             "elapsed_us": max(entry["elapsed_us"] for entry in everyone),
             "peak_activation_bytes": [entry["peak"] for entry in everyone],
             "device_peak_bytes": [entry["device_peak"] for entry in everyone],
+            "alloc_retries": [entry["retries"] for entry in everyone],
         }
         if self.batch.plan is None or measured is None:
             return line
@@ -224,6 +226,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "chunks": len(plan.chunks),
         "makespan_us": {"planned": plan.predicted.makespan_us, "measured": measured.makespan_us},
         "bubble_fraction": {"planned": plan.predicted.bubble_fraction, "measured": measured.bubble_fraction},
+        "planned_peak_bytes": list(plan.predicted.peak_bytes),
         "planned_peak_activation_bytes": [
             peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
         ],

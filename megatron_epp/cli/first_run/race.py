@@ -1,0 +1,114 @@
+"""The step that answers whether plans are faster on these GPUs: the user's command, a few iterations with each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cli.first_run.gain import refusals
+from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
+from megatron_epp.cli.first_run.setting import Setting
+from megatron_epp.cli.first_run.training import tiny_training
+from megatron_epp.cli.terminal import progress
+from megatron_epp.launch.runs import Run, RunError, launched, pipeline_size, train
+from megatron_epp.report.table import format_bytes, format_us, table
+
+SCHEDULES = ("stock", "packed", "elastic")
+_ITERATIONS = {False: 10, True: 7}
+_COUNTED = 4
+"""Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
+runs, so the seventh is the first that is planned by learnt costs."""
+
+
+def race(setting: Setting) -> Outcome:
+    """Train a few iterations with each schedule on the same documents, and compare what was measured with what was planned."""
+    iterations = _ITERATIONS[setting.is_reduced]
+    if setting.is_reduced:
+        ranks, folder = pipeline_size(2), Path(setting.folder, "race")
+        settings = tiny_training(folder, ranks, iterations, is_reduced=True)
+        return _raced(setting, lambda name, own: train(own, ranks, settings | {"epp_schedule": name}, timeout_s=600.0))
+    if not setting.has_launch:
+        return Outcome(SKIPPED, ("there is no launch command",), "give yours behind --, with its data")
+    if refused := refusals(setting.launch):
+        return Outcome(FAILED, tuple(refused), "change these flags of your launch command, and run it again with --steps race")
+    return _raced(setting, lambda name, own: launched(own, setting.launch.raced(name, own, iterations)))
+
+
+def _raced(setting: Setting, run: Callable[[str, Path], Run]) -> Outcome:
+    """Run every schedule, and compare. One that fails, perhaps for lack of memory, leaves the others comparable.
+
+    Args:
+        setting: of the first run.
+        run: trains with a schedule, and writes to a folder.
+    """
+    found: dict[str, Run] = {}
+    failures: dict[str, str] = {}
+    for name in SCHEDULES:
+        with progress(f"training with --epp-schedule {name}"):
+            try:
+                found[name] = run(name, Path(setting.folder, "race", name))
+            except RunError as error:
+                failures[name] = str(error)
+    figures = {name: _figures(one) for name, one in found.items()}
+    lines = [*_rows(figures), *_said(figures), *(f"{name} did not end well: {text}" for name, text in failures.items())]
+    status = PASSED if "elastic" in found else FAILED
+    todo = "" if status == PASSED else f"the logs are in {setting.folder / 'race'}; send them with this report"
+    return Outcome(status, tuple(lines), todo, {"schedules": figures, "failures": failures})
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    """Figures of the iterations that count; peaks and retries are of the whole run, the most of any rank."""
+    lines, times = run.lines[-_COUNTED:], run.iteration_ms[-_COUNTED:]
+    planned = [line["makespan_us"] for line in lines if "makespan_us" in line]
+    return {
+        "tokens_per_second": 1e3 * sum(line["tokens"] for line in lines) / sum(times),
+        "iteration_us": 1e3 * sum(times) / len(times),
+        "planned_us": sum(one["planned"] for one in planned) / len(planned) if planned else None,
+        "measured_us": sum(one["measured"] for one in planned) / len(planned) if planned else None,
+        "planned_peak_bytes": _most(run, "planned_peak_bytes"),
+        "device_peak_bytes": max((peak[0] for line in run.lines for peak in line["device_peak_bytes"] if peak), default=None),
+        "alloc_retries": _most(run, "alloc_retries"),
+        "losses": run.losses,
+    }
+
+
+def _most(run: Run, name: str) -> int | None:
+    """The largest value of a figure of ranks; None where no iteration has it."""
+    return max((value for line in run.lines for value in line.get(name, ()) if value is not None), default=None)
+
+
+def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    head = ("schedule", "tokens/s", "iteration", "planned", "measured", "planned peak", "peak", "allocator retries")
+
+    def shown(value: Any, form: Callable[[Any], str]) -> str:
+        return "-" if value is None else form(value)
+
+    rows = [
+        [
+            name,
+            f"{one['tokens_per_second']:,.0f}",
+            format_us(one["iteration_us"]),
+            shown(one["planned_us"], format_us),
+            shown(one["measured_us"], format_us),
+            shown(one["planned_peak_bytes"], format_bytes),
+            shown(one["device_peak_bytes"], format_bytes),
+            shown(one["alloc_retries"], str),
+        ]
+        for name, one in figures.items()
+    ]
+    return table(head, rows) if rows else []
+
+
+def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say how plans compare with the other schedules, in speed and in losses."""
+    if "elastic" not in figures:
+        return []
+    ours, lines = figures["elastic"], []
+    for name, one in figures.items():
+        if name != "elastic":
+            apart = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], one["losses"], strict=False))
+            speed = ours["tokens_per_second"] / one["tokens_per_second"]
+            lines.append(f"plans are {speed:.2f}x as fast as {name}; its losses differ by {apart:.1e} at most")
+    lines.append(f"speeds and times are of the last {_COUNTED} iterations, whose plans use learnt costs")
+    return lines
