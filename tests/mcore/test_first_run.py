@@ -91,12 +91,14 @@ def test_a_schedule_that_ends_badly_leaves_the_others_comparable(ran, monkeypatc
 
 
 def test_a_race_takes_the_users_command_without_what_it_keeps_and_loads(tmp_path):
-    given = "--save runs --save-interval=5 --load runs --wandb-project mine --exit-interval 7 --lr-warmup-iters 3 --micro-batch-size 4"
-    launch = read_launch(["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *MODEL, *given.split()])
+    lasting = "--save runs --save-interval=5 --load runs --wandb-project mine --exit-interval 7"
+    given = shlex.split(f"{lasting} --lr-warmup-iters 3 --micro-batch-size 4")
+    launch = read_launch(["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *MODEL, *given])
     words = launch.raced("packed", tmp_path, 10)
     assert words[:6] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_epp.run", "pretrain_gpt.py"]
-    own = "--lr-warmup-iters 3 --micro-batch-size 1 --epp --attention-dropout 0 --epp-schedule packed --epp-report-dir"
-    assert words[6:] == [*MODEL, *own.split(), str(tmp_path), *"--exit-interval 10 --log-interval 1 --eval-iters 0".split()]
+    kept = "--lr-warmup-iters 3 --micro-batch-size 1 --epp --attention-dropout 0 --epp-schedule packed"
+    added = f"--epp-report-dir {tmp_path} --exit-interval 10 --log-interval 1 --eval-iters 0"
+    assert words[6:] == [*MODEL, *shlex.split(f"{kept} {added}")]
 
 
 def test_a_race_without_a_launch_command_is_skipped_with_what_to_give(monkeypatch, tmp_path):

@@ -80,12 +80,12 @@ def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
     assert "in their own order, while costs are learnt" in finished.output
 
 
-def test_a_training_step_of_two_calls_reduces_its_gradients_once_whatever_starts_reductions() -> None:
+def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replica_that_has_no_microbatches() -> None:
     """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""
     finished = launch(4, PROGRAMS / "split_step_worker.py", 2, "24,8,32,16,8,32")
     assert finished.returncode == 0, finished.output[-5000:]
     said = [(one["rank"], one["overlap"], one["distributed"]) for one in finished.figures]
-    assert sorted(said) == sorted(product(range(4), (False, True), (False, True)))
+    assert sorted(said) == sorted(2 * [*product(range(4), (False, True), (False, True))])
     assert [one for one in finished.figures if one["worst"] > TOLERANCE] == []
 
 
