@@ -140,6 +140,27 @@ def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -
         patching.apply([Patch(target, lambda: None, "")])
 
 
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import math\nmath.no_such_name", "AttributeError: module 'math' has no attribute 'no_such_name'"),
+        ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("from math import no_such_name", "ImportError: cannot import name 'no_such_name' from 'math'"),
+        ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
+    ],
+)
+def test_a_module_whose_import_fails_is_there_and_its_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
+) -> None:
+    (tmp_path / "broken_library.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed = f"megatron-core {features.installed_version()}"
+    with pytest.raises(EppError) as raised:
+        patching.apply([Patch("broken_library:f", lambda: None, "")])
+    assert str(raised.value).startswith(f"broken_library of {installed} cannot be imported, {error}")
+    assert raised.value.__cause__ is not None  # whose traceback is printed
+
+
 @pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
 def test_rank_0_logs_one_line_per_patch(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, lines: int

@@ -138,12 +138,12 @@ def _fingerprint_or_none(target: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """Return the object that a target currently names. Raises EppError if there is none."""
+    """Return the object that a target currently names. Raises EppError if there is none, or its module's import fails."""
     holder, name = _holder(target)
     try:
         return inspect.getattr_static(holder, name)
     except AttributeError:
-        raise EppError(f"{target} does not exist in megatron-core {features.installed_version()}") from None
+        raise _missing(target) from None
 
 
 def _holder(target: str) -> tuple[Any, str]:
@@ -151,11 +151,21 @@ def _holder(target: str) -> tuple[Any, str]:
     *path, name = qualified.split(".")
     try:
         holder: Any = importlib.import_module(module_name)
+    except Exception as error:  # of the module, or of one that it imports
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise _missing(target) from None
+        release, said = features.installed_version(), f"{type(error).__name__}: {error}"
+        raise EppError(f"{module_name} of megatron-core {release} cannot be imported, {said}") from error
+    try:
         for part in path:
             holder = getattr(holder, part)
-    except (ModuleNotFoundError, AttributeError):
-        raise EppError(f"{target} does not exist in megatron-core {features.installed_version()}") from None
+    except AttributeError:
+        raise _missing(target) from None
     return holder, name
+
+
+def _missing(target: str) -> EppError:
+    return EppError(f"{target} does not exist in megatron-core {features.installed_version()}")
 
 
 def check(patch: Patch, allow_unknown: bool = False) -> None:
