@@ -1,5 +1,6 @@
 """The meter counts every storage that autograd keeps, once, as long as it keeps it."""
 
+import gc
 import weakref
 
 import pytest
@@ -145,6 +146,107 @@ def test_gradients_do_not_depend_on_the_meter():
     with SavedTensors():
         metered = gradient()
     assert torch.equal(metered, gradient())
+
+
+class Tagged(torch.Tensor):
+    """A subclass with a storage, which may have functions of its own."""
+
+
+class Scaled(torch.autograd.Function):
+    """``weight * tagged``, whose backward needs the subclass."""
+
+    @staticmethod
+    def forward(ctx, weight, tagged):
+        ctx.save_for_backward(tagged)
+        return weight * tagged.as_subclass(torch.Tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (tagged,) = ctx.saved_tensors
+        assert type(tagged) is Tagged
+        return grad * tagged.as_subclass(torch.Tensor), None
+
+
+def numbers(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+
+def gradient_of(function, *shape, dtype=torch.float32):
+    weight = torch.ones(shape, dtype=dtype, requires_grad=True)
+    result = function(weight)
+    (result.real if result.is_complex() else result).sum().backward()
+    return weight.grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "function", "shape"),
+    [
+        (lambda: jagged(3, 5), lambda x, w: (x @ w).sin().values(), (4, 4)),
+        (lambda: numbers(4, 4), lambda x, w: padded(torch.nested.as_nested_tensor([w * x, x[:2] * w[:2]])), (4, 4)),
+        (lambda: numbers(4, 4).to_sparse(), torch.sparse.mm, (4, 4)),
+        (lambda: numbers(4, 4).to_sparse_csr(), lambda x, w: x @ w, (4, 4)),
+        (lambda: numbers(4, 4).to_mkldnn(), lambda x, w: (x * w.to_mkldnn()).to_dense(), (4, 4)),
+        (lambda: numbers(4).as_subclass(Tagged), lambda x, w: Scaled.apply(w, x), (4,)),
+        (lambda: numbers(4, dtype=torch.complex64).conj(), lambda x, w: x * w, (4,)),
+        (lambda: numbers(4, dtype=torch.complex64).conj().imag, lambda x, w: x * w, (4,)),
+    ],
+    ids=["jagged", "nested", "sparse", "rows", "opaque", "subclass", "conjugate", "negative"],
+)
+def test_a_tensor_that_is_no_plain_view_of_a_storage_comes_back_as_it_is(make, function, shape):
+    x = make()
+    dtype = x.dtype if x.is_complex() else torch.float32
+    wanted = gradient_of(lambda w: function(x, w), *shape, dtype=dtype)
+    with SavedTensors() as meter:
+        found = gradient_of(lambda w: function(x, w), *shape, dtype=dtype)
+    assert torch.equal(found, wanted)
+    assert meter.live_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_graph_with_jagged_outputs_is_gone_when_it_is_dropped_and_its_plain_tensors_count():
+    class Nothing(torch.autograd.Function):
+        """Saves its output, which is jagged, and a plain tensor."""
+
+        @staticmethod
+        def forward(ctx, x, plain):
+            ctx.save_for_backward(y := x.clone(), plain)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            y, _ = ctx.saved_tensors
+            assert type(y) is type(grad)
+            assert torch.equal(y.offsets(), torch.tensor([0, 3, 8]))
+            return grad, None
+
+    x, plain = jagged(3, 5).requires_grad_(), torch.ones(KIB // 4)
+    gc.collect()
+    gc.disable()
+    try:
+        with SavedTensors() as meter:
+            y = Nothing.apply(x, plain)
+            assert meter.live_bytes == KIB
+            y.values().sum().backward()
+            y = Nothing.apply(x, plain)
+            gone = weakref.ref(y.values().untyped_storage())
+            node = weakref.ref(y.grad_fn)
+            del y
+            assert node() is None
+            assert gone() is None
+            assert meter.live_bytes == 0
+    finally:
+        gc.enable()
+    assert torch.equal(x.grad.values(), torch.ones(8, 4))
+
+
+def jagged(*rows):
+    return torch.nested.nested_tensor([numbers(row, 4) for row in rows], layout=torch.jagged)
+
+
+def padded(x):
+    return torch.nested.to_padded_tensor(x * x, 0.0)
 
 
 def test_other_bytes_add_to_the_peak_whenever_they_rise():

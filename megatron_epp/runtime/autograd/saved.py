@@ -89,8 +89,31 @@ class _HeldParameter:
         return self._parameter
 
 
+class _HeldWhole:
+    """Saved tensor of another kind than a view of a storage. It is neither counted nor offloaded."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()  # an output refers to its own node
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+
+def _is_view(tensor: Tensor) -> bool:
+    """True if dtype, shape, strides and an offset into a storage are all that a tensor is.
+
+    Not so subclasses (jagged ones, among others, have symbolic sizes), other layouts, and lazy conjugates and negatives.
+    """
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_strided and not (tensor.is_conj() or tensor.is_neg())
+
+
 class SavedTensors:
     """Live and peak bytes of saved tensors: each storage counted once, parameters not at all.
+
+    Tensors that are no plain views of a storage are not counted either.
 
     Use as a context manager around the code that builds and frees graphs.
 
@@ -171,9 +194,11 @@ class SavedTensors:
             self.live_bytes -= storage.rest.nbytes
             storage.rest = None
 
-    def _hold(self, tensor: Tensor) -> _Held | _HeldParameter:
+    def _hold(self, tensor: Tensor) -> _Held | _HeldParameter | _HeldWhole:
         if isinstance(tensor, Parameter) and tensor.is_leaf:
             return _HeldParameter(tensor)
+        if not _is_view(tensor):
+            return _HeldWhole(tensor)
         memory = tensor.untyped_storage()
         if memory._cdata in self._ignored:
             return _Held(tensor, Storage(memory, None), None)
