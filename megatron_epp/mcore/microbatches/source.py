@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_epp.plan import EppError
 
@@ -138,14 +139,19 @@ def tensor_bytes(items: Any, device: torch.device) -> int:
     level = [items]
     for _ in range(_DEEPEST):
         for one in level:
-            if isinstance(one, Tensor) and one.device == device and one.layout is torch.strided:
+            is_plain = isinstance(one, Tensor) and not is_traceable_wrapper_subclass(one) and one.layout is torch.strided
+            if is_plain and one.device == device:
                 storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
         level = [part for one in level for part in _parts(one)]
     return sum(storages.values())
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    """Return the values of a mapping, the items of a sequence, or the attributes of another object that is no module."""
+    """Return the values of a mapping, the items of a sequence, the tensors that one of a subclass wraps (a jagged one, for
+    instance), or the attributes of another object that is no module.
+    """
+    if is_traceable_wrapper_subclass(one):
+        return [getattr(one, name) for name in one.__tensor_flatten__()[0]]
     if isinstance(one, (Tensor, torch.nn.Module, ModuleType, type)):
         return ()
     if isinstance(one, Mapping):
@@ -177,40 +183,136 @@ def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Mi
     raise EppError(f"the data iterator is a {type(iterator).__name__}, which has neither __next__ nor get_next with an offset")
 
 
-def shape_of(item: Any) -> Microbatch:
-    """Find the shape of a microbatch.
+class _Columns:
+    """Columns of a microbatch by name: items of a mapping, or attributes of another object; None where there is none.
 
-    Packed sequences are found by ``cu_seqlens`` (with padding, where ``cu_seqlens_padded`` or the tokens say so), others by the
-    shape ``[sequences, tokens]`` of ``tokens`` or ``input_ids``.
+    Attributes:
+        tokens: its tokens, ``[sequences, tokens]``, ``[tokens]`` or jagged; None without.
+    """
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+        self.tokens = next((one for name in _TOKENS if isinstance(one := self.get(name), Tensor)), None)
+
+    def get(self, name: str) -> Any:
+        return self._item.get(name, None) if isinstance(self._item, Mapping) else getattr(self._item, name, None)
+
+    def shape(self) -> Microbatch | None:
+        """Return the shape that the first column which tells it tells; None if there is no such column."""
+        for name, read in _READERS.items():
+            if (value := self.get(name)) is not None and (found := read(value, self)) is not None:
+                return found
+        return None
+
+
+def shape_of(item: Any) -> Microbatch:
+    """Find the shape of a microbatch: a mapping or an object, by the first of its columns in `_READERS` that tells it.
+
+    In a tuple or a list it is found in one of the parts; if these are tensors, in the first, whose shape is ``[sequences,
+    tokens]``.
 
     Raises:
-        EppError: the item has none of these.
+        EppError: the item has no such column, or its parts have different shapes.
     """
-    if isinstance(item, (tuple, list)) and len(item) == 1:
-        item = item[0]
-    if not isinstance(item, Mapping):
-        raise EppError(f"a microbatch is a {type(item).__name__}: give the function that finds lengths in it, shape_of")
-    tokens = next((item[name] for name in ("tokens", "input_ids") if isinstance(item.get(name), Tensor)), None)
-    for name in ("cu_seqlens_padded", "cu_seqlens"):
-        if isinstance(ends := item.get(name), Tensor) and ends.numel():
-            return _packed(ends.reshape(-1), None if tokens is None else tokens.numel())
-    if (totals := item.get("total_lengths")) is not None:
-        return Microbatch(tuple(int(one) for one in totals))
-    if tokens is None:
+    if (found := _shape(item)) is None:
         raise EppError(
-            f"a microbatch has {', '.join(map(str, item)) or 'nothing'}, but neither tokens nor input_ids nor cu_seqlens: give "
-            "the function that finds lengths in it, shape_of"
+            f"a microbatch is a {_described(item)}, in which no lengths are found ({', '.join(_READERS)}): give the function "
+            "that finds them, shape_of"
         )
-    if tokens.dim() == 1:
-        return Microbatch((tokens.numel(),))
-    rows, length = tokens.shape
+    return found
+
+
+def _shape(item: Any) -> Microbatch | None:
+    if isinstance(item, Tensor):
+        return _by_tokens(item) if item.dim() == 2 and not item.is_floating_point() else None
+    if not isinstance(item, (tuple, list)) or hasattr(item, "_fields"):
+        return _Columns(item).shape()
+    parts = [part for part in item if not isinstance(part, Tensor)]
+    found = dict.fromkeys(shape for part in parts if (shape := _shape(part)) is not None)
+    if len(found) > 1:
+        shapes = " and ".join(f"{sum(shape.lengths)} tokens in {len(shape.lengths)} sequences" for shape in found)
+        raise EppError(f"parts of a microbatch have {shapes}: give the function that finds its lengths, shape_of")
+    return next(iter(found), None) or next((_shape(part) for part in item if isinstance(part, Tensor)), None)
+
+
+def _described(item: Any) -> str:
+    kind = type(item).__name__
+    if isinstance(item, (tuple, list)):
+        return f"{kind} of {', '.join(type(part).__name__ for part in item) or 'nothing'}"
+    return f"{kind} with {', '.join(map(str, item)) or 'nothing'}" if isinstance(item, Mapping) else kind
+
+
+def _by_ends(value: Any, columns: _Columns) -> Microbatch | None:
+    """Read where packed sequences end, ``[sequences + 1]`` or one such row for each row of tokens; -1 stands for none.
+
+    Tokens behind the last one, which stages exchange too, are one more.
+    """
+    rows = _integers(value)
+    length = 0 if columns.tokens is None else columns.tokens.numel() // max(1, len(rows))
+    marks = [sorted({0, *(end for end in row if end >= 0), *([length] if length > max(row) else [])}) for row in rows if row]
+    lengths = tuple(end - start for row in marks for start, end in pairwise(row))
+    return Microbatch(lengths, len(rows)) if lengths else None
+
+
+def _by_lengths(value: Any, columns: _Columns) -> Microbatch | None:
+    """Read the lengths of packed sequences, and one more for tokens behind them; not if there are several rows of tokens."""
+    lengths, tokens = [length for row in _integers(value) for length in row if length], columns.tokens
+    if tokens is not None and not tokens.is_nested:
+        if tokens.dim() > 1 and len(tokens) > 1:
+            return None
+        lengths += [rest] if (rest := tokens.numel() - sum(lengths)) > 0 else []
+    return Microbatch(tuple(lengths)) if lengths else None
+
+
+def _by_positions(value: Any, columns: _Columns) -> Microbatch | None:
+    """Read where positions begin again at 0, in the shape of the tokens or, with several coordinates, ``[n, *that shape]``.
+
+    Several zeros in a row are padding, of one sequence. With a mask of pairs of tokens attention is that of whole rows.
+    """
+    tokens, mask = columns.tokens, columns.get("attention_mask")
+    if not isinstance(value, Tensor) or tokens is None or tokens.is_nested or tokens.dim() > 2:
+        return None
+    has_pairs = isinstance(mask, Tensor) and not mask.is_nested and mask.dim() > 1 and mask.shape[-2] == tokens.shape[-1]
+    if has_pairs or not tokens.numel() or value.is_nested or value.shape[value.dim() - tokens.dim() :] != tokens.shape:
+        return None
+    zeros = (value == 0).reshape(-1, *tokens.shape).all(dim=0).reshape(-1, tokens.shape[-1])
+    starts = zeros.clone()
+    starts[:, 1:] &= ~zeros[:, :-1]
+    starts[:, 0] = True
+    marks = [*starts.flatten().nonzero().flatten().tolist(), tokens.numel()]
+    return Microbatch(tuple(end - start for start, end in pairwise(marks)), len(starts))
+
+
+def _by_tokens(value: Any, _: _Columns | None = None) -> Microbatch | None:
+    """Read the shape of tokens; jagged ones are packed."""
+    if not isinstance(value, Tensor):
+        return None
+    if value.is_nested:
+        return Microbatch(tuple(len(row) for row in value.unbind() if len(row)))
+    rows, length = (1, value.numel()) if value.dim() == 1 else value.shape[:2]
     return Microbatch((length,) * rows, rows)
 
 
-def _packed(ends: Tensor, num_tokens: int | None) -> Microbatch:
-    """Return the lengths between the ends of packed sequences; tokens behind the last one, which stages exchange too, are one
-    more."""
-    marks = sorted(set(ends.tolist()) | {0})
-    if num_tokens is not None and num_tokens > marks[-1]:
-        marks.append(num_tokens)
-    return Microbatch(tuple(int(end - start) for start, end in pairwise(marks)))
+def _by_parameters(value: Any, columns: _Columns) -> Microbatch | None:
+    """Read the ends that attention gets."""
+    return next((_by_ends(ends, columns) for name in _ENDS if (ends := getattr(value, name, None)) is not None), None)
+
+
+def _integers(value: Any) -> list[list[int]]:
+    """Return integers as rows: of a tensor or an array with up to two dimensions, or of a sequence; none of anything else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [list(map(int, row)) for row in (value if value and isinstance(value[0], (tuple, list)) else [value])]
+
+
+_TOKENS = ("tokens", "input_ids")
+_ENDS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", "cu_seqlens")
+_READERS: dict[str, Callable[[Any, _Columns], Microbatch | None]] = {
+    "packed_seq_params": _by_parameters,
+    **dict.fromkeys(_ENDS, _by_ends),
+    **dict.fromkeys(("total_lengths", "seq_lens"), _by_lengths),
+    "position_ids": _by_positions,
+    **dict.fromkeys(_TOKENS, _by_tokens),
+}
+"""Columns that tell the shape of a microbatch, and how they are read: with padding before without, packed before rows."""
