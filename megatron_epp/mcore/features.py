@@ -9,14 +9,20 @@ needs it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import importlib.util
 import inspect
+import logging
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED = ">=0.17,<0.20"
 RECOMMENDED = "0.19.2"
@@ -61,12 +67,36 @@ def check_megatron(allow_unknown: bool = False) -> str:
     )
 
 
+@functools.cache
+def tell_untested() -> None:
+    """Warn, once in a process, if the installed Megatron is outside SUPPORTED. Raises EppError if it is missing."""
+    version = installed_version()
+    if not matches(version, SUPPORTED) and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "megatron-core %s is installed, and megatron-epp is tested with %s: compare losses and gradients with those of "
+            "Megatron's own schedule first",
+            version,
+            SUPPORTED,
+        )
+
+
 def has(versions: str) -> bool:
     """True if the installed Megatron lies in a range of versions."""
     return matches(installed_version(), versions)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
+
+
+def training_args() -> Namespace:
+    """Return the arguments of Megatron's training loop: of `megatron.training`, which the wheels up to 0.16 do not have.
+
+    Nothing that `wrap` needs imports that: importing it can fail where its own dependencies are of other releases.
+    """
+    from megatron.training import get_args
+
+    args: Namespace = get_args()
+    return args
 
 
 def epp_args() -> Namespace | None:
@@ -143,6 +173,74 @@ def saves_several_buckets_resharded() -> bool:
     (NVIDIA/Megatron-LM pull request 5077).
     """
     return has(">=0.20.dev0")
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+CALLED = {
+    f"{_SCHEDULES}:forward_step": (
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config",
+        "cp_group_size collect_non_loss_data is_first_microbatch current_microbatch vp_stage is_last_stage",
+    ),
+    f"{_SCHEDULES}:backward_step": ("", "input_tensor output_tensor output_tensor_grad config"),
+    f"{_SCHEDULES}:check_first_val_step": ("first_val_step forward_only cond", ""),
+    f"{_SCHEDULES}:deallocate_output_tensor": ("out deallocate_pipeline_outputs", ""),
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (
+        "model num_tokens",
+        "pg_collection force_all_reduce",
+    ),
+}
+"""Functions that run a script's own microbatches: the arguments that they get by position, and by name."""
+
+
+def check_calls() -> None:
+    """Raise `EppError` that names the functions of CALLED which are missing or take other arguments, as a fork's may."""
+    strange = [told for target, arguments in CALLED.items() if (told := _obstacle(target, *map(str.split, arguments)))]
+    if strange:
+        raise EppError(
+            f"microbatches cannot be run with megatron-core {installed_version()}, in which {'; '.join(strange)}: install "
+            f"megatron-core {SUPPORTED}, or use Megatron's own schedule"
+        )
+
+
+def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
+    """Return why a function cannot be called with these arguments, whose values here are their names; empty if it can."""
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        return f"there is no {target}"
+    signature, more = inspect.signature(function), _rest_of_backward(function) if name == "backward_step" else {}
+    try:
+        given = signature.bind(*by_position, **dict(zip(by_name, by_name, strict=True)), **more).arguments
+    except TypeError:
+        given = {}
+    fits = given and all(name == value for name, value in given.items() if isinstance(value, str))
+    return "" if fits else f"{target} takes {signature} and not ({', '.join((*by_position, *by_name))})"
+
+
+def backward_step(output: Any, grad: Any, config: Any) -> None:
+    """Run Megatron's backward of a stage from its output, leaving the gradient of its input there.
+
+    Args:
+        output: of the stage, a loss on the last.
+        grad: gradient of the output; None on the last stage.
+        config: of the model.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    step: Any = schedules.backward_step
+    step(input_tensor=None, output_tensor=output, output_tensor_grad=grad, config=config, **_rest_of_backward(step))
+
+
+@functools.cache
+def _rest_of_backward(step: Callable[..., Any]) -> dict[str, Any]:
+    """Return what else Megatron's backward takes: up to 0.16 the type of the model, which has no effect in 0.16."""
+    if "model_type" not in inspect.signature(step).parameters:
+        return {}
+    from megatron.core.enums import ModelType
+
+    return {"model_type": ModelType.encoder_or_decoder}
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------

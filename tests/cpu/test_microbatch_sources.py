@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of, take, tensor_bytes
 from megatron_epp.plan import EppError
 
@@ -135,6 +136,11 @@ def test_a_microbatch_without_lengths_is_refused_and_the_remedy_named(item: obje
         shape_of(item)
     assert str(error.value).startswith(said)
     assert str(error.value).endswith(", shape_of")
+
+
+def test_a_callers_own_function_may_return_lengths_of_any_kind_and_empty_sequences_are_none() -> None:
+    schedule = Schedule(lambda models: Namespace(), lambda item: torch.tensor(item))
+    assert schedule._shape([4, 0, 9]) == Microbatch((4, 9))
 
 
 def test_microbatches_come_back_in_any_order() -> None:

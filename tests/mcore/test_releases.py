@@ -10,7 +10,7 @@ import pytest
 
 from megatron_epp.mcore import features
 from tests.support.mcore.figures import FOLDER, recorded
-from tests.support.mcore.launch import REPOSITORY, run
+from tests.support.mcore.launch import REPOSITORY, launch, run
 from tests.support.mcore.releases import OTHER_RELEASES, release
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
@@ -60,6 +60,18 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     losses = [hybrid[f"hybrid {schedule}"]["losses"] for schedule in ("stock", "elastic")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert [name for facts in levels["dropout"] for name, differing in facts["differ"].items() if differing] == []
+
+
+@pytest.mark.slow  # another release, which is outside the supported range
+def test_wrap_runs_on_0_16_whose_wheel_has_no_training_loop_and_whose_backward_takes_one_more_argument(tmp_path: Path) -> None:
+    path = {"PYTHONPATH": f"{release('0.16.1')}:{REPOSITORY}", FOLDER: str(tmp_path)}
+    finished = launch(2, "-m", "tests.support.mcore.core_only_worker", 2, "24,8,32,16,8,32", env=path)
+    assert finished.returncode == 0, finished.output[-5000:]
+    assert finished.output.count("megatron-core 0.16.1\n") == 2
+    assert finished.output.count("megatron-core 0.16.1 is installed, and megatron-epp is tested with >=0.17,<0.20: ") == 1
+    differences = [run["worst"] for run in recorded(tmp_path) if "worst" in run]
+    assert len(differences) == 12
+    assert max(differences) < 1e-5
 
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:

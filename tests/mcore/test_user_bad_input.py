@@ -16,8 +16,7 @@ SECONDS = 120
 """Far less than any time limit of messages."""
 
 DIFFER = (
-    "microbatches differ between ranks that run the same plan (of a replica, or of replicas that share experts): "
-    "microbatch 1 has 8 tokens in 1 sequences on rank 0 and 16 in 1 on rank 1"
+    "microbatches differ between ranks of a replica: microbatch 1 has 8 tokens in 1 sequences on rank 0 and 16 in 1 on rank 1"
 )
 
 

@@ -18,6 +18,10 @@ from tests.support.mcore.launch import TINY, Finished
 PLANS = "--epp --epp-microbatches user"
 ITERATIONS = 6
 """One to warm up, three to learn costs from, two with plans made from these."""
+DECIDES = (
+    "the model's own recompute_granularity={} decides: leave it out, and plans recompute as many layers as the cap needs "
+    "(memory_cap_gb, --epp-memory-cap-gb)"
+)
 TOLERANCE = 1e-5
 """Largest relative difference of losses and of norms of gradients: replicas and stages may add in another order."""
 
@@ -81,6 +85,8 @@ def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int,
     assert "in their own order, while costs are learnt" in planned.output
     assert "costs learnt from 3 iterations" in planned.output
     assert "agreed while the last iteration ran" in planned.output
+    told = f"plans recompute no layers: {DECIDES.format('full')}"
+    assert planned.output.count(told) == ("--recompute-granularity" in flags)
 
 
 def test_a_hybrid_model_trains_as_without_plans(tmp_path: Path) -> None:
@@ -130,17 +136,38 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
             wrap(order="given", **{name: value})
 
 
-@pytest.mark.parametrize("groups", [Namespace(pp="other"), Namespace(), Namespace(pp=None)])
-def test_process_groups_of_another_pipeline_are_refused(groups: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
     from megatron_epp.mcore.microbatches import forward_backward
+
+    class Bridging(P2PCommunicator):
+        """Sends by another way."""
+
+    def communicator(kind: type[P2PCommunicator], group: str | None) -> P2PCommunicator:
+        made = kind.__new__(kind)
+        made.pp_group = group  # type: ignore[assignment]
+        return made
 
     ranks = {"own": [0, 1], "other": [0, 2], "again": [0, 1]}
     monkeypatch.setattr(forward_backward.mpu, "get_pipeline_model_parallel_group", lambda: "own")
     monkeypatch.setattr(forward_backward.dist, "get_process_group_ranks", ranks.__getitem__)
-    with pytest.raises(EppError, match="pg_collection"):
-        forward_backward._check_groups(groups)
-    forward_backward._check_groups(Namespace(pp="again"))
-    forward_backward._check_groups(None)
+    pipeline = "its pipeline is not the one of megatron.core.parallel_state. Leave it out, or use Megatron's own schedule"
+    for given, said in (
+        ((print, None, None), "adjust_tensor_shapes_fn: messages follow the plan."),
+        ((None, communicator(Bridging, "own"), None), "a p2p_communicator of type Bridging: messages follow the plan."),
+        ((None, Namespace(pp_group="own"), None), "a p2p_communicator of type Namespace: messages follow the plan."),
+        ((None, communicator(P2PCommunicator, "other"), None), f"p2p_communicator: {pipeline}"),
+        ((None, communicator(P2PCommunicator, None), None), f"p2p_communicator: {pipeline}"),
+        ((None, None, Namespace(pp="other")), f"pg_collection: {pipeline}"),
+        ((None, None, Namespace()), f"pg_collection: {pipeline}"),
+        ((None, None, Namespace(pp=None)), f"pg_collection: {pipeline}"),
+    ):
+        with pytest.raises(EppError) as error:
+            forward_backward._check_messages(*given)
+        assert str(error.value).startswith(f"--epp cannot honour {said}")
+    forward_backward._check_messages(None, None, None)
+    forward_backward._check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
 
 
 UNEVEN = "24,8,32,16,8,32"
@@ -156,8 +183,13 @@ LOOPS = {
 def wrapped(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
     """Output of the ranks of a framework's own loop: one run by stock, six planned, one evaluation."""
     ranks, *rest = LOOPS[request.param]
-    finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest)
+    inside = {"INSIDE": "somewhere"} if request.param == "one stage" else {}
+    finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest, env=inside)
     assert finished.returncode == 0, finished.output[-5000:]
+    told = (
+        "plans recompute no layers: Outer has no decoder with layers, nor a language_model with one, so its own settings decide"
+    )
+    assert finished.output.count(told) == len(inside)
     return finished.figures
 
 
@@ -183,8 +215,9 @@ def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: tuple[d
 
 
 def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() -> None:
+    """The model is a multimodal one, whose layers are those of the language model inside."""
     cap_bytes = 236_000  # weights, gradients and optimizer included, by formula
-    settings = {"SETTINGS": json.dumps({"memory_cap_gb": cap_bytes / 2**30})}
+    settings = {"SETTINGS": json.dumps({"memory_cap_gb": cap_bytes / 2**30}), "INSIDE": "language_model"}
     finished = launch(2, PROGRAMS / "wrap_worker.py", 2, UNEVEN, env=settings)
     assert finished.returncode == 0, finished.output[-5000:]
     (share,) = re.findall(r"planned .* bubble [\d.]+%, ([\d.]+)% of layers recompute", finished.output)[1:2]

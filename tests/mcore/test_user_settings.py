@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_epp import wrap
+from megatron_epp.mcore import features
+from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.arguments.microbatches import check_order
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
+from megatron_epp.planner import Options
 from tests.support.mcore.forked import launch
 
 PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "honoured_worker.py"
@@ -45,6 +51,7 @@ def called(events: list[list[Any]], *names: str) -> list[list[Any]]:
 
 def test_gradients_are_those_of_stock_in_every_case(cases: tuple[dict[str, Any], ...]) -> None:
     assert [case for case in cases if case["worst"] > TOLERANCE or not case["finite"]] == []
+    assert {"own_groups", "old_backward"} < {case["case"] for case in cases}
 
 
 def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_once(cases: tuple[dict[str, Any], ...]) -> None:
@@ -133,6 +140,120 @@ def test_router_replay_is_refused_by_the_names_that_frameworks_give_it_unless_th
     check_order(Namespace(), "given")
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "0")
     check_order(Namespace(), "planned")
+
+
+def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # its package has the function
+
+    def refused(holder: Any, name: str, function: Any) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, function)
+            with pytest.raises(EppError) as error:
+                wrap()
+        return str(error.value)
+
+    said = refused(schedules, "backward_step", lambda output_tensor, config: None)
+    assert said == (
+        f"microbatches cannot be run with megatron-core {features.installed_version()}, in which "
+        "megatron.core.pipeline_parallel.schedules:backward_step takes (output_tensor, config) and not (input_tensor, "
+        "output_tensor, output_tensor_grad, config): install megatron-core >=0.17,<0.20, or use Megatron's own schedule"
+    )
+    assert "schedules:check_first_val_step takes (forward_only, first_val_step, cond) and not" in refused(
+        schedules, "check_first_val_step", lambda forward_only, first_val_step, cond: None
+    )
+    assert "in which there is no megatron.core.pipeline_parallel.schedules:deallocate_output_tensor: " in refused(
+        schedules, "deallocate_output_tensor", None
+    )
+    assert "finalize_model_grads takes (model, num_tokens)" in refused(
+        finalization, "finalize_model_grads", lambda model, num_tokens: None
+    )
+
+    def wrapped(*args: Any, **kwargs: Any) -> None: ...
+
+    def of_0_16(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> None: ...
+
+    monkeypatch.setattr(schedules, "forward_step", wrapped)
+    monkeypatch.setattr(schedules, "backward_step", of_0_16)
+    wrap()
+
+
+def test_the_arguments_that_are_checked_are_those_of_the_calls() -> None:
+    package = Path(features.__file__).parent
+    found = {}
+    for name in ("microbatches/stage.py", "microbatches/forward_backward.py", "features.py"):
+        for call in (node for node in ast.walk(ast.parse((package / name).read_text())) if isinstance(node, ast.Call)):
+            found[ast.unparse(call.func)] = len(call.args), [word.arg for word in call.keywords if word.arg]
+    names = {"backward_step": "step", "finalize_model_grads": "config.finalize_model_grads_func"}
+    for target, (by_position, by_name) in features.CALLED.items():
+        name = target.partition(":")[2]
+        assert found[names.get(name, f"schedules.{name}")] == (len(by_position.split()), by_name.split())
+
+
+def test_a_release_that_is_not_tested_causes_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(features, "installed_version", lambda: "0.16.1")
+    features.tell_untested.cache_clear()
+    wrap(allow_unknown_megatron=True)
+    assert caplog.messages == []
+    wrap()
+    wrap()
+    assert caplog.messages == [
+        "megatron-core 0.16.1 is installed, and megatron-epp is tested with >=0.17,<0.20: compare losses and gradients with "
+        "those of Megatron's own schedule first"
+    ]
+    features.tell_untested.cache_clear()
+
+
+def test_a_model_that_does_not_know_its_process_groups_gets_those_of_the_parallel_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a multimodal one, which Megatron's own schedules run."""
+    monkeypatch.setattr(reduction.ProcessGroupCollection, "use_mpu_process_groups", lambda: "those of the parallel state")
+    inner = torch.nn.Linear(1, 1)
+    outer = torch.nn.Sequential()
+    outer.module = inner
+    for model in (inner, outer):
+        assert reduction.process_groups(model) == "those of the parallel state"
+    inner.pg_collection = "its own"  # type: ignore[assignment]
+    assert reduction.process_groups(outer) == "its own"
+
+
+def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
+
+    off, on = Namespace(recompute_granularity=None), Namespace(recompute_granularity="selective")
+    stage = MicrobatchStage.__new__(MicrobatchStage)
+
+    def told(model: Any, config: Any) -> str:
+        stage.model, stage.config = model, config
+        return stage.recompute_obstacle
+
+    decoder, tower = Namespace(layers=[1, 2], config=off), Namespace(decoder=Namespace(layers=[3], config=off))
+    for model in (
+        Namespace(decoder=decoder),
+        Namespace(module=Namespace(decoder=decoder)),
+        Namespace(decoder=None, language_model=Namespace(decoder=decoder), vision_model=tower),
+        Namespace(module=Namespace(thinker=Namespace(language_model=Namespace(decoder=decoder)))),
+    ):
+        assert layers_of(model) == [1, 2]  # type: ignore[arg-type]
+        assert told(model, off) == ""
+        assert told(model, on).startswith("the model's own recompute_granularity=selective decides: leave it out")
+        decoder.config = on
+        assert told(model, off).startswith("the model's own recompute_granularity=selective decides: leave it out")
+        decoder.config = off
+    for model in (Namespace(decoder=Namespace()), Namespace(language_model=None, encoder=decoder)):
+        assert layers_of(model) == ()  # type: ignore[arg-type]
+        assert told(model, off).startswith("Namespace has no decoder with layers, nor a language_model with one")
+
+
+def test_offload_is_refused_where_plans_recompute_nothing() -> None:
+    from megatron_epp.mcore.microbatches import pipeline
+
+    with pytest.raises(EppError, match="takes the place of recompute, and plans recompute no layers: a reason"):
+        pipeline._without_recompute(Options(offload=True), "a reason")
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:

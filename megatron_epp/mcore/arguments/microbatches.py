@@ -11,6 +11,7 @@ from megatron_epp.mcore.arguments.consequences import TWICE_REDUCED, check_confl
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
+from megatron_epp.mcore.features import check_calls
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
@@ -68,7 +69,11 @@ _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches."""
+    """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches.
+
+    Raises `EppError` if the installed Megatron cannot run them.
+    """
+    check_calls()
     check_conflicts(args, CONFLICTS)
     check_order(args, args.epp_order)
     check_routers(args)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.mcore.features import training_args
 from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
@@ -70,8 +71,7 @@ class Schedule:
         Raises:
             EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
         """
-        _refuse(adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator)
-        _check_groups(pg_collection)
+        _check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
         models = model if isinstance(model, list) else [model]
         pipeline, config = self._pipeline(models), get_model_config(models[0])
         if config.timers is not None:
@@ -183,23 +183,29 @@ class Schedule:
     def _shape(self, item: Any) -> Microbatch:
         refuse_group_sizes(item)
         found = self._shape_of(item)
-        return found if isinstance(found, Microbatch) else Microbatch(tuple(map(int, found)))
+        return found if isinstance(found, Microbatch) else Microbatch(tuple(filter(None, map(int, found))))
 
 
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise EppError(f"--epp cannot honour {name}: messages follow the plan. Leave it out, or start without --epp")
+def _check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_collection: Any) -> None:
+    """Raise `EppError` for what would send other messages, or over another pipeline, than the plan's.
+
+    That is the pipeline of Megatron's parallel state. Megatron's own communicator of that pipeline is not used.
+    """
+    own = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    obstacle = ""
+    if adjust_tensor_shapes_fn is not None:
+        obstacle = "adjust_tensor_shapes_fn: messages follow the plan"
+    elif p2p_communicator is not None and type(p2p_communicator) is not P2PCommunicator:
+        obstacle = f"a p2p_communicator of type {type(p2p_communicator).__name__}: messages follow the plan"
+    else:
+        groups = {"p2p_communicator": (p2p_communicator, "pp_group"), "pg_collection": (pg_collection, "pp")}
+        for name, (given, attribute) in groups.items():
+            group = getattr(given, attribute, None)
+            if given is not None and (group is None or dist.get_process_group_ranks(group) != own):
+                obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
+    if obstacle:
+        raise EppError(f"--epp cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
 
 
-def _check_groups(groups: Any) -> None:
-    """Raise `EppError` for process groups whose pipeline is not that of Megatron's parallel state, along which messages go."""
-    if groups is None:
-        return
-    wanted, own = getattr(groups, "pp", None), mpu.get_pipeline_model_parallel_group()
-    if wanted is None or dist.get_process_group_ranks(wanted) != dist.get_process_group_ranks(own):
-        raise EppError("--epp cannot honour pg_collection: its pipeline is not the one of megatron.core.parallel_state")
-
-
-forward_backward_user = Schedule(lambda models: get_args(), looks_ahead=True)
+forward_backward_user = Schedule(lambda models: training_args(), looks_ahead=True)
 """Schedule of a training with `--epp-microbatches user`."""

@@ -59,7 +59,7 @@ from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
 from megatron_epp.plan import EppError, InfeasibleError, Op
 from megatron_epp.plan.ways import ways
-from megatron_epp.planner import Problem
+from megatron_epp.planner import Options, Problem
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard
@@ -116,7 +116,7 @@ class MicrobatchPipeline:
             reduce_once(groups_in_use(args), device)
             layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
             caps = gathered(cap_bytes(args), self.links, min)
-            recomputes = all(self.links.control.from_each(all(one.recomputes for one in self.stages.values())))
+            told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
             self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
             known = resumed(args, loaded, self._learnt_with)
         self.kept = None if known is None else KeptCosts(known, self._learnt_with)
@@ -124,11 +124,9 @@ class MicrobatchPipeline:
         self.costs, self.learner = (self._by_formula(layers), Learner()) if known is None else (known, Learner.done())
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
-        self._options = options if recomputes else replace(options, recompute=0)
-        if options.offload and not recomputes:
-            raise EppError(
-                "--epp-offload takes the place of recompute, which this model's own settings decide: leave out one of them"
-            )
+        if obstacle := next((text for each in told for text in each if text), ""):
+            options = _without_recompute(options, obstacle)
+        self._options = options
         if options.split_weight:
             self._split_weights()
         self._host: HostMemory | None = None
@@ -154,7 +152,8 @@ class MicrobatchPipeline:
             looks_ahead: the next iteration's are there too before this one ends; they are assumed to be as large.
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
-        return Found(shapes, problem, self.rank, own_bytes + tensor_bytes(self.ahead.held, self.device))
+        held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
+        return Found(shapes, problem, self.rank, held_bytes, mpu.get_data_parallel_rank())
 
     def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned | None:
         """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
@@ -189,7 +188,8 @@ class MicrobatchPipeline:
 
     def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
         num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, those of the iteration after them are looked at
-        agreed = agree_on_shapes(Found(mine, problem, self.rank, num_bytes), self._next_control)
+        found = Found(mine, problem, self.rank, num_bytes, mpu.get_data_parallel_rank())
+        agreed = agree_on_shapes(found, self._next_control)
         self.planned(agreed, False, self._next_control)
         return agreed
 
@@ -339,9 +339,19 @@ class MicrobatchPipeline:
         return plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
+def _without_recompute(options: Options, why: str) -> Options:
+    """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them."""
+    if options.offload:
+        raise EppError(f"--epp-offload takes the place of recompute, and plans recompute no layers: {why}")
+    if dist.get_rank() == 0:
+        logger.warning("plans recompute no layers: %s", why)
+    return replace(options, recompute=0)
+
+
 def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:
     """Log a plan: number and sizes of microbatches, and the predicted time."""
     predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in agreed.shapes]
+    num_layers = max(1, sum(made.plan.num_layers))  # 0 where no stage has a decoder
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
         "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
@@ -351,7 +361,7 @@ def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
-        100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
+        100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (num_layers * len(sizes)),
         100 * offload_share(made.plan),
         sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
         max(agreed.num_bytes) / 2**20,

@@ -38,12 +38,14 @@ class Found(NamedTuple):
         problem: error in finding them; empty if there was none.
         position: of this rank in the pipeline.
         num_bytes: of microbatches that this rank holds on its device during the iteration.
+        replica: number of this rank's replica.
     """
 
     shapes: Shapes | None
     problem: str
     position: int
     num_bytes: int = 0
+    replica: int = 0
 
 
 class Agreed(NamedTuple):
@@ -166,20 +168,25 @@ def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
         group: all ranks that run the same plan: those of a replica, or of replicas that share experts.
 
     Raises:
-        EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches.
+        EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches, as replicas that share
+            experts may have.
     """
     everyone = group.from_each((found, dist.get_rank()))
     if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
         raise EppError("; ".join(failed))
-    known = [(one.shapes, rank) for one, rank in everyone if one.shapes is not None]
+    known = [(one.shapes, one.replica, rank) for one, rank in everyone if one.shapes is not None]
     if not known:
         raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
-    first, first_rank = known[0]
-    for shapes, rank in known[1:]:
+    first, first_replica, first_rank = known[0]
+    for shapes, replica, rank in known[1:]:
         if shapes != first:
+            difference = _difference(first, first_rank, shapes, rank)
+            if replica == first_replica:
+                raise EppError(f"microbatches differ between ranks of a replica: {difference}")
             raise EppError(
-                f"microbatches differ between ranks that run the same plan (of a replica, or of replicas that share experts): "
-                f"{_difference(first, first_rank, shapes, rank)}"
+                f"microbatches differ between replicas that share experts, which run one plan: {difference}. Give them as many "
+                "microbatches of equal lengths in the same order (sort and balance, or pad), keep experts within a replica "
+                "(EP x ETP at most TP x CP), or use Megatron's own schedule"
             )
     num_bytes: dict[int, int] = {}
     for one, _ in everyone:

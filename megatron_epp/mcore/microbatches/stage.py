@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
+from megatron_epp.mcore.features import backward_step
 from megatron_epp.mcore.microbatches.call import Call, checked_step
 from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.replay import numbered_by
@@ -44,7 +45,7 @@ class MicrobatchStage:
         self.relay = KVRelay()  # stays empty: microbatches are whole
         add_to_gradients(model)
         self._num_recomputed = 0
-        for number, layer in enumerate(layers_of(model) if self.recomputes else ()):
+        for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
             layer.forward = partial(self._run_layer, number, layer.forward)
         self._shards, self._device = shards, device
         self.weights: WeightGradients | None = None
@@ -60,9 +61,19 @@ class MicrobatchStage:
         return found
 
     @property
-    def recomputes(self) -> bool:
-        """True if plans may choose which layers recompute: the model's own configuration recomputes none of them."""
-        return self.config.recompute_granularity is None and not self.config.fp8
+    def recompute_obstacle(self) -> str:
+        """Why plans cannot choose which layers recompute, with a remedy; empty if they can."""
+        language_model = language_model_of(self.model)
+        if language_model is None:
+            name = type(unwrap_model(self.model)).__name__
+            return f"{name} has no decoder with layers, nor a language_model with one, so its own settings decide"
+        for config in (self.config, getattr(language_model.decoder, "config", None)):
+            if (own := getattr(config, "recompute_granularity", None)) is not None:
+                return (
+                    f"the model's own recompute_granularity={own} decides: leave it out, and plans recompute as many layers as "
+                    "the cap needs (memory_cap_gb, --epp-memory-cap-gb)"
+                )
+        return ""
 
     def begin(
         self,
@@ -137,7 +148,7 @@ class MicrobatchStage:
             grad = grad.view(self._shape(self._order[context.chunk]))
         before = self._kept.held_bytes()
         with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights):
-            schedules.backward_step(None, output, grad, self.config)
+            backward_step(output, grad, self.config)
         if keep_weights:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._kept.held_bytes() - before
 
@@ -203,10 +214,21 @@ def _shown(lengths: Sequence[int]) -> str:
     return f"{list(lengths)}" if len(lengths) <= 8 else f"{list(lengths[:8])} and {len(lengths) - 8} more"
 
 
+_INSIDE = ("module", "thinker", "language_model")
+"""Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
+
+
 def layers_of(model: torch.nn.Module) -> Sequence[Any]:
-    """Return the layers of a model chunk."""
-    layers: Sequence[Any] = get_attr_wrapped_model(model, "decoder").layers
-    return layers
+    """Return the layers of a model chunk's decoder, which a multimodal model has inside; none if there is no decoder."""
+    language_model = language_model_of(model)
+    return () if language_model is None else language_model.decoder.layers
+
+
+def language_model_of(model: Any) -> Any:
+    """Return what has the decoder of a model chunk: the model, or the language model inside; None without a decoder."""
+    while model is not None and getattr(getattr(model, "decoder", None), "layers", None) is None:
+        model = next((inner for name in _INSIDE if (inner := getattr(model, name, None)) is not None), None)
+    return model
 
 
 def _nothing() -> None:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
+from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.consequences import check_conflicts
 from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
+from megatron_epp.mcore.microbatches.stage import language_model_of
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.objects import from_each
@@ -31,13 +33,14 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     Megatron's parallel state is initialised before its first call, and every rank of the job makes that call.
 
     Args:
-        shape_of: finds the lengths of a microbatch's sequences where `tokens`, `input_ids` or `cu_seqlens` do not say them; a
+        shape_of: finds the lengths of a microbatch's sequences where no column says them that `source.shape_of` knows; a
             `Microbatch` where several rows are not packed.
         settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
             ``order="given"``; and ``distributed_timeout_minutes``.
 
     Raises:
-        EppError: there is no such setting or value, or it needs this package's own data or layers.
+        EppError: there is no such setting or value, or it needs this package's own data or layers; or a function of the installed
+            Megatron takes other arguments. A release that is not tested causes a warning.
     """
     defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
     minutes = settings.pop("distributed_timeout_minutes", _MINUTES)
@@ -50,6 +53,9 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
         if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
     check_settings(given)
+    features.check_calls()
+    if not given["epp_allow_unknown_megatron"]:
+        features.tell_untested()
     given |= {"epp": True, "epp_microbatches": "user", "distributed_timeout_minutes": minutes}
     return Schedule(lambda models: arguments_of(models, given), shape_of)
 
@@ -69,7 +75,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         check_conflicts(settings, CONFLICTS)
     check_order(config, given["epp_order"])
     check_routers(config)
-    vocabulary = max(from_each(max(getattr(unwrap_model(model), "vocab_size", 1) for model in models)))
+    vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **given,
         rank=dist.get_rank(),

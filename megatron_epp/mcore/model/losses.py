@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.training import get_args
 from torch import Tensor
 
 from megatron_epp.mcore import features
@@ -50,7 +49,7 @@ def check_loss(loss: Tensor, whose: str) -> None:
 
     The host waits for the loss here. The message names what the loss belongs to, `whose`.
     """
-    if get_args().check_for_nan_in_loss_and_grad:
+    if features.training_args().check_for_nan_in_loss_and_grad:
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
 
 
 class Reduction:
@@ -87,8 +86,10 @@ def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def process_groups(model: torch.nn.Module) -> Any:
-    """Return the process groups that a model was built with; Megatron's own if it does not say."""
-    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+    """Return the process groups that a model was built with; Megatron's own if it does not say, as a multimodal one may not."""
+    while not hasattr(model, "pg_collection") and hasattr(model, "module"):
+        model = model.module
+    return getattr(model, "pg_collection", None) or ProcessGroupCollection.use_mpu_process_groups()
 
 
 def one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:

@@ -1,9 +1,11 @@
 """Runs the loop of `wrap_worker` with a model configuration's functions set in several ways, by stock and by a plan.
 
-Prints for each of them what was called, in order, and the largest relative difference of gradients.
+Prints for each of them what was called, in order, and the largest relative difference of gradients. Nothing of
+`megatron.training` can be imported, as with a wheel that does not have it.
 """
 
 import contextlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,15 @@ STAGES = int(wrap_worker.sys.argv[1])
 
 def main():
     models = wrap_worker.begin(STAGES)
+    forget_training()
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_epp
 
     schedules = {"stock": get_forward_backward_func(), "planned": megatron_epp.wrap()}
-    for case in (synchronised, synchronised_by_hooks, scaled, three_parts, per_token, autocast, forward_only):
+    cases = (synchronised, synchronised_by_hooks, scaled, three_parts, per_token, autocast, forward_only)
+    cases += (own_groups, old_backward)
+    for case in cases:
         found = {}
         for name, schedule in schedules.items():
             config = models[0].config
@@ -34,6 +39,14 @@ def main():
         finite = all(bool(one.isfinite().all()) for one in ours)
         said = {"case": case.__name__, "worst": worst, "finite": finite, "planned": events, "stock": others}
         record_figures({"rank": dist.get_rank(), "world": len(models)} | said)
+
+
+def forget_training():
+    """Let imports of `megatron.training` fail, and let this package be imported again, which the process did beforehand."""
+    for name in list(sys.modules):
+        if name.startswith(("megatron.training", "megatron_epp.mcore.")) and not name.startswith("megatron_epp.mcore.patches"):
+            del sys.modules[name]
+    sys.modules["megatron.training"] = None
 
 
 def run(schedule, models, step=None, **named):
@@ -163,6 +176,40 @@ def forward_only(schedule, models, config):
     with torch.no_grad():
         run(schedule, models, forward_only=True)
     return [], [event for event in events if event[0] not in ("held", "released")]
+
+
+def own_groups(schedule, models, config):
+    """The process groups of the parallel state, and Megatron's communicator of its pipeline, are given by the caller."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    communicator = P2PCommunicator(mpu.get_pipeline_model_parallel_group(), config)
+    return run(
+        schedule, models, p2p_communicator=communicator, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
+    ), []
+
+
+def old_backward(schedule, models, config):
+    """The plan calls a backward that takes the type of the model, as that of 0.16 does."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+
+    if not hasattr(schedule, "state_dict"):  # stock's own calls its own
+        return run(schedule, models), []
+    new, kinds = schedules.backward_step, []
+
+    def backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config):
+        kinds.append(model_type)
+        return new(input_tensor, output_tensor, output_tensor_grad, config)
+
+    schedules.backward_step = backward_step
+    try:
+        found = run(schedule, models), []
+    finally:
+        schedules.backward_step = new
+    assert set(kinds) == {ModelType.encoder_or_decoder}
+    return found
 
 
 if __name__ == "__main__":

@@ -132,8 +132,33 @@ def build(stages, virtual, num_experts=None, **settings):
             vp_stage=number if virtual else None,
         )
         model.vp_stage = number if virtual else None
-        chunks.append(model)
+        chunks.append(within(os.environ.get("INSIDE"), model))
     return chunks
+
+
+def within(name, model):
+    """Return a model that has `model` as its attribute `name`, beside a tower with a decoder of its own; `model` for None."""
+    from megatron.core.enums import ModelType
+
+    if name is None:
+        return model
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.model_type, self.vp_stage = model.config, ModelType.encoder_or_decoder, model.vp_stage
+            setattr(self, name, model)
+            self.vision_model = torch.nn.Module()
+            self.vision_model.decoder = torch.nn.Module()
+            self.vision_model.decoder.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+
+        def forward(self, *args, **named):
+            return model(*args, **named)
+
+        def set_input_tensor(self, tensors):
+            model.set_input_tensor(tensors)
+
+    return Outer()
 
 
 def batches(seed=5):

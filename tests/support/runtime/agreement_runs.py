@@ -13,10 +13,10 @@ PROBLEM = Problem((), (0, 1), (UNLIMITED_BYTES,) * 2)
 COSTS = pipeline(2, 2)
 
 
-def shapes(rank, links, mine, problems=("", ""), num_bytes=(0, 0)):
+def shapes(rank, links, mine, problems=("", ""), num_bytes=(0, 0), replicas=(0, 0)):
     """Return what the ranks agree on, or the error of this rank."""
     try:
-        return agree_on_shapes(Found(mine[rank], problems[rank], rank, num_bytes[rank]), links.control)
+        return agree_on_shapes(Found(mine[rank], problems[rank], rank, num_bytes[rank], replicas[rank]), links.control)
     except EppError as error:
         return f"refused: {error}"
 
