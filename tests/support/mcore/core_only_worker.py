@@ -5,6 +5,8 @@ python -m tests.support.mcore.core_only_worker STAGES LENGTHS
 
 import sys
 
+import torch.distributed as dist
+
 from megatron_epp.mcore import cpu, entry, features
 from megatron_epp.mcore.patches import patching
 from tests.support.mcore import wrap_worker
@@ -22,3 +24,4 @@ if __name__ == "__main__":
     entry.prepare = prepare
     print(f"megatron-core {features.installed_version()}")
     wrap_worker.main()
+    dist.destroy_process_group()  # or threads of gloo may end the process while it exits
