@@ -87,9 +87,10 @@ def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
 
 def process_groups(model: torch.nn.Module) -> Any:
     """Return the process groups that a model was built with; Megatron's own if it does not say, as a multimodal one may not."""
-    while not hasattr(model, "pg_collection") and hasattr(model, "module"):
-        model = model.module
-    return getattr(model, "pg_collection", None) or ProcessGroupCollection.use_mpu_process_groups()
+    inner: Any = model
+    while not hasattr(inner, "pg_collection") and hasattr(inner, "module"):
+        inner = inner.module
+    return getattr(inner, "pg_collection", None) or ProcessGroupCollection.use_mpu_process_groups()
 
 
 def one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:

@@ -42,7 +42,13 @@ def main():
 
 
 def forget_training():
-    """Let imports of `megatron.training` fail, and let this package be imported again, which the process did beforehand."""
+    """Let imports of `megatron.training` fail, and let this package be imported again, which the process did beforehand.
+
+    Patches for the training loop are undone, as a framework that calls `wrap` has none.
+    """
+    from megatron_epp.mcore.patches import install, patching
+
+    patching.revert(install.patches())
     for name in list(sys.modules):
         if name.startswith(("megatron.training", "megatron_epp.mcore.")) and not name.startswith("megatron_epp.mcore.patches"):
             del sys.modules[name]
