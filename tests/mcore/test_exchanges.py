@@ -44,6 +44,7 @@ def found(name: str = "stp", **changes: Any) -> exchanges.Exchanges | None:
         ({"attention_dropout": 0.2}, "--attention-dropout 0.2"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"timing_log_level": 2}, "--timing-log-level 2"),
+        ({"nvtx_ranges": True}, "--nvtx-ranges"),
     ],
 )
 def test_where_two_actions_cannot_take_turns_the_reason_is_logged_once(

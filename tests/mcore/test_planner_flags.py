@@ -57,6 +57,7 @@ def test_what_cannot_be_is_refused(given, says):
         ([], {"hidden_dropout": 0.25}, "does not go with --hidden-dropout 0.25: both would draw"),
         ([], {"tp_comm_overlap": True}, "does not go with --tp-comm-overlap: its buffers"),
         ([], {"timing_log_level": 2}, "does not go with --timing-log-level 2: its timers"),
+        ([], {"nvtx_ranges": True}, "does not go with --nvtx-ranges: its ranges"),
     ],
 )
 def test_what_keeps_two_actions_from_running_in_one_step_is_refused(given, megatron, says):

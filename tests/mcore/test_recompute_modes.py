@@ -44,6 +44,14 @@ def test_gradients_are_those_without_recompute_and_offload(runs, name):
         assert facts["slices"]
 
 
+@some_by_default("name", [BY_DEFAULT[1], "experts"], 1)
+def test_what_routers_count_is_what_they_count_without_recompute(runs, name):
+    """Tokens per expert, and sums of losses by layer, which are added in another order."""
+    for facts in runs(name):
+        assert facts["miscounted"] == {variant: [] for variant in ("", *RECOMPUTE_MODES, *OFFLOADS, *KV_OFFLOAD)}
+        assert facts["counted"] > 2  # tokens of every layer with experts, and two kinds of losses
+
+
 @EACH
 def test_only_whole_layers_run_attention_again(runs, name):
     for facts in runs(name):

@@ -29,6 +29,16 @@ TWICE_REDUCED = MegatronFlag(
     (None, 1),
     "leave it out: Megatron reduces gradients again whose reduction a schedule has started",
 )
+_IN_TURN = "leave it out: it takes microbatches in the order in which they run, and counts again what runs again"
+IN_ORDER = (
+    MegatronFlag("--moe-routing-trace-path", advice=_IN_TURN),
+    MegatronFlag("--save-activations-interval", advice=_IN_TURN),
+    MegatronFlag("--save-dgrads-interval", advice=_IN_TURN),
+    MegatronFlag("--save-tokens-per-expert-interval", advice=_IN_TURN),
+    MegatronFlag("--logits-save-dir", advice=_IN_TURN),
+    MegatronFlag("--logits-load-dir", advice=_IN_TURN),
+)
+"""Flags of what keeps state by the order of running (docs/megatron-state.md)."""
 _NEVER = """
     --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --fim-data
     --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
@@ -37,7 +47,7 @@ _NEVER = """
     --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
     --external-cuda-graph --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
     --rampup-batch-size --step-batch-size-schedule --phase-transition-iterations --full-validation
-    --multiple-validation-sets --logits-load-dir --perform-rl-step --enable-mhc-connections --output-logit-dtype
+    --multiple-validation-sets --perform-rl-step --enable-mhc-connections --output-logit-dtype
 """
 """Flags that plans cannot honour with any value."""
 CONFLICTS = (
@@ -67,6 +77,7 @@ CONFLICTS = (
     MegatronFlag(
         "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
     ),
+    *IN_ORDER,
     *map(MegatronFlag, _NEVER.split()),
 )
 
@@ -76,6 +87,25 @@ def check_conflicts(args: object, conflicts: Iterable[MegatronFlag] = CONFLICTS)
     clashes = [f"{one.flag} {getattr(args, one.attribute)} ({one.advice})" for one in conflicts if one.is_given(args)]
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
+
+
+def check_weight_shards(settings: object) -> None:
+    """Raise `ArgumentError` if ranks share weights beyond tensor parallelism, which 0.19 and later can.
+
+    Args:
+        settings: Megatron's arguments, or a model's configuration.
+    """
+    tensor_ranks = getattr(settings, "tensor_model_parallel_size", 1)
+    for prefix in ("", "expert_"):
+        ranks = getattr(settings, f"{prefix}tensor_parallel_size", None) or tensor_ranks
+        shards = getattr(settings, f"{prefix}tensor_parallel_num_weight_shards", None) or ranks
+        shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
+        if shards > ranks:
+            raise ArgumentError(
+                f"--epp cannot honour --{prefix.replace('_', '-')}tensor-parallel-num-weight-shards {shards} on {ranks} "
+                "tensor-parallel ranks: weights are gathered ahead in the order of the first iteration, which recompute "
+                "changes; leave it out"
+            )
 
 
 IMPLIED = (
@@ -307,6 +337,8 @@ def flags_against_overlap(args: argparse.Namespace) -> Iterator[tuple[str, str]]
         yield "--tp-comm-overlap", f"its buffers are {at_a_time}"
     if args.timing_log_level > 1:
         yield f"--timing-log-level {args.timing_log_level}", f"its timers are {at_a_time}"
+    if getattr(args, "nvtx_ranges", False):  # 0.18 and later
+        yield "--nvtx-ranges", f"its ranges are {at_a_time}"
 
 
 def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -321,6 +353,7 @@ def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
+    check_weight_shards,
     check_layout,
     _check_numbers,
     _share_problems,

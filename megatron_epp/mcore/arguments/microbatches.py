@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Set
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import TWICE_REDUCED, check_conflicts
+from megatron_epp.mcore.arguments.consequences import IN_ORDER, TWICE_REDUCED, check_conflicts, check_weight_shards
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
@@ -31,6 +31,8 @@ CONFLICTS = (
     MegatronFlag("--fp8-format", advice=_FIRST, dest="fp8"),
     MegatronFlag("--fp4-format", advice=_FIRST, dest="fp4"),
     TWICE_REDUCED,
+    *IN_ORDER,
+    MegatronFlag("--dsa-indexer-topk-freq", (None, 1), "set it to 1: a layer that runs again would find another microbatch's"),
     MegatronFlag("--use-megatron-fsdp"),
     MegatronFlag("--use-torch-fsdp2"),
     MegatronFlag("--hybrid-context-parallel", advice=_REPLICAS),
@@ -77,6 +79,7 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
     check_conflicts(args, CONFLICTS)
     check_order(args, args.epp_order)
     check_routers(args)
+    check_weight_shards(args)
     check_settings(vars(args), _HONOURED_BY_MEGATRON)
     # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"

@@ -12,7 +12,7 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.consequences import check_conflicts
+from megatron_epp.mcore.arguments.consequences import check_conflicts, check_weight_shards
 from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import TABLE
@@ -75,6 +75,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         check_conflicts(settings, CONFLICTS)
     check_order(config, given["epp_order"])
     check_routers(config)
+    check_weight_shards(config)
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **given,

@@ -42,7 +42,10 @@ KV_OFFLOAD = {
 """Decisions with KV offload of slices besides; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+    "--moe-z-loss-coeff 1e-3 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+)
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 # By name: pipeline stages, processes, model and flags.
@@ -100,6 +103,7 @@ def by_levels(executor):
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.training import session as sessions
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import Offload
@@ -113,10 +117,14 @@ def by_levels(executor):
             self.again = lambda variant, offload, host: executor(variant, rank, stages, *rest[:3], offload, host=host)
 
         def gradients_of(self, variant, states):
-            """Gradients, calls of attention's kernel, and the most bytes that autograd held, and that were away."""
+            """Gradients, what routers count, calls of attention's kernel, most bytes that autograd held, and that were away."""
             torch.set_rng_state(states[0])
             get_cuda_rng_tracker().set_states(dict(states[1]))
             models = [stage.model for stage in self.stages.values()]
+            buffers = {name: one for model in models for name, one in torch.nn.Module.named_buffers(model)}
+            counts = {name: one for name, one in buffers.items() if "local_tokens_per_expert" in name}
+            for sums in (*counts.values(), *logged_router_losses().values()):
+                sums.zero_()
             for model in models:
                 model.zero_grad_buffer()
             calls.clear()
@@ -129,17 +137,22 @@ def by_levels(executor):
             assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
             away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)
-            return gradients, len(calls), saved.peak_bytes, away
+            counted = {name: one.clone() for name, one in (counts | logged_router_losses()).items()}
+            return gradients, counted, len(calls), saved.peak_bytes, away
 
         def run(self):
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-            differ, kernels, peaks, away, plain = {}, {}, {}, {}, {}
+            differ, kernels, peaks, away, plain, miscounted, first = {}, {}, {}, {}, {}, {}, {}
             for name, variant in variants_of(self.plan).items():
-                gradients, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
-                plain = plain or gradients
+                gradients, counted, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
+                plain, first = plain or gradients, first or counted
                 differ[name] = [key for key, grad in gradients.items() if not torch.equal(grad, plain[key])]
+                close = {key: torch.allclose(one, first[key], rtol=1e-6, atol=0.0) for key, one in counted.items()}
+                miscounted[name] = [key for key, is_close in close.items() if not is_close]
             facts = {
                 "differ": differ,
+                "miscounted": miscounted,
+                "counted": sum(bool(one.any()) for one in first.values()),
                 "kernels": kernels,
                 "peaks": peaks,
                 "away": away,
