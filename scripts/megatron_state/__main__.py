@@ -21,17 +21,17 @@ def main() -> None:
     given, data = parser.parse_args(), known()
     if given.write:
         PAGE.write_text(page(), encoding="utf-8")
-    lines = []
+    rows = []
     for state in states({folder.name: folder for folder in given.folder}, data["outside"]):
         reached, unreached = rows_of(state.name, data["reached"]), rows_of(state.name, data["unreached"])
         if given.new and (reached or unreached):
             continue
         verdicts = [said(reached[0], plans) if reached else "outside of forwards" if unreached else "?" for plans in PLANS]
-        places = [f"{file}:{line}" for file, line in [*state.places.values()][-1]]
-        lines.append((state.name, ", ".join(places), ", ".join(state.places), ", ".join(state.changed_by), *verdicts))
+        lines = [f"{file}:{line}" for file, line in [*state.lines.values()][-1]]
+        rows.append((state.name, ", ".join(lines), ", ".join(state.lines), ", ".join(state.changed_by), *verdicts))
     if given.folder:
         titles = "state", "changed at, in the last of its releases", "releases", "changed by", *PLANS
-        print(table(lines, titles), end="")
+        print(table(rows, titles), end="")
 
 
 if __name__ == "__main__":

@@ -42,12 +42,12 @@ class State:
 
     Attributes:
         name: ``module:variable``, ``module:Class.attribute`` or ``module:function``; the module without `megatron`.
-        places: files and lines of the changes, by release.
+        lines: files and lines of the changes, by release.
         changed_by: functions that change it, in any release.
     """
 
     name: str
-    places: Mapping[str, tuple[tuple[str, int], ...]]
+    lines: Mapping[str, tuple[tuple[str, int], ...]]
     changed_by: tuple[str, ...]
 
 
@@ -59,7 +59,7 @@ def states(trees: Mapping[str, Path], outside: Collection[str] = ()) -> list[Sta
         outside: folders and files in `megatron/` that are left out, as ``core/inference``.
     """
     known: dict[tuple[str, bytes], Module] = {}
-    places: dict[str, dict[str, dict[tuple[str, int], None]]] = defaultdict(lambda: defaultdict(dict))
+    lines: dict[str, dict[str, dict[tuple[str, int], None]]] = defaultdict(lambda: defaultdict(dict))
     who: dict[str, set[str]] = defaultdict(set)
     for release, tree in trees.items():
         modules = {}
@@ -71,11 +71,11 @@ def states(trees: Mapping[str, Path], outside: Collection[str] = ()) -> list[Sta
                 known[key] = read(key[0], is_package, text, ROOT)
             modules[key[0]] = known[key]
         for name, by, file_name, line in _found(modules):
-            places[name][release][file_name, line] = None
+            lines[name][release][file_name, line] = None
             who[name].add(by)
     return [
-        State(name, {release: tuple(lines) for release, lines in places[name].items()}, tuple(sorted(who[name])))
-        for name in sorted(places)
+        State(name, {release: tuple(at) for release, at in lines[name].items()}, tuple(sorted(who[name])))
+        for name in sorted(lines)
     ]
 
 

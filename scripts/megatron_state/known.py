@@ -27,7 +27,7 @@ without an error. This page has all such state of megatron-core 0.17, 0.18 and 0
 - *refused*: with these flags a run ends before it begins, and is told which;
 - *harmless*: neither order nor repetition changes a number, for the reason given.
 
-`python -m scripts.megatron_state FOLDER...` lists it from the sources of releases, with places and functions, and with `--new`
+`python -m scripts.megatron_state FOLDER...` lists it from the sources of releases, with lines and functions, and with `--new`
 only what this page lacks; a test does the same for three releases. Attributes that a forward of a layer binds anew for itself
 are not on the list.
 

@@ -338,6 +338,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_report_trace.py": (),
     "pure/test_run_folder.py": (),
     "pure/test_sets.py": (),
+    "pure/test_state_of_sources.py": (),
     "pure/test_tree.py": (),
     "pure/test_writing.py": (),
 }
