@@ -78,7 +78,7 @@ def flags(text: str) -> list[str]:
 def page() -> str:
     """Return the whole page."""
     data = known()
-    reached = [(row["keeps"], _names(row), *(said(row, plans) for plans in PLANS)) for row in data["reached"]]
+    reached = [(row["keeps"], _names(row), *_columns(row)) for row in data["reached"]]
     unreached = [(row["changed"], _names(row)) for row in data["unreached"]]
     outside = [(f"`{name}`", reason) for name, reason in data["outside"].items()]
     names = "names, behind `megatron.`"
@@ -91,6 +91,12 @@ def page() -> str:
         table(outside, ("in `megatron/`", "what it is for")),
     )
     return "".join(parts)
+
+
+def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is said of both kinds of plans, once where it is the same."""
+    first, second = (said(row, plans) for plans in PLANS)
+    return first, "the same" if first == second else second
 
 
 def _names(row: Mapping[str, Any]) -> str:

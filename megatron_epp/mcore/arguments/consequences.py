@@ -68,6 +68,7 @@ CONFLICTS = (
     MegatronFlag("--fp8-format", dest="fp8"),
     MegatronFlag("--fp4-format", dest="fp4"),
     MegatronFlag("--check-for-spiky-loss", advice="leave it out: a chunk's loss is as large as the chunk"),
+    MegatronFlag("--log-straggler", advice="leave it out: it times the script's forward steps, of which plans run none"),
     MegatronFlag("--iterations-to-skip", ([], None)),
     MegatronFlag("--cpu-offloading-num-layers", (0, None)),
     MegatronFlag("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
