@@ -117,6 +117,10 @@ def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refuse
     assert "--cuda-graph-impl local" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
     assert "--fp8-format hybrid" in refused({"fp8": "hybrid"}, {})
     assert "--num-distributed-optimizer-instances 2" in refused({}, {"num_distributed_optimizer_instances": 2})
+    assert "--moe-enable-routing-replay True" in refused({"moe_enable_routing_replay": True}, {})
+    assert "--dsa-indexer-topk-freq 2" in refused({"dsa_indexer_topk_freq": 2}, {})
+    shared = {"tensor_model_parallel_size": 2, "gtp_weight_remat_size": 2}
+    assert "--tensor-parallel-num-weight-shards 4 on 2 tensor-parallel ranks" in refused(shared, {})
     for routers in ("global_aux_loss", ["aux_loss", "global_aux_loss"]):
         assert "global_aux_loss: replicas have plans" in refused({"moe_router_load_balancing_type": routers}, {})
     assert "--use-megatron-fsdp" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
