@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.data.chat_fields import Fields, Message, count_fields
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 
@@ -18,7 +20,6 @@ ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Start of the part of a chat template that the model writes, by which tokenizers make a mask of their own."""
 
-Message = Mapping[str, Any]
 Ids = NDArray[np.int64]
 
 
@@ -72,6 +73,17 @@ class ChatEncoder:
         if self.roles == (ASSISTANT,) and _GENERATION.search(self.template):
             return chat.marked()
         return chat.by_prefixes()
+
+    def count_fields(self, fields: Fields, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
+        """Add to `fields` what the template leaves out of a conversation that it has been applied to."""
+
+        def rendered(messages: Sequence[Message], **options: Any) -> str:
+            return str(self.apply(list(messages), self.template, tokenize=False, **options))
+
+        if tools:
+            count_fields(fields, messages, self.roles, partial(rendered, tools=tools), rendered)
+        else:
+            count_fields(fields, messages, self.roles, rendered, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,20 @@ def test_conversations_that_cannot_be_read_or_are_empty_are_left_out_and_counted
     assert "in.jsonl:1: it is not UTF-8" in caplog.text
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_fields_that_the_template_ignores_are_told_by_name_and_count(encoder, tmp_path, caplog, template):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    answers = [{"content": "2", "reasoning_content": "one and one"}, {"content": "", "tool_calls": [call]}]
+    messages = [{"role": "user", "content": "1 + 1?"}, *({"role": "assistant"} | answer for answer in answers)]
+    lines = jsonl(tmp_path / "in.jsonl", {"messages": messages, "tools": [call]}, *map(conversation, CHATS))
+    chat = ChatEncoder(encoder.apply_template, template)
+    summary = prepare([lines], tmp_path / "corpus", encoder=encoder, chat=chat)
+    first, second = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "have: reasoning_content in 1 of 1, tool_calls in 1 of 1, tools (of lines) in 1 of 1; no token tells" in first
+    assert second.startswith("1 messages of assistant are trained as empty ones")
+    assert summary.trained.fields.num_empty == 1
+
+
 @pytest.mark.parametrize(
     ("records", "template", "says"),
     [
@@ -201,6 +215,12 @@ def test_conversations_that_cannot_be_read_or_are_empty_are_left_out_and_counted
         ([{"text": "x"}], PLAIN, r"in\.jsonl:1 has no list of messages under 'messages'"),
         ([CHATS[0], '{"messages": ['], PLAIN, r"in\.jsonl:2 is not JSON"),
         ([CHATS[0]], " ", r"no documents: all 1 in the input are empty"),
+        (
+            [CHATS[0], CHATS[2]],
+            "{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
+            r"no token of 2 conversations is trained, though there are messages of assistant: check the template's "
+            r"\{% generation %\} \(--chat-template\), or --train-on",
+        ),
     ],
 )
 def test_bad_conversations_and_templates_are_refused_by_line_and_leave_nothing(encoder, tmp_path, records, template, says):

@@ -177,6 +177,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_profile.py": (),
     "pure/test_cost_trained.py": (),
     "pure/test_data_chat.py": (),
+    "pure/test_data_chat_fields.py": (),
     "pure/test_data_documents.py": (),
     "pure/test_data_sequence_lengths.py": (),
     "pure/test_data_token_mask.py": (),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.data.chat import ChatEncoder, Message, Tokens
+from megatron_epp.data.chat import ChatEncoder, Tokens
+from megatron_epp.data.chat_fields import Fields, Message
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import parse_json, shown
@@ -78,7 +79,7 @@ def _raw_texts(files: Sequence[Path], json_key: str) -> Iterator[tuple[str, byte
             yield origin, text.encode("utf-8", errors="surrogatepass")
 
 
-def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int | None) -> Documents:
+def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int | None, fields: Fields) -> Documents:
     """Yield the tokens of the conversation of every line of JSONL, with the mask of those that are trained.
 
     Args:
@@ -86,6 +87,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int |
         encoder: converts conversations to tokens.
         json_key: key of the messages of a line.
         end: token that ends every conversation, trained if its last message is; None adds none.
+        fields: counts of what the template leaves out, to which those of every conversation are added.
 
     Raises:
         EppError: a line has no conversation, or the template does not take it; or no conversation of all has a trained message.
@@ -107,6 +109,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int |
                 continue
             try:
                 ids, trained = encoder.encode(messages, record.get("tools"))
+                encoder.count_fields(fields, messages, record.get("tools"))
             except EppError as error:
                 raise error.within(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
             assert trained is not None  # of a conversation

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_epp.data.chat import ChatEncoder, Tokens
+from megatron_epp.data.chat_fields import Fields
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder
@@ -35,11 +36,13 @@ class Trained:
         roles: roles whose messages are trained.
         num_tokens: tokens that are trained as labels; the first one of a document never is.
         num_documents_without: documents without any, which are in the pair all the same.
+        fields: counts of what the chat template has left out.
     """
 
     roles: tuple[str, ...]
     num_tokens: int
     num_documents_without: int
+    fields: Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +122,20 @@ def prepare(
     end = encoder.tokenizer.eod if append_eod else None
     prefix = str(output_prefix)
     files = files_of(inputs, suffixes or (SUFFIXES if chat is None else JSONL_SUFFIXES))
+    fields = Fields()
     if chat is None:
         documents = texts(files, encoder, json_key or "text", end)
     else:
-        documents = chats(files, chat, json_key or "messages", end)
+        documents = chats(files, chat, json_key or "messages", end, fields)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        return _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles)
+        summary = _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles, fields)
     except OSError as error:
         named = str(error.filename or prefix).replace(_partial(prefix), prefix)
         raise EppError(f"{named}: {error.strerror or error}") from error
+    for warning in fields.warnings(() if chat is None else chat.roles):
+        logger.warning("%s", warning)
+    return summary
 
 
 def _partial(prefix: str) -> str:
@@ -136,11 +143,13 @@ def _partial(prefix: str) -> str:
     return f"{prefix}.partial-{os.getpid()}"
 
 
-def _write_and_rename(documents: Documents, prefix: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:
+def _write_and_rename(
+    documents: Documents, prefix: str, encoder: Encoder, roles: tuple[str, ...] | None, fields: Fields
+) -> Summary:
     partial = _partial(prefix)
     suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if roles else ()), ".idx")
     try:
-        summary = _write(documents, prefix, partial, encoder, roles)
+        summary = _write(documents, prefix, partial, encoder, roles, fields)
         summary.record.save(partial + SUFFIX)
         for suffix in suffixes:
             sync(partial + suffix)
@@ -175,7 +184,9 @@ def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
         os.unlink(aside + suffix)
 
 
-def _write(documents: Documents, prefix: str, partial: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:
+def _write(
+    documents: Documents, prefix: str, partial: str, encoder: Encoder, roles: tuple[str, ...] | None, fields: Fields
+) -> Summary:
     num_empty = num_unreadable = 0
     last_log = time.monotonic()
     with ExitStack() as opened:
@@ -194,10 +205,15 @@ def _write(documents: Documents, prefix: str, partial: str, encoder: Encoder, ro
                 logger.info("prepared %s documents, %s tokens; now at %s", *done, origin)
         if not writer.lengths:
             raise EppError(f"no documents: all {num_empty + num_unreadable} in the input are empty or not UTF-8")
+        if roles is not None and not any(writer.num_trained):
+            raise EppError(
+                f"no token of {len(writer.lengths):,} conversations is trained, though there are messages of "
+                f"{', '.join(roles)}: check the template's {{% generation %}} (--chat-template), or --train-on"
+            )
         writer.builder.finalize(f"{partial}.idx")
     lengths = np.asarray(writer.lengths, dtype=np.int64)
     record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), int(lengths.sum()), writer.max_token)
-    trained = None if roles is None else Trained(roles, sum(writer.num_trained), writer.num_trained.count(0))
+    trained = None if roles is None else Trained(roles, sum(writer.num_trained), writer.num_trained.count(0), fields)
     return Summary(prefix, lengths, num_empty, num_unreadable, record, trained)
 
 
