@@ -74,6 +74,7 @@ class GlobalBatch:
         lengths: the positions each sequence trains.
         plan: the plan that runs them; None if the batch is used without a plan.
         plan_digest: its digest.
+        trains: some token of the whole batch, over all replicas, is trained.
         prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
         global_size: sequences of the whole batch, over all replicas.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
@@ -89,6 +90,7 @@ class GlobalBatch:
     mask_loss_of: int | None = None
     global_size: int = 0
     consumed_samples: int = 0
+    trains: bool = True
     planning_us: float = field(default=0.0, compare=False)
     plan_digest: str = field(default="", compare=False)
     prepared: Any = field(default=None, repr=False, compare=False)

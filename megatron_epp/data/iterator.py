@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
-from megatron_epp.data.trained_tokens import trained_parts
+from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
@@ -168,6 +168,7 @@ def _batches(
             mask_loss_of=mask_loss_of,
             global_size=len(indices),
             consumed_samples=consumed,
+            trains=any_trained(dataset, indices),
         )
         yield batch, packed
 

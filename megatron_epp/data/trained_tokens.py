@@ -1,20 +1,68 @@
-"""Counts of the trained tokens of sequences, by which plans know how many pass the output layer."""
+"""Counts of trained tokens: of the sequences of a batch, for plans, and of documents and what truncation leaves of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_epp.cost.work import TrainedParts
+from megatron_epp.data.documents import Index
+from megatron_epp.data.token_mask import Mask
 
 if TYPE_CHECKING:  # which needs torch
     from megatron_epp.data.batch import SequenceDataset
 
 PARTS = 16
 """Most parts of a sequence that are counted by themselves, since an answer may be in its last slices only."""
+
+
+_BLOCK_TOKENS = 1 << 20
+"""Tokens of documents whose mask is read at once, unless one document has more."""
+
+
+class TrainedLabels(NamedTuple):
+    """Numbers of labels of some documents that are trained: of all, and of those beyond what truncation leaves."""
+
+    total: int
+    cut: int
+
+
+def trained_labels(
+    read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
+) -> Iterator[TrainedLabels]:
+    """Yield the trained labels of consecutive documents, for blocks of documents.
+
+    Args:
+        read: returns the mask of tokens from one to before another of a pair.
+        first: number of the pair's tokens before those of the first document.
+        num_tokens: [documents], tokens of each.
+        limit: positions to which documents are truncated; None if they are not.
+    """
+    ends = np.cumsum(num_tokens, dtype=np.int64)
+    document = 0
+    while document < len(ends):
+        start = int(ends[document - 1]) if document else 0
+        after = max(document + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right")))
+        mask = read(first + start, first + int(ends[after - 1]))
+        lengths = num_tokens[document:after]
+        begins = ends[document:after] - lengths - start
+        total = int(mask.sum(dtype=np.int64)) - int(mask[begins[lengths > 0]].sum(dtype=np.int64))
+        long = np.flatnonzero(lengths > limit + 1) if limit is not None else ()
+        cut = sum(int(mask[begins[at] + limit + 1 : begins[at] + lengths[at]].sum(dtype=np.int64)) for at in long)
+        yield TrainedLabels(total, cut)
+        document = after
+
+
+def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
+    """Return True if some token of sequences is trained; their masks are read up to the first that has one."""
+    for index in indices:
+        mask = dataset.trained(index, 1, int(dataset.lengths[index]) + 1)
+        if mask is None or mask.any():
+            return True
+    return False
 
 
 def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:

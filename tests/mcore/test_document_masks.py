@@ -108,6 +108,59 @@ def test_values_that_are_no_mask_are_refused_before_training_where_the_sample_ha
         check_mask(DocumentFile(prefix))
 
 
+def late_answers(prefix, begins_at=25, count=12, length=30):
+    """Documents of which only tokens from one on are trained."""
+    write_pair(prefix, documents_of([length] * count))
+    np.tile(np.arange(length) >= begins_at, count).astype(np.uint8).tofile(f"{prefix}.mask")
+    return str(prefix)
+
+
+def test_documents_whose_trained_tokens_are_all_cut_off_are_refused(tmp_path):
+    """Truncation and mask are counted together: each by itself leaves much."""
+    prefix = late_answers(tmp_path / "corpus")
+    cut = {"data_path": [prefix], "split": "1,0,0", "eval_iters": 0, "epp_documents": "truncate"}
+    says = (
+        r"^no token of the train documents is trained: .*corpus\.mask marks 60 labels of 12 documents, and --epp-documents "
+        r"truncate cuts all of them off with the 156 tokens that 12 documents have beyond --seq-length 16: raise it, or use "
+        r"--epp-documents split$"
+    )
+    args = data_arguments(**cut, seq_length=16)
+    for check in (check_files_of, lambda args: build_splits(args, (1, 0, 0), identity_of_run(args))):
+        with pytest.raises(EppError, match=says):
+            check(args)
+    for longer in ({"seq_length": 25}, {"seq_length": 16, "epp_documents": "split"}):
+        ((dataset, _), _, _) = build_splits(args := data_arguments(**(cut | longer)), (1, 0, 0), identity_of_run(args))
+        assert any(dataset.trained(index, 1, int(dataset.lengths[index]) + 1).any() for index in range(len(dataset)))
+
+
+def test_a_mask_without_a_label_is_refused_and_where_only_validation_has_one_it_is_told(tmp_path, caplog):
+    first = str(tmp_path / "first")
+    write_pair(first, documents_of([9] * 12))
+    np.tile(np.arange(9) == 0, 12).astype(np.uint8).tofile(f"{first}.mask")  # the first token is no label
+    args = data_arguments(data_path=[first], split="1,0,0", eval_iters=0)
+    with pytest.raises(EppError, match=r"first\.mask marks no label of 12 documents: make it again .*, or remove it to train"):
+        build_splits(args, (1, 0, 0), identity_of_run(args))
+    values = np.fromfile(f"{first}.mask", np.uint8)
+    values[1] = 1
+    values.tofile(f"{first}.mask")
+    args = data_arguments(data_path=[first], split="6,6,0", eval_iters=1)
+    build_splits(args, (1, 1, 0), identity_of_run(args))
+    assert "no token of the valid documents is trained: " in caplog.text
+    assert "no label of 6 documents" in caplog.text
+
+
+def test_the_share_of_trained_tokens_that_truncation_cuts_off_is_told(tmp_path, caplog):
+    prefix = late_answers(tmp_path / "corpus", begins_at=15)
+    DocumentDataset(prefix, 29, long_documents="truncate")
+    DocumentDataset(prefix, 16, long_documents="split")
+    assert "trained tokens" not in caplog.text
+    DocumentDataset(prefix, 16, 2, 11, long_documents="truncate")
+    says = (
+        "--epp-documents truncate leaves out 117 of 135 trained tokens (86.7%): raise --seq-length 16, or use --epp-documents"
+    )
+    assert says in caplog.text
+
+
 @pytest.mark.parametrize("sums", [[(0.0, 0.0)], [(0.0, 0.0), (6.5, 3.0)], [(0.1, 1.0), (0.0, 0.0), (0.0, 0.0)]])
 def test_reports_of_no_tokens_add_nothing_and_give_no_nan(sums):
     """Megatron adds up the reports of microbatches and replicas, and divides."""

@@ -88,6 +88,8 @@ def test_a_batch_without_a_trained_token_is_reported_as_0_and_the_run_goes_on(tm
         lines = (tmp_path / schedule / "iterations.jsonl").read_text().splitlines()
         reported[schedule] = [json.loads(line)["loss"] for line in lines]
         assert log.count("number of nan iterations:   0") == 3
+        told = "none of the 4 sequences up to sample 8 has a trained token: their loss and gradients are 0"
+        assert log.count(told) == (schedule == "elastic")
         assert re.search(r"validation loss .* lm loss value: 0\.0+E\+00", log)
     for schedule, found in steps.items():
         assert found["2"] == {"loss": 0.0, "grad_norm": 0.0}

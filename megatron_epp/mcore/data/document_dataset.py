@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.documents import sequences_of
 from megatron_epp.data.sampler import epoch_order
+from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import check_ids
+from megatron_epp.data.trained_tokens import TrainedLabels, trained_labels
 from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError
 
@@ -54,7 +57,7 @@ class DocumentDataset:
     ) -> None:
         self.file = DocumentFile(file) if isinstance(file, str) else file
         self._first, self._vocab_size = first, vocab_size
-        num_tokens = self.file.num_tokens[first:last]
+        self._num_tokens = num_tokens = self.file.num_tokens[first:last]
         self._sequences = sequences_of(num_tokens, context_limit, long_documents)
         self.lengths = self._sequences.lengths
         self.num_skipped = len(num_tokens) - len(self._sequences.documents)
@@ -95,6 +98,37 @@ class DocumentDataset:
         first = self.file.first_token(self._first + document) + before
         return self.file.mask.read(first + start, first + end)
 
+    @property
+    def trains(self) -> bool:
+        """True if a token of some sequence is trained; the mask is read up to the first one."""
+        return self.file.mask is None or any(labels.total > labels.cut for labels in self._labels())
+
+    def trained_labels(self) -> TrainedLabels:
+        """Count the trained labels of a file with a mask, of all its documents and beyond what truncation leaves of them."""
+        totals, cuts = zip(*self._labels(), strict=True)
+        return TrainedLabels(sum(totals), sum(cuts))
+
+    def untrained(self) -> str:
+        """Say why no token of a file with a mask is trained, and what to do."""
+        mask, total = f"{self.file.prefix}{MASK_SUFFIX}", self.trained_labels().total
+        limit, count = self._sequences.limit, len(self._num_tokens)
+        if not total:
+            return (
+                f"{mask} marks no label of {count:,} documents: make it again with `megatron-epp prepare --chat` (see "
+                "--train-on), or remove it to train on all tokens"
+            )
+        return (
+            f"{mask} marks {total:,} labels of {count:,} documents, and --epp-documents truncate cuts all of them off with the "
+            f"{self.num_left_out:,} tokens that {self.num_long:,} documents have beyond --seq-length {limit:,}: raise it, or "
+            "use --epp-documents split"
+        )
+
+    def _labels(self) -> Iterator[TrainedLabels]:
+        assert self.file.mask is not None
+        before = int(self.file.num_tokens[: self._first].sum(dtype=np.int64))
+        limit = self._sequences.limit if self.num_left_out else None
+        return trained_labels(self.file.mask.read, before, self._num_tokens, limit)
+
     def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
         """Log the counts of documents and sequences, and warn of tokens that truncation leaves out."""
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
@@ -113,6 +147,20 @@ class DocumentDataset:
                 f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {num_tokens:,} tokens"
                 f" ({self.num_left_out / num_tokens:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
                 " --epp-documents split trains on all",
+            )
+            self._tell_cut(name)
+
+    def _tell_cut(self, name: str) -> None:
+        """Warn of trained tokens that truncation leaves out, on the first rank, which alone counts them."""
+        if self.file.mask is None or (dist.is_initialized() and dist.get_rank()):
+            return
+        labels = self.trained_labels()
+        if labels.cut:
+            logger.warning(
+                "%s %s: --epp-documents truncate leaves out %s of %s trained tokens (%.1f%%): raise --seq-length %s, or use "
+                "--epp-documents split",
+                *(name, self.file.prefix, f"{labels.cut:,}", f"{labels.total:,}", 100 * labels.cut / labels.total),
+                f"{self._sequences.limit:,}",
             )
 
 

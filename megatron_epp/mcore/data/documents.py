@@ -6,6 +6,7 @@ They need ``--dataloader-type external``, with which Megatron passes the provide
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from megatron.core.utils import log_single_rank
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
+from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
@@ -121,11 +123,22 @@ def build_splits(
         split = None
         if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
             parts = [_open_part(args, tokenizer, files, name, share, prefix) for prefix in its_blend[0]]
+            _check_trained([part for part in parts if part is not None], name)
             split = _build_split(parts, its_blend[1], num_samples[number], args.seed, 0 if number else train_tokens)
         if split is None and wanted[number] and name != "test":
             raise _no_documents(args, name, of_split=bool(blend))
         splits.append(split)
     return splits
+
+
+def _check_trained(parts: Sequence[DocumentDataset], name: str) -> None:
+    """Raise `EppError` if no token of the documents of training is trained; of other splits, warn."""
+    if not parts or any(part.trains for part in parts):
+        return
+    why = f"no token of the {name} documents is trained: " + "; ".join(part.untrained() for part in parts)
+    if name == "train":
+        raise EppError(why)
+    log_single_rank(logger, logging.WARNING, f"{why}. Their loss is 0")
 
 
 def _no_documents(args: Namespace, name: str, *, of_split: bool) -> EppError:
@@ -148,7 +161,8 @@ def _streams(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, 
 
 
 def check_files_of(args: Namespace) -> None:
-    """Raise `EppError` for a data path without files, with a mask of another size, or with tokens of another kind of tokenizer.
+    """Raise `EppError` for a data path without files, with a mask of another size, or with tokens of another kind of tokenizer,
+    and for files to train on whose masks leave no token to train.
 
     No token is read.
     """
@@ -162,6 +176,11 @@ def check_files_of(args: Namespace) -> None:
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
+    train = blend or (blend_per_split or (None,))[0]
+    if train and args.epp_documents != "stream" and all(os.path.exists(prefix + MASK_SUFFIX) for prefix in train[0]):
+        how = {"long_documents": args.epp_documents}
+        files = (DocumentFile(prefix, args.mmap_bin_files) for prefix in train[0])
+        _check_trained([DocumentDataset(file, args.seq_length, **how) for file in files], "train")
 
 
 def check_order(then: Namespace, now: Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
+
+logger = logging.getLogger(__name__)
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -114,6 +117,8 @@ def forward_backward_elastic(
             pg_collection = pg_collection or process_groups(models[0])
             # Data-parallel and embedding reductions, and the division by the number of tokens.
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+            if not batch.trains:
+                _leave_out(session, models, config, batch)
     if config.timers is not None:
         config.timers("forward-backward").stop()
     if not forward_only and batch.plan is not None:
@@ -122,6 +127,24 @@ def forward_backward_elastic(
     if not forward_only:
         session.after(batch, report.recorder)
     return [] if loss is None else [report_of(loss)]
+
+
+def _leave_out(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch) -> None:
+    """Tell of a batch without trained tokens, and remove its gradients, which are those of routers' losses by no tokens.
+
+    The first such batches are told, then the 4th, the 8th and so on.
+    """
+    session.untrained_batches += 1
+    count = session.untrained_batches
+    if config.num_moe_experts is not None:
+        for model in models:
+            model.scale_gradients(0.0)
+    if dist.get_rank() == 0 and count & (count - 1) == 0:
+        logger.warning(
+            "none of the %d sequences up to sample %d has a trained token: their loss and gradients are 0, and the optimizer "
+            "takes its step all the same (batch %d of this kind; raise --global-batch-size, or leave such documents out)",
+            *(batch.global_size, batch.consumed_samples, count),
+        )
 
 
 def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:

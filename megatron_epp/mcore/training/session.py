@@ -104,6 +104,7 @@ class Session:
         self.inputs: RankInputs | None = None
         """Upload of batches to this rank's device; None before `attach`."""
         self.links: Links | None = None
+        self.untrained_batches = 0
         self.costs: PipelineCosts | None = None
         """Costs of the pipeline; None before `attach`, and if the schedule needs no plans."""
         self.host: HostMemory | None = None
