@@ -9,13 +9,14 @@ import typing
 import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
-from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss
+from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, shard_logits
 from megatron_epp.plan import EppError
 
 
@@ -92,7 +93,6 @@ def test_the_log_says_which_kernel_the_loss_is_by_and_why_not_another(caplog, mo
 OBSTACLES = {
     "the output layer is a OtherOutput": {"layer_type": OtherOutput},
     "the output layer has a bias": {"bias": torch.nn.Parameter(torch.zeros(1))},
-    "the output layer gathers its logits": {"gather_output": True},
     "autocast chooses the type of the logits": {"autocast": True},
     "ranks share the output layer's weight and gather it": {"gtp_remat_size": 2},
 }
@@ -113,11 +113,39 @@ class OwnLoss(Model):
         return -7 * logits
 
 
-def test_a_loss_of_a_models_own_is_not_left_out():
-    reason = "OwnLoss has its own compute_language_model_loss"
-    with pytest.raises(EppError, match=f"--epp-loss-block-tokens 100 is not possible: {reason}"):
-        block_loss(arguments(100), OwnLoss())
-    assert block_loss(arguments(seq_length=2**22), OwnLoss()) is None
+class MegatronsLoss(Model):
+    forward, _postprocess = GPTModel.forward, GPTModel._postprocess
+    compute_language_model_loss = GPTModel.compute_language_model_loss
+
+
+class OwnForward(MegatronsLoss):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+GATHERS = {"gather_output": True, "tp_group": Group(2)}
+
+
+def test_megatrons_loss_gets_shards_of_logits_and_a_loss_of_ones_own_what_it_was_written_for():
+    for model, gathers in ((MegatronsLoss(**GATHERS), False), (OwnLoss(**GATHERS), True), (Model(gather_output=True), True)):
+        shard_logits(model)
+        assert model.output_layer.gather_output is gathers
+    assert block_loss(arguments(100), MegatronsLoss(**GATHERS)).block_tokens == 100  # which gathers nothing
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (OwnForward(**GATHERS), "OwnForward has its own forward"),
+        (MegatronsLoss(OtherOutput, **GATHERS), "a OtherOutput"),
+    ],
+)
+def test_whole_logits_of_unknown_origin_are_refused_where_megatrons_loss_takes_a_shard(model, what):
+    says = (
+        rf"gathers its logits \(parallel_output=False; {what}\), and Megatron's loss takes them for a shard of .*-size 2: build"
+    )
+    with pytest.raises(EppError, match=says):
+        shard_logits(model)
 
 
 @pytest.fixture

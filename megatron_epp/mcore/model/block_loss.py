@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
-from megatron_epp.mcore.model.trained_rows import own_functions
+from megatron_epp.mcore.model.trained_rows import LOSS, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.loss.blocks import Head, block_losses
@@ -192,14 +192,37 @@ def loss_obstacle(model: Any) -> str:
         return f"the output layer is a {type(layer).__name__}"
     if layer.bias is not None:
         return "the output layer has a bias"
-    if layer.gather_output:
-        return "the output layer gathers its logits"
     if model.config.enable_autocast:
         return "autocast chooses the type of the logits"
     if features.gathers_output_weight(layer):
         return "ranks share the output layer's weight and gather it"
     own = own_functions(model)
     return f"{type(model).__name__} has its own {', '.join(own)}" if own else ""
+
+
+def shard_logits(model: torch.nn.Module) -> None:
+    """Make a last stage's output layer return its rank's shard of the logits where Megatron's loss takes it.
+
+    A model built with ``parallel_output=False`` gathers them. Megatron's loss takes whole logits for a shard too, and counts
+    every entry once for each tensor-parallel rank. A loss of the model's own gets what it was written for.
+
+    Raises `EppError` if logits are gathered, and Megatron's loss gets them from a layer or a function that is not Megatron's.
+    """
+    bare: Any = unwrap_model(model)
+    layer = getattr(bare, "output_layer", None)
+    if not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1:
+        return
+    own = own_functions(bare)
+    if LOSS in own:
+        return
+    if type(layer) not in features.multiplying_output_layers() or own:
+        what = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
+        raise EppError(
+            f"the output layer gathers its logits (parallel_output=False; {what}), and Megatron's loss takes them for a shard "
+            f"of --tensor-model-parallel-size {layer.tp_group.size()}: build the model with parallel_output=True, or give it a "
+            "loss of its own"
+        )
+    layer.gather_output = False
 
 
 def _rows(gather_over: Any, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.features import logged_router_losses
-from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
+from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
@@ -83,6 +83,8 @@ class MegatronStage:
         block_loss: BlockLoss | FusedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
+        if self.has_loss:
+            shard_logits(model)
         self._loss_of_rows = block_loss if block_loss is not None or not self.has_loss else trained_rows(model)
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None

@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_epp.mcore import features
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
-_OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
+LOSS = "compute_language_model_loss"
+_OF_THE_LOSS = ("forward", "_postprocess", LOSS)
 """Methods of Megatron's models that compute the loss from the output layer's input."""
 
 
