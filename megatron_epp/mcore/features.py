@@ -303,6 +303,32 @@ def logged_router_losses() -> dict[str, Any]:
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
+def router_loss_tokens(total: int, ranks: int) -> float:
+    """Return a rank's number of tokens for which a router's loss counts as that of `total` tokens on `ranks` ranks together.
+
+    0.19 and later multiply by the number of ranks, which 0.17 and 0.18 forget: there a loss of several ranks is too small.
+    """
+    return total / ranks if _multiplies_router_losses() else total
+
+
+@functools.cache
+def _multiplies_router_losses() -> bool:
+    return has(">=0.19.dev0")
+
+
+def record_router_loss(router: Any, name: str, value: Any) -> None:
+    """Add a rank's part of a router's loss to the sums for the log, which 0.17 keeps in another module."""
+    where = router.layer_number, router.config.num_layers
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        save_to_aux_losses_tracker(name, value, *where, reduce_group=router.tp_cp_group)
+        return
+    get_moe_metrics_tracker().record(name, value, *where, reduce_group=router.tp_cp_group)
+
+
 def router_loss_scale(config: Any) -> Callable[[], Any] | None:
     """Return the function that gives router losses a scale of their own: 0.19 and later, where the user sets one; else None."""
     return getattr(config, "moe_grad_scale_func", None)

@@ -111,22 +111,31 @@ class Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a cell, a model (of MODELS), the flags of the run with plans alone, and more flags of both."""
+    """One comparison: a cell, a model (of MODELS), the flags of the run with plans alone, and more flags of both.
+
+    With `alone`, stock runs on one process, where nothing is padded.
+    """
 
     cell: Cell
     model: str
     plan: str
     optimizer: str = ""
     both: str = ""
+    alone: bool = False
+
+    @property
+    def stock(self) -> Cell:
+        """Layout of the run without plans."""
+        return Cell(experts=self.cell.experts) if self.alone else self.cell.stock
 
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        return self.cell.placement != self.cell.stock.placement or "--epp-layout" in self.plan
+        return self.alone or self.cell.placement != self.stock.placement or "--epp-layout" in self.plan
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")
-        return (*common, *own, *self.cell.stock.flags, "--epp-schedule", "stock")
+        return (*common, *own, *self.stock.flags, "--epp-schedule", "stock")
 
     def elastic_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         return (*common, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"), *self.cell.flags)

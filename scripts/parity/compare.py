@@ -176,7 +176,7 @@ def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[
     stock, elastic = {}, {}
     for name, case in cases.items():
         flags, cell = stock_flags[name], case.cell
-        stock[name] = Training(cell.stock.num_processes, flags, saved.get(flags))
+        stock[name] = Training(case.stock.num_processes, flags, saved.get(flags))
         load = ("--load", str(saved[flags]), "--finetune") if setting.checkpoint or case.loads else ()
         elastic[name] = Training(cell.num_processes, (*case.elastic_flags(common), *load))
     return stock, elastic

@@ -219,12 +219,33 @@ ROUTERS = {
 }
 
 
+PADDED = {"context": {"cp": 2}, "tensor and sequence": {"tp": 2, "sp": True}}
+ALL_STATISTICS = (
+    "--make-vocab-size-divisible-by 64 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 "
+    "--moe-z-loss-coeff 0.1 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-bias-update-rate 0.1"
+)
+
+
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    """Figures of routers that count and add up by chunk, in chunks of one whole document; and of others, in slices."""
+    """Figures of routers that count and add up by chunk, in chunks of one whole document; and of others, in slices; and of
+    padded chunks on ranks that share them, beside one process.
+    """
     experts = {"experts": 4}
     cases = {name: {"cell": experts, "model": "llama", "plan": plan, "both": both} for name, (both, plan) in ROUTERS.items()}
+    shared = {"model": "learned", "plan": "--epp-planner 1f1b --epp-recompute 4", "both": ALL_STATISTICS, "alone": True}
+    cases |= {name: shared | {"cell": experts | cell} for name, cell in PADDED.items()}
     return parity_of(tmp_path_factory.mktemp("routers"), cases, ROUTER_ITERATIONS, batch=SMALL_BATCH)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_is_invisible_to_routers(routers: dict[str, Figures], name: str) -> None:
+    """Documents of odd lengths train experts as on one process, whose chunks have no padding."""
+    check_closeness(routers[name])
+    (plans,) = routers[name]["plans"]
+    assert all(plan["padding"] for plan in plans)
+    assert all(plan["recompute"] == ["all"] for plan in plans)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

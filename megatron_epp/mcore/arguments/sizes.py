@@ -76,12 +76,26 @@ def check_experts(args: argparse.Namespace) -> None:
         )
     if ranks > 1:
         _check_expert_parallel(args, ranks)
+    if args.moe_pad_expert_input_to_capacity and (padding := _padding_by(args)):
+        raise ArgumentError(
+            f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
+            "no expert: leave it out"
+        )
     given = args.moe_router_load_balancing_type
     if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
         raise ArgumentError(
             f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
             + ", ".join(sorted(_BALANCING))
         )
+
+
+def _padding_by(args: argparse.Namespace) -> str:
+    """Return the flag with which chunks have padding; empty if there is none."""
+    if args.context_parallel_size > 1:
+        return f"--context-parallel-size {args.context_parallel_size}"
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        return "--sequence-parallel"
+    return f"--epp-schedule {args.epp_schedule}" if args.epp_schedule in ("padded", "packed") else ""
 
 
 def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:

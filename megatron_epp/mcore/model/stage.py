@@ -20,6 +20,7 @@ from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
+from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -98,6 +99,8 @@ class MegatronStage:
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
+        if self.token_multiple > 1:
+            check_routers(model)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
     @property
@@ -150,7 +153,8 @@ class MegatronStage:
         inputs = self._inputs(context.chunk)
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
-        with timed(self.config.timers, "forward-compute"), self._autocast(), loss:
+        of_chunk = chunk_of(context.table, self.config)
+        with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
             output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         scale_router_losses(self.config, output)

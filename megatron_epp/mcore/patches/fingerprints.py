@@ -23,6 +23,8 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROUTING = "megatron.core.transformer.moe.moe_utils"
 _ESTIMATOR = "megatron.training.theoretical_memory_usage"
 
 PATCHED: dict[str, tuple[str, ...]] = {
@@ -34,6 +36,12 @@ PATCHED: dict[str, tuple[str, ...]] = {
     f"{_OPTIMIZER}.state_dict": ("fe621ae6a622",),
     f"{_OPTIMIZER}.load_state_dict": ("15f257b4c4f9", "5c1ad081423b", "7e5f988b86b4"),
     f"{_OPTIMIZER}._set_main_param_and_optimizer_states": ("ad03a66fb809", "40cab7846597"),
+    f"{_ROUTER}.routing": ("b13f6a7393c2", "e93abc48c2d9"),
+    f"{_ROUTER}.apply_z_loss": ("57a9a818ecb5", "0ebb6d1d1ca8", "bce126c6a499"),
+    f"{_ROUTER}._apply_expert_bias": ("f82dbc793f06",),
+    f"{_ROUTER}.sinkhorn_load_balancing": ("d11a743e6888",),
+    f"{_ROUTING}:apply_router_token_dropping": ("215cbb6df959",),
+    f"{_ROUTING}:get_tokens_per_expert_and_token_count": ("53bdcd7e6672",),
 }
 """Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 
@@ -68,6 +76,11 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_LAYER}:TransformerLayer._forward_attention": ("84325c3feef8", "e4ad2634e735", "257c7c162bd0", "cd954b04f33b"),
     f"{_LAYER}:TransformerLayer._forward_mlp": ("0bab7b2854ee", "03f314c685ca", "04ae2df5a64a", "c3fba511c02a"),
     f"{_LAYER}:MoETransformerLayer._forward_mlp": ("71a44c4d7a84", "4a944ed851f2", "4e2bba56ad0e", "674b35f91893"),
+    f"{_ROUTER}.attach_and_log_load_balancing_loss": ("f46881f13d36", "e3986eb5ce1f", "f9a34bfea0ed"),
+    f"{_ROUTER}._apply_aux_loss": ("6ae2521667b8",),
+    f"{_ROUTER}._apply_seq_aux_loss": ("d426056f8d31", "d3115a115f8c"),
+    f"{_ROUTING}:compute_routing_scores_for_aux_loss": ("06c478fd39c5", "d183c63bf2fb"),
+    f"{_ROUTING}:switch_load_balancing_loss_func": ("1d9d774b2a32",),
     f"{_RANDOM}:checkpoint": ("b094083fd3bf", "b1b936f81b48"),
     f"{_RANDOM}:CheckpointFunction": ("17827ea9250b", "0229852a984f"),
     f"{_LAYOUT}.__init__": ("1459655caf39",),

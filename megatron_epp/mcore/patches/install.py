@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
-from megatron_epp.mcore.patches import patching, stock_functions
+from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.plan.errors import NothingLeftError
 
@@ -239,6 +239,8 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_ROUTING = "megatron.core.transformer.moe.moe_utils"
 
 
 @functools.cache
@@ -264,4 +266,11 @@ def patches() -> tuple[Patch, ...]:
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
+        wrapping("megatron.core.tensor_parallel.random:checkpoint", routers.keep_chunk),
+        wrapping(f"{_ROUTER}.routing", routers.route),
+        wrapping(f"{_ROUTER}.apply_z_loss", routers.apply_z_loss),
+        wrapping(f"{_ROUTER}._apply_expert_bias", routers.count_for_bias),
+        wrapping(f"{_ROUTER}.sinkhorn_load_balancing", routers.balance),
+        wrapping(f"{_ROUTING}:apply_router_token_dropping", routers.drop_tokens),
+        wrapping(f"{_ROUTING}:get_tokens_per_expert_and_token_count", routers.count_tokens),
     )

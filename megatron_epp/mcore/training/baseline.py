@@ -14,6 +14,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
 from megatron_epp.mcore.model.stage import ChunkInputs
+from megatron_epp.mcore.patches.routers import chunk_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
@@ -84,6 +85,7 @@ def forward_step(
     stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     table, inputs = next(data_iterator)
     params = None if session.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, KVRelay()))
-    output = model(**session.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
+    with chunk_of(table, get_model_config(model)):
+        output = model(**session.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
     loss_mask: Any = inputs.loss_mask  # which the last stage has, where Megatron calls the loss
     return output, partial(token_loss, loss_mask)

@@ -115,6 +115,11 @@ class SegmentTable:
     def num_tokens(self) -> int:
         return self.query_starts[-1]
 
+    @property
+    def num_real(self) -> int:
+        """Number of tokens without the padding."""
+        return self.query_starts[-2] if self.segments[-1].sequence < 0 else self.query_starts[-1]
+
     @cached_property
     def max_query(self) -> int:
         return max(s.num_tokens for s in self.segments)

@@ -1,0 +1,166 @@
+"""Routers of experts see the tokens of a chunk without its padding.
+
+Chunks are padded to a multiple of the ranks that share their tokens. While a chunk runs, Megatron's routers leave its padding
+out of all that they add up or count over tokens: auxiliary and z losses, tokens per expert, capacity, Sinkhorn's balance.
+Losses are of all ranks that share the chunk, and count by its tokens as on one rank. Megatron's own `padding_mask` multiplies
+each rank's part of a loss by that rank's number of tokens, and before 0.19 by no number of ranks, masked or not. Outside of
+chunks, as for a script's own microbatches, routers are Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from torch import Tensor
+
+from megatron_epp.mcore import features
+from megatron_epp.plan.errors import EppError
+from megatron_epp.runtime.attention.layout import SegmentTable
+
+
+@dataclass(frozen=True, slots=True)
+class RealTokens:
+    """Numbers of a chunk's tokens without padding, which is at its end.
+
+    Attributes:
+        total: on all ranks that share the chunk.
+        on_rank: on this rank, its first ones.
+        rows: on this rank with padding.
+    """
+
+    total: int
+    on_rank: int
+    rows: int
+
+    @staticmethod
+    def of(table: SegmentTable, config: Any) -> RealTokens:
+        """Return those of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
+        index, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+        if config.sequence_parallel:
+            parts = mpu.get_tensor_model_parallel_world_size()
+            index, ranks = index * parts + mpu.get_tensor_model_parallel_rank(), ranks * parts
+        rows = table.num_tokens // ranks
+        return RealTokens(table.num_real, min(max(table.num_real - index * rows, 0), rows), rows)
+
+
+class _Running(threading.local):
+    """Chunk that a thread runs: the two actions of a step run in a thread each."""
+
+    real: RealTokens | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def chunk(real: RealTokens | None) -> Iterator[None]:
+    """Return a context in which routers see a chunk; None for Megatron's own behaviour."""
+    before, _running.real = _running.real, real
+    try:
+        yield
+    finally:
+        _running.real = before
+
+
+@contextmanager
+def chunk_of(table: SegmentTable, config: Any) -> Iterator[None]:
+    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table."""
+    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config)):
+        yield
+
+
+def check_routers(model: torch.nn.Module) -> None:
+    """Raise `EppError` if a router of the model has a routing of its own, which would count the padding of chunks."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        if isinstance(router, torch.nn.Module) and getattr(type(router), "routing", None) is not TopKRouter.routing:
+            raise EppError(
+                f"{type(router).__name__} routes tokens in its own way, and would count those by which --context-parallel-size "
+                "or --sequence-parallel pad chunks: use Megatron's TopKRouter, or leave these flags out"
+            )
+
+
+# ---- replacements of Megatron's functions ----------------------------------------------------------------------------
+
+
+def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Let a forward that is recomputed see the chunk of its first run."""
+    real = _running.real
+    if real is None:
+        return original(function, *rest, **named)
+
+    @functools.wraps(function)
+    def of_chunk(*args: Any) -> Any:
+        with chunk(real):
+            return function(*args)
+
+    return original(of_chunk, *rest, **named)
+
+
+def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+    """Tell a router which tokens of a chunk are padding."""
+    real = _running.real
+    if real is not None and real.total < real.rows * router.tp_cp_group.size():
+        # On all ranks of the chunk, since their collectives depend on it.
+        padding_mask = (torch.arange(real.rows, device=logits.device) >= real.on_rank).unsqueeze(1)
+    return original(router, logits, padding_mask=padding_mask)
+
+
+def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Weight a router's loss by the number of the chunk's tokens without padding."""
+    per_expert, local, total = original(*rest, **named)
+    if (real := _running.real) is None:
+        return per_expert, local, total
+    ranks = features.bound(original, *rest, **named).arguments["reduce_group"].size()
+    return per_expert, features.router_loss_tokens(real.total, ranks), real.total
+
+
+def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+    """Add up a router's z loss over the chunk's tokens without padding."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    real, coefficient = _running.real, router.config.moe_z_loss_coeff
+    if real is None or coefficient is None or not router.training or not torch.is_grad_enabled():
+        return original(router, logits, padding_mask=padding_mask)
+    squares = torch.logsumexp(logits, dim=-1).square()
+    loss = (squares if padding_mask is None else squares.masked_fill(padding_mask, 0)).sum()
+    features.record_router_loss(router, "z_loss", loss / real.total)
+    return MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
+
+
+def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> Any:
+    """Count tokens per expert without padding."""
+    if _running.real is None or padding_mask is None:
+        return original(router, routing_map, padding_mask=padding_mask)
+    return original(router, routing_map & ~padding_mask.unsqueeze(1))
+
+
+def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
+    """Balance tokens over experts (Sinkhorn) without padding."""
+    real = _running.real
+    if real is None or real.on_rank in (0, real.rows):
+        return original(router, logits)
+    parts = (original(router, part) for part in (logits[: real.on_rank], logits[real.on_rank :]))
+    scores, routing_maps = zip(*parts, strict=True)
+    return torch.cat(scores), torch.cat(routing_maps)
+
+
+def drop_tokens(original: Callable[..., Any], probs: Tensor, routing_map: Tensor, *rest: Any, **named: Any) -> Any:
+    """Give experts a capacity for tokens without padding, which goes to none of them."""
+    real = _running.real
+    if real is None or real.on_rank == real.rows:
+        return original(probs, routing_map, *rest, **named)
+    kept = probs[: real.on_rank], routing_map[: real.on_rank]
+    if real.on_rank:
+        kept = original(*kept, *rest, **named)
+    rest_of = probs[real.on_rank :].detach(), routing_map[real.on_rank :]
+    return tuple(torch.cat([own, torch.zeros_like(padding)]) for own, padding in zip(kept, rest_of, strict=True))
