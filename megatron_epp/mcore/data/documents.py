@@ -176,11 +176,11 @@ def check_files_of(args: Namespace) -> None:
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
-    train = blend or (blend_per_split or (None,))[0]
+    train = None if args.skip_train or not args.seq_length else blend or (blend_per_split or (None,))[0]
     if train and args.epp_documents != "stream" and all(os.path.exists(prefix + MASK_SUFFIX) for prefix in train[0]):
-        how = {"long_documents": args.epp_documents}
         files = (DocumentFile(prefix, args.mmap_bin_files) for prefix in train[0])
-        _check_trained([DocumentDataset(file, args.seq_length, **how) for file in files], "train")
+        how = args.epp_documents
+        _check_trained([DocumentDataset(file, args.seq_length, long_documents=how) for file in files], "train")
 
 
 def check_order(then: Namespace, now: Namespace) -> None:
