@@ -1,5 +1,6 @@
 """Which models' losses go by blocks, and what is said where they cannot. That they train alike is in `test_parity.py`."""
 
+import functools
 import logging
 import re
 import sys
@@ -16,7 +17,8 @@ from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
-from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, shard_logits
+from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, loss_obstacle, shard_logits
+from megatron_epp.mcore.model.trained_rows import trained_rows
 from megatron_epp.plan import EppError
 
 
@@ -121,6 +123,18 @@ class MegatronsLoss(Model):
 class OwnForward(MegatronsLoss):
     def forward(self, *args):
         return super().forward(*args)
+
+
+def test_functions_that_a_script_assigns_to_its_model_are_not_left_out():
+    """A replacement would be called instead of them, and end with the class's own function."""
+    loss, layer = MegatronsLoss(), MegatronsLoss()
+    assert loss_obstacle(MegatronsLoss()) == ""
+    loss.compute_language_model_loss = types.MethodType(OwnLoss.compute_language_model_loss, loss)
+    layer.output_layer.forward = functools.partial(len)
+    for model, name in ((loss, "compute_language_model_loss"), (layer, "output_layer.forward")):
+        assert loss_obstacle(model) == f"MegatronsLoss has its own {name}"
+        assert trained_rows(model) is None
+    assert trained_rows(MegatronsLoss()) is not None
 
 
 GATHERS = {"gather_output": True, "tp_group": Group(2)}

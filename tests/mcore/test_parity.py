@@ -23,7 +23,16 @@ from scripts.parity.cells import Cell, Row, all_cells, all_rows, covering_rows, 
 from scripts.parity.compare import BATCH
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import run
-from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, LEARNED, MORE_CASES, MORE_ITERATIONS, Cases
+from tests.support.mcore.parity_cases import (
+    ALL_STATISTICS,
+    CASES,
+    CUTS,
+    ITERATIONS,
+    LEARNED,
+    MORE_CASES,
+    MORE_ITERATIONS,
+    Cases,
+)
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, check_closeness, parity_of
 
 
@@ -220,11 +229,6 @@ ROUTERS = {
 
 
 PADDED = {"context": {"cp": 2}, "tensor and sequence": {"tp": 2, "sp": True}}
-ALL_STATISTICS = (
-    "--make-vocab-size-divisible-by 64 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 "
-    "--moe-z-loss-coeff 0.1 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
-    "--moe-router-bias-update-rate 0.1"
-)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from megatron_epp.mcore import features
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import REPOSITORY, launch, run
+from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
@@ -27,6 +28,13 @@ CASES = {
         "model": "grouped",
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    },
+    "padded chunks of experts, beside one process": {
+        "cell": {"tp": 2, "sp": True, "experts": 4},
+        "model": "learned",
+        "plan": "--epp-planner 1f1b",
+        "both": ALL_STATISTICS,
+        "alone": True,
     },
 }
 

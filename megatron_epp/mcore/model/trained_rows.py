@@ -67,8 +67,13 @@ def trained_rows(model: torch.nn.Module) -> TrainedRows | None:
 
 
 def own_functions(model: Any) -> list[str]:
-    """Return the names of the functions between the output layer's input and the loss that are not Megatron's own."""
-    return [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
+    """Return the names of the functions between the output layer's input and the loss that are not Megatron's own.
+
+    A class of the script's may have them, or an object: assigned to it, they would also be lost when a replacement ends.
+    """
+    given = {name: vars(model).get(name, getattr(type(model), name, None)) for name in _OF_THE_LOSS}
+    own = [name for name, function in given.items() if not is_installed(getattr(function, "__func__", function))]
+    return [*own, *["output_layer.forward"] * ("forward" in vars(getattr(model, "output_layer", None) or model))]
 
 
 def rows_to_compute(loss_mask: Tensor, entries: int, width: int) -> Tensor | None:
