@@ -238,7 +238,12 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     """
     experts = {"experts": 4}
     cases = {name: {"cell": experts, "model": "llama", "plan": plan, "both": both} for name, (both, plan) in ROUTERS.items()}
-    shared = {"model": "learned", "plan": "--epp-planner 1f1b --epp-recompute 4", "both": ALL_STATISTICS, "alone": True}
+    shared = {
+        "model": "learned",
+        "plan": "--epp-planner 1f1b --epp-recompute 4",
+        "both": f"{ALL_STATISTICS} --global-batch-size 8",
+        "alone": True,
+    }
     cases |= {name: shared | {"cell": experts | cell} for name, cell in PADDED.items()}
     return parity_of(tmp_path_factory.mktemp("routers"), cases, ROUTER_ITERATIONS, batch=SMALL_BATCH)
 
