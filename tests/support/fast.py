@@ -67,6 +67,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_document_masks.py": (),
     "mcore/test_document_streams.py": ("test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint",),
     "mcore/test_experts.py": (),
+    "mcore/test_routers.py": (),
     "mcore/test_vocabulary_parallel.py": (
         "test_it_trains_as_the_stock_schedule_does",
         "test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer",

@@ -80,6 +80,6 @@ MORE_CASES: Cases = {
 ALL_STATISTICS = (
     "--make-vocab-size-divisible-by 64 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 "
     "--moe-z-loss-coeff 0.1 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
-    "--moe-router-bias-update-rate 0.1"
+    "--moe-router-bias-update-rate 0.003"
 )
 """Flags of routers that add up and count all that they can over tokens, on any number of ranks that share a vocabulary."""
