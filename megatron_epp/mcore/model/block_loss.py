@@ -209,7 +209,7 @@ def shard_logits(model: torch.nn.Module) -> None:
     Raises `EppError` if logits are gathered, and Megatron's loss gets them from a layer or a function that is not Megatron's.
     """
     bare: Any = unwrap_model(model)
-    layer = getattr(bare, "output_layer", None)
+    layer: Any = getattr(bare, "output_layer", None)
     if not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1:
         return
     own = own_functions(bare)

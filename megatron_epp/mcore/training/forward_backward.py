@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -129,10 +129,10 @@ def forward_backward_elastic(
     return [] if loss is None else [report_of(loss)]
 
 
-def _leave_out(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch) -> None:
+def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
     """Tell of a batch without trained tokens, and remove its gradients, which are those of routers' losses by no tokens.
 
-    The first such batches are told, then the 4th, the 8th and so on.
+    The 1st, 2nd, 4th, 8th such batch and so on are told.
     """
     session.untrained_batches += 1
     count = session.untrained_batches
