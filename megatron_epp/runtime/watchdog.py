@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_epp.runtime.failures import PATIENCE_S, FailureBoard
+from megatron_epp.runtime.side_thread import this_device
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class _Activity:
     describe: Callable[[], str]
     progress: Callable[[], object] | None
     limit_s: float
+    use_device: Callable[[], None] = field(default_factory=this_device)  # of the thread that is watched
     point: object = None
     closed: bool = False
     failure: Exception | None = None
@@ -103,6 +105,7 @@ class Watchdog:
         if activity.progress is not None:
             closed = activity.closed  # before asking: what the body does last must not be missed
             try:
+                activity.use_device()  # else a query of an event would make a context on the node's first GPU
                 point = activity.progress()
             except Exception as error:  # a device that has failed raises when queried, and makes no progress
                 point, activity.failure = activity.point, error

@@ -16,6 +16,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_the_command_reports_measured_against_simulated_and_writes_the_run",
     ),
     "cpu/test_emulated_copies.py": (),
+    "cpu/test_devices_of_threads.py": (),
     "cpu/test_host_limit.py": (),
     "cpu/test_runtime_background.py": ("test_a_process_ends_though_its_work_never_does",),
     "cpu/test_runtime_by_heads.py": ("test_gradients_are_those_of_all_heads_at_once",),

@@ -1,0 +1,104 @@
+"""Every thread that the package starts uses its rank's device, or none."""
+
+import ast
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_epp
+from megatron_epp.data.iterator import PlannedBatches, PlanSource
+from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.runtime import turns
+from megatron_epp.runtime.context import prepare
+from megatron_epp.runtime.side_thread import SideStream, SideThread
+from megatron_epp.runtime.turns import run_together
+from megatron_epp.runtime.watchdog import Watchdog
+from tests.pure.test_layers import PURE
+from tests.support.runtime.device_audit import Audit, Event, run, uploader
+from tests.support.runtime.runtime_plans import offloading, two_ranks, v_shape_split
+from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
+
+THREADS = {
+    "data/iterator.py ThreadPoolExecutor": "test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device",
+    "data/iterator.py Thread": "plans, without torch",
+    "launch/lifetime.py Thread": "ends the process",
+    "mcore/microbatches/ahead.py ThreadPoolExecutor": "tests/mcore/test_devices_of_mcore_threads.py",
+    "runtime/side_thread.py Thread": "test_a_side_thread_uses_the_device_of_the_thread_that_starts_it",
+    "runtime/tools/emulate.py ThreadPoolExecutor": "sleeps, on a CPU only",
+    "runtime/watchdog.py Thread": "test_the_watchdog_asks_for_progress_on_the_ranks_device",
+}
+"""Threads that packages outside `PURE` and the command line start, each with the test that runs it or the reason for none."""
+
+
+@pytest.fixture
+def audit():
+    turns._second_thread.cache_clear()
+    with Audit().installed() as audit:
+        yield audit
+    turns._second_thread.cache_clear()
+
+
+def test_the_table_names_every_thread_that_is_started():
+    root, found = Path(megatron_epp.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if name.partition("/")[0] in (*PURE, "cli"):
+            continue
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        called = {getattr(function, "attr", getattr(function, "id", "")) for function in calls}
+        found |= {f"{name} {kind}" for kind in called & {"Thread", "ThreadPoolExecutor", "ThreadPool"}}
+    assert found == set(THREADS)
+
+
+def test_the_audit_finds_a_thread_that_has_not_chosen_its_device(audit):
+    thread = threading.Thread(target=Event(audit).query, name="stray")
+    thread.start()
+    thread.join()
+    assert audit.faults == [("stray", "query", 0)]
+
+
+@pytest.mark.parametrize("plan", [lambda: offloading(two_ranks(), 0.5), v_shape_split])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_watchdog_asks_for_progress_on_the_ranks_device(audit, plan, rank):
+    watchdog = Watchdog(0.02, lambda message: None)
+    run(audit, plan(), rank, watchdog)
+    while watchdog._activities:
+        watchdog._thread.join(0.01)
+    assert "query" in audit.seen["epp-watchdog"]
+    assert audit.faults == []
+
+
+def test_a_side_thread_uses_the_device_of_the_thread_that_starts_it(audit):
+    def work():
+        stream = torch.cuda.current_stream()
+        stream.wait_event(stream.record_event())
+        SideStream().start(lambda: audit.touch("work"))()
+
+    SideThread("side").submit(work).result()
+    assert run_together(work, work, lambda turns: nullcontext()) == 2
+    assert audit.seen["side"] >= {"record_event", "wait_event", "Stream"}
+    assert audit.seen["epp-second-action"] >= audit.seen["side"]
+    assert audit.faults == []
+
+
+def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, monkeypatch):
+    upload = uploader(audit, monkeypatch)
+    plan = plan_of([5, 4], [[(0, 0, 5)], [(1, 0, 4)]])
+
+    def make(lengths, trained):
+        return (PackedPlan.of(plan, 1.0, (0, 1)),)
+
+    def ready(batch, actions):
+        return replace(prepare(plan, 0), upload=upload.begin([torch.zeros(3)]))
+
+    batches = PlannedBatches(MemoryDataset([5, 4]), [(0, 1)], PlanSource(make, prepare=ready))
+    program = next(batches).prepared
+    batches.close()
+    (thread,) = (name for name in audit.seen if name.startswith("epp-look-ahead"))
+    assert "record_event" in audit.seen[thread]
+    run(audit, plan, 0, program=program)
+    assert audit.faults == []

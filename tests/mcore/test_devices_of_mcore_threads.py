@@ -1,0 +1,57 @@
+"""Threads of training use the device of their rank."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.microbatches.ahead import Ahead
+from megatron_epp.mcore.training.learning import CostLearning
+from megatron_epp.mcore.training.reports import Reports
+from tests.support.runtime.device_audit import Audit, run
+from tests.support.runtime.runtime_plans import two_ranks
+
+
+@pytest.fixture
+def audit():
+    with Audit().installed() as audit:
+        yield audit
+
+
+def test_reports_read_times_on_their_ranks_device(audit):
+    plan, reports = two_ranks(), Reports()
+    recorder = run(audit, plan, 0)
+    reports.begin(lambda: recorder.events() and None)
+    reports.complete()
+    assert audit.seen["epp-reports"] >= {"stream", "synchronize", "elapsed_time"}
+    assert audit.faults == []
+
+
+def test_stages_are_watched_on_their_ranks_device(audit):
+    plan, watch = two_ranks(), StageWatch(0, None)
+    watch.after(plan, run(audit, plan, 0))
+    watch.complete()
+    assert "elapsed_time" in audit.seen["epp-stage-watch"]
+    assert audit.faults == []
+
+
+def test_costs_are_learnt_on_their_ranks_device(audit):
+    plan, learning = two_ranks(), CostLearning(SimpleNamespace(epp_lookahead=2), None, {}, 0)
+    while not learning.learner.is_recording:
+        learning.after(plan, run(audit, plan, 0))
+        learning._added.result()
+    learning.after(plan, run(audit, plan, 0))
+    learning._added.result()
+    assert "elapsed_time" in audit.seen["epp-cost-learning"]
+    assert audit.faults == []
+
+
+def test_microbatches_are_looked_at_ahead_on_their_ranks_device(audit):
+    ahead = Ahead(lambda shapes, problem, items: torch.cuda.current_stream().record_event())
+    ahead.begin([], 0, list)
+    ahead.wait()
+    ahead.close()
+    (thread,) = (name for name in audit.seen if name.startswith("epp-ahead"))
+    assert "record_event" in audit.seen[thread]
+    assert audit.faults == []
