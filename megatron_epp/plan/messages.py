@@ -1,28 +1,37 @@
-"""Device memory of messages in flight: payloads until they have left, buffers from the posted receive to the last use."""
+"""Device memory of messages in flight: the slots in which they travel, and the tensors that are copied to a slot or from one.
+
+A tensor that NCCL sends or receives is not free for other tensors before its transfer has ended on the device, however far the
+host is ahead by then. So messages travel in slots, which stay allocated while a plan runs (`runtime.links`): a message is
+copied into a slot to be sent, and out of one when it is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_epp.plan.action import Op
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.columns import Booleans, Bytes, byte_column
+from megatron_epp.plan.columns import Booleans, Bytes, Integers, byte_column
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import Message, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.ways import Way
+
+SEND_SLOTS = 2
+"""Slots of a way for messages to send: one is filled while the message before it is on its way."""
 
 
 def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     """Peak bytes of messages on each rank.
 
-    A payload takes memory from the start of the action that makes it to the next send on its link, which waits for its
-    transfer; a stage on the same rank takes it over instead. A received one takes memory from where its receive is posted: an
-    activation to the start of its forward, whose own bytes hold it from there on, a gradient to the end of its backward.
-    Buffers of collectives and of messages of added operations are in the bytes of the steps that make and need them.
+    Slots, each as large as the largest message, take memory throughout. A payload takes memory from the start of the action
+    that makes it to its send, which copies it; a stage on the same rank takes it over instead. What is copied out of a slot is
+    held by a forward's own bytes, and beside those of a backward until its end. Buffers of collectives and of messages of added
+    operations are in the bytes of the steps that make and need them.
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
@@ -31,13 +40,34 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
     launches = Launches.of(rows)
+    found = _slots(plan, launches, launches.ranks())
+    held = np.bincount(found.rank, found.slots, plan.num_ranks).astype(np.int64) * max(plan.messages.num_bytes)
     begins, ends = _changes(plan, launches)
     live = np.cumsum(np.stack([begins, ends], axis=1))
     peaks = []
-    for first, last in pairwise((2 * launches.starts).tolist()):
+    for size, (first, last) in zip(held.tolist(), pairwise((2 * launches.starts).tolist()), strict=True):
         before = live[first - 1] if first else 0
-        peaks.append(max(0, int(live[first:last].max(initial=before) - before)))
+        peaks.append(size + max(0, int(live[first:last].max(initial=before) - before)))
     return tuple(peaks)
+
+
+def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
+    """Return the number of slots of every way that messages of a rank go.
+
+    A way from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
+    posted again only behind the action that needs its message, so no rank waits for a slot. Of the messages to another rank all
+    may be on their way, but for each behind `SEND_SLOTS` the rank's stream waits for an earlier one.
+
+    Args:
+        plan: the plan.
+        rank: pipeline rank.
+        row: of the rank, lowered.
+    """
+    launches = Launches.of([row])
+    found = _slots(plan, launches, np.full(len(launches.op), rank))
+    columns = (found.sender, found.receiver, found.gradient, found.slots)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return {Way(sender, receiver, bool(gradient)): slots for sender, receiver, gradient, slots in rows}
 
 
 def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
@@ -55,51 +85,96 @@ class _Sides(NamedTuple):
     Attributes:
         makes, takes: those whose result is a message, and those that need one.
         opens: those of `takes` whose own bytes hold the message from their start on.
-        sends: those that send one.
-        receives: those that receive one.
+        sends, receives: those that send and receive one.
     """
 
     makes: dict[Op, int]
     takes: dict[Op, int]
     opens: set[Op]
     sends: dict[Op, int]
-    receives: set[Op]
+    receives: dict[Op, int]
 
     @classmethod
     def of_table(cls) -> _Sides:
         """Read the table of operations, for messages between stages."""
-        sides = cls({}, {}, set(), {}, set())
+        sides = cls({}, {}, set(), {}, {})
         for kind in operations(Track.COMPUTE):
             for need in needs_of(kind.op):
                 if isinstance(need.carries, Message) and need.carries.times and isinstance(need.site, int):
                     sides.makes[need.op], sides.takes[kind.op] = -need.site, need.site
                     sides.sends[need.carries.send] = -need.site
-                    sides.receives.add(need.carries.receive)
+                    sides.receives[need.carries.receive] = need.site
                     if kind.role is Role.OPENS:
                         sides.opens.add(kind.op)
         return sides
 
 
+class _Others(NamedTuple):
+    """Launches of some operations with messages whose other side is a stage of the plan.
+
+    Attributes:
+        at: indices of the launches.
+        rank: the ranks at the other side.
+        is_up: the other side is the later stage.
+    """
+
+    at: Integers
+    rank: Integers
+    is_up: Booleans
+
+    @classmethod
+    def of(cls, plan: Plan, launches: Launches, offsets: Mapping[Op, int]) -> _Others:
+        """Find them, given the offset from each operation's site to the other side."""
+        is_one = launches.by_op(op in offsets for op in launches.ops).astype(bool)
+        offset = launches.by_op(offsets.get(op, 0) for op in launches.ops)
+        site = launches.site + offset
+        at = np.flatnonzero(is_one & (site >= 0) & (site < plan.num_stages))
+        return cls(at, np.array(plan.placement)[site[at]], offset[at] > 0)
+
+
+class _Slots(NamedTuple):
+    """Number of slots by rank and way."""
+
+    rank: Integers
+    sender: Integers
+    receiver: Integers
+    gradient: Integers
+    slots: Integers
+
+
+def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
+    """Count the slots of launches, whose ranks are given."""
+    sides = _Sides.of_table()
+    sent = _Others.of(plan, launches, sides.sends)
+    key = ((rank[sent.at] * plan.num_ranks + rank[sent.at]) * plan.num_ranks + sent.rank) * 2 + ~sent.is_up
+    found, count = np.unique(key, return_counts=True)
+    keys, counts = [found], [np.minimum(count, SEND_SLOTS)]
+    received, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.receives, sides.takes))
+    at, other = np.append(received.at, taken.at), np.append(received.rank, taken.rank)
+    is_up, change = np.append(received.is_up, taken.is_up), np.repeat([1, -1], [len(received.at), len(taken.at)])
+    key = ((rank[at] * plan.num_ranks + other) * plan.num_ranks + rank[at]) * 2 + is_up
+    order = np.lexsort((at, key))
+    order = order[other[order] != rank[at[order]]]
+    if len(order):
+        found, first = np.unique(key[order], return_index=True)
+        keys.append(found)
+        counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every way ends at 0: all messages are taken
+    key, gradient = np.divmod(np.concatenate(keys), 2)
+    key, receiver = np.divmod(key, plan.num_ranks)
+    return _Slots(*np.divmod(key, plan.num_ranks), receiver, gradient, np.concatenate(counts))
+
+
 def _changes(plan: Plan, launches: Launches) -> tuple[Bytes, Bytes]:
-    """Bytes by which the messages held by a launch's rank grow when it starts and when it ends."""
-    makes, takes, opens, sends, receives = _Sides.of_table()
-    ops, site = launches.ops, launches.site
+    """Bytes besides slots by which the messages held by a launch's rank grow when it starts and when it ends."""
+    sides, rank = _Sides.of_table(), launches.ranks()
     size = byte_column(plan.messages.num_bytes)[launches.chunk]
-
-    def is_one_of(kinds: Container[Op]) -> Booleans:
-        return launches.by_op(op in kinds for op in ops).astype(bool)
-
-    def has_other_side(kinds: Mapping[Op, int]) -> Booleans:
-        other = site + launches.by_op(kinds.get(op, 0) for op in ops)
-        return is_one_of(kinds) & (other >= 0) & (other < plan.num_stages)
-
-    taken, sent = has_other_side(takes), np.flatnonzero(is_one_of(sends))
-    begins = np.where(has_other_side(makes), size, 0) - np.where(taken & is_one_of(opens), size, 0)
-    begins += np.where(is_one_of(receives), size, 0)
-    ends = -np.where(taken & ~is_one_of(opens), size, 0)
-    target = np.array(plan.placement)[site[sent] + launches.by_op(sends.get(op, 0) for op in ops)[sent]]
-    link = (launches.ranks()[sent] * plan.num_ranks + target) * len(ops) + launches.op[sent]
-    order = np.argsort(link, kind="stable")
-    sent, follows = sent[order], link[order][1:] == link[order][:-1]
-    ends[sent[1:][follows]] -= size[sent[:-1][follows]]
+    begins, ends = np.zeros_like(size), np.zeros_like(size)
+    made, sent, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.makes, sides.sends, sides.takes))
+    begins[made.at] += size[made.at]
+    ends[sent.at] -= size[sent.at]
+    opens = launches.by_op(op in sides.opens for op in launches.ops).astype(bool)[taken.at]
+    is_local = taken.rank == rank[taken.at]
+    begins[taken.at[opens & is_local]] -= size[taken.at[opens & is_local]]
+    begins[taken.at[~opens & ~is_local]] += size[taken.at[~opens & ~is_local]]
+    ends[taken.at[~opens]] -= size[taken.at[~opens]]
     return begins, ends

@@ -7,6 +7,7 @@ chunk, `Links` carries tensors, and the plan says everything else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.messages import slots_of
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext, Mover, Program, Stage, prepare
@@ -132,6 +134,7 @@ class Executor:
             stage.relay.begin(self.plan.kv_offload_on(number), self.host)
         watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
+            self._open_slots()
             with torch.set_grad_enabled(not self.plan.forward_only), watched:
                 position = 0
                 while position < len(self._actions):
@@ -147,6 +150,16 @@ class Executor:
             raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
         finally:
             self._progress.close()
+
+    def _open_slots(self) -> None:
+        """Let the links keep as many messages as this rank has under way at one time."""
+        if self.links is None:
+            return
+        tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
+        shape, dtype, device = next(iter(self.stages.values())).message(tokens)
+        if self.links.uses_slots(device):
+            slots = slots_of(self.plan, self.rank, self._actions)
+            self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
     def _perform_step(self, action: Action) -> int:
         """Perform an action, with the other one of its step if the two can take turns. Returns the number of actions."""

@@ -11,7 +11,17 @@ from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.ways import ways
 from megatron_epp.runtime.links import links
-from tests.support.runtime.link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
+from tests.support.runtime.link_runs import (
+    both_ways,
+    cross_talk,
+    each_way,
+    groups,
+    in_slots,
+    made,
+    meet,
+    strided_and_released,
+    without_slots,
+)
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
@@ -106,3 +116,17 @@ def test_ranks_that_block_until_their_peer_is_there_all_get_through_side_by_side
 def test_every_message_of_a_plan_goes_a_way_that_was_used(plan):
     messages = {(one.src_rank, one.dst_rank, one.action.op is Op.SEND_B) for one in simulate(plan).messages()}
     assert messages == set(ways(plan.placement)), "and no other is set up"
+
+
+def test_messages_travel_in_slots_that_are_used_again_whatever_order_they_are_needed_in(ranks):
+    """Eight messages each way in two slots: of every two that are posted, the second is needed first."""
+    slots, received = zip(*ranks.run(in_slots), strict=True)
+    assert slots == ({(0, 1, False): 2, (1, 0, True): 2},) * 2
+    assert received == ([[100.0 + i] * (1 + i % 3) for i in range(8)], [[float(i)] * (1 + i % 3) for i in range(8)])
+
+
+def test_a_message_without_a_slot_and_one_that_does_not_fit_are_refused(ranks):
+    assert ranks.run(without_slots) == [
+        ("a message of 12 bytes does not fit a slot of 8", "pipeline rank 0 has no slot left for a message of rank 1"),
+        ("a message of 12 bytes does not fit a slot of 8", "pipeline rank 1 has no slot left for a message of rank 0"),
+    ]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
-from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.messages import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.ways import Way
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.search import greedy
@@ -21,63 +22,78 @@ def sized(made, *sizes):
     return replace(made, messages=replace(made.messages, num_bytes=sizes))
 
 
-def test_a_payload_stays_until_the_next_send_of_its_link_and_a_buffer_to_its_last_use():
-    """Rank 0 has the payloads of 0F0 and 0F1 (100 + 10) during 0F1, and at 0B0 that of 0F1 and the gradient (10 + 100). Rank 1
-    has both activations (100 + 10) before 1F0 takes the first over, and during 1B1 the payloads of both gradients (100 + 10).
+def test_a_payload_is_held_to_its_send_a_gradient_while_it_is_used_and_slots_throughout():
+    """Rank 0 has two slots for activations and, as 0B0 comes before 1B1 ends, one for gradients; in 0B0, the gradient of chunk
+    0 is held beside them. So is on rank 1 the payload of 1B0.
     """
     made = sized(one_f_one_b(), 100, 10, 1)
-    assert message_peaks(made, lower(made)) == (110, 110)
+    rows = lower(made)
+    assert slots_of(made, 0, rows[0]) == {Way(0, 1, False): 2, Way(1, 0, True): 1}
+    assert slots_of(made, 1, rows[1]) == {Way(0, 1, False): 2, Way(1, 0, True): 2}
+    assert message_peaks(made, rows) == (300 + 100, 400 + 100)
 
 
 def test_what_a_rank_hands_to_its_own_next_stage_counts_until_that_takes_it():
     made = sized(v_shape(), 1, 0)
     rows = lower(made)
     assert [str(a) for a in rows[1] if a.chunk == 0][:4] == ["1RECV_F0", "1F0", "2F0", "2SEND_F0"]
-    assert message_peaks(made, rows)[1] == 2  # 2F0's payload, which has no successor yet, and the gradient of chunk 0
+    held = sum(slots_of(made, 1, rows[1]).values())
+    assert message_peaks(made, rows)[1] == held + 2, "2B0 uses a gradient and makes one, which 1B0 takes over"
 
 
 @given(sound_plans())
 def test_the_peak_is_what_a_ledger_of_messages_finds(made):
-    """Each message by name: taken and given back where the rows say; in the end only the last payload of each link is left."""
+    """Each message by name: taken and given back where the rows say; in the end none is left."""
     made = sized(made, *range(1, len(made.chunks) + 1))
     rows = lower(made)
     for rank, (row, peak) in enumerate(zip(rows, message_peaks(made, rows), strict=True)):
-        assert ledger(made, rank, row) == peak
+        slots, most = ledger(made, rank, row)
+        assert slots_of(made, rank, row) == slots
+        assert peak == sum(slots.values()) * len(made.chunks) + most
 
 
 def ledger(made, rank, row):
-    live, last, most = {}, {}, 0
+    """Slots by way, and the most bytes outside of slots."""
+    live, posted, slots, most = {}, {}, {}, 0
 
-    def total():
-        return sum(made.messages.num_bytes[chunk] for _, _, chunk in live)
+    def is_here(stage):
+        return made.placement[stage] == rank
 
     for op, stage, chunk in row:
-        if op is Op.F:
-            live.pop((Op.F, stage, chunk), None)
-            if stage + 1 < made.num_stages:
-                live[Op.F, stage + 1, chunk] = True
-        elif op is Op.B and stage > 0:
-            live[Op.B, stage - 1, chunk] = True
-        elif op in (Op.RECV_F, Op.RECV_B):
-            live[Op.F if op is Op.RECV_F else Op.B, stage, chunk] = True
-        elif op in (Op.SEND_F, Op.SEND_B):
-            kind, to = (Op.F, stage + 1) if op is Op.SEND_F else (Op.B, stage - 1)
-            link = made.placement[to], kind
-            if link in last:
-                del live[last[link]]
-            last[link] = kind, to, chunk
-        most = max(most, total())
+        came = (stage - 1 if op is Op.F else stage + 1) if op in (Op.F, Op.B) else None
+        if came is not None and 0 <= came < made.num_stages:
+            if is_here(came):
+                if op is Op.F:
+                    del live[op, stage, chunk]
+            else:
+                posted[made.placement[came], rank, op is Op.B].remove((stage, chunk))
+                if op is Op.B:
+                    live[op, stage, chunk] = True
+        goes = (stage + 1 if op is Op.F else stage - 1) if op in (Op.F, Op.B) else None
+        if goes is not None and 0 <= goes < made.num_stages:
+            live[op, goes, chunk] = True
+        if op in (Op.RECV_F, Op.RECV_B):
+            way = Way(made.placement[stage + (-1 if op is Op.RECV_F else 1)], rank, op is Op.RECV_B)
+            posted.setdefault(way, []).append((stage, chunk))
+            slots[way] = max(slots.get(way, 0), len(posted[way]))
+        most = max(most, sum(made.messages.num_bytes[chunk] for _, _, chunk in live))
+        if op in (Op.SEND_F, Op.SEND_B):
+            to = stage + (1 if op is Op.SEND_F else -1)
+            way = Way(rank, made.placement[to], op is Op.SEND_B)
+            slots[way] = min(2, slots.get(way, 0) + 1)
+            del live[Op.F if op is Op.SEND_F else Op.B, to, chunk]
         if op is Op.B:
             live.pop((Op.B, stage, chunk), None)
-    assert set(live) == set(last.values())
-    return most
+    assert not live
+    assert not any(posted.values())
+    return slots, most
 
 
 def problem(placement, lengths, cap=UNLIMITED_BYTES):
     return Problem(lengths, placement.rank_of, (cap,) * placement.num_ranks)
 
 
-def test_looped_placements_have_more_in_flight_than_two_messages_a_neighbour():
+def test_placements_may_have_other_messages_in_flight_than_is_guessed():
     placement = Placement("looped", 4, 4)
     asked = problem(placement, (4096,) * 24)
     made = plan(asked, costs_of(16))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
 
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
-_PER_NEIGHBOUR = 2
-"""Messages that a stage is expected to have in flight with each of its neighbours: one in use, one ahead of its use."""
+_PER_WAY = 2
+"""Slots that a way to or from a rank is expected to have; it has more where messages come long before they are needed."""
+_IN_USE = 2
+"""Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
 _SLACK = 8
 """One part in so many more than a plan needed is set aside for the next one, whose order may differ a little."""
 
@@ -37,11 +41,9 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     """
     if problem.message_bytes:
         return problem.message_bytes
-    last = problem.num_stages - 1
-    sides = [0] * problem.num_ranks
-    for stage, rank in enumerate(problem.placement):
-        sides[rank] += (stage > 0) + (stage < last)
-    return tuple(_PER_NEIGHBOUR * count * max(message_bytes, default=0) for count in sides)
+    ends = Counter(rank for way in ways(problem.placement) for rank in (way.sender, way.receiver))
+    expected = (_PER_WAY * ends[rank] + _IN_USE * (rank in ends) for rank in range(problem.num_ranks))
+    return tuple(number * max(message_bytes, default=0) for number in expected)
 
 
 def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:

@@ -6,11 +6,17 @@ so there is no handshake.
 
 Where a rank has several stages, activations may travel both ways between two ranks. Then each way has a communicator: on one of
 NCCL's, a send and a receive would wait for each other.
+
+On GPUs messages travel in slots, which are kept from one to the next. The memory of a tensor that NCCL has sent or received
+goes back to torch's allocator when all has run that was launched on NCCL's stream before the tensor was dropped, posted
+receives among it, so what tensors of their own would need grows with the host's lead over the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,15 +29,40 @@ from megatron_epp.runtime.links.objects import Groups, ObjectGroup, Options
 
 
 @dataclass(slots=True)
+class _Ring:
+    """Slots of the messages that go one way, at one end of it, each ``[num_bytes]`` of uint8.
+
+    Attributes:
+        free: those that nothing is in.
+        sent: those that a message is sent from, in order.
+    """
+
+    free: list[Tensor]
+    sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of slots, and the bytes of each."""
+        return len(self.free) + len(self.sent), max((slot.numel() for slot in self.free), default=0)
+
+
+@dataclass(slots=True)
 class Receive:
-    """Posted receive: the buffer and the work that fills it."""
+    """Posted receive: the buffer, the work that fills it, and the slot that the buffer is in, with its ring."""
 
     buffer: Tensor
     work: dist.Work
+    slot: Tensor | None = None
+    ring: _Ring | None = None
 
     def wait(self) -> Tensor:
+        """Return the message, behind whose arrival the current stream goes on. May be called once."""
         self.work.wait()
-        return self.buffer
+        if self.ring is None or self.slot is None:
+            return self.buffer
+        message = self.buffer.clone()  # on the current stream, behind which the next message comes into the slot
+        self.ring.free.append(self.slot)
+        return message
 
 
 @dataclass(slots=True)
@@ -48,6 +79,7 @@ class Links:
         activations_down: group for activations to lower ranks.
         gradients_up: group for gradients to higher ranks.
         ways: directions in which messages are sent.
+        slots_on_cpu: use slots on a CPU too, where tensors need none.
     """
 
     ranks: tuple[int, ...]
@@ -59,7 +91,9 @@ class Links:
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
     ways: Sequence[Way]
+    slots_on_cpu: bool = False
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    _rings: dict[Way, _Ring] = field(default_factory=dict)
 
     @staticmethod
     def create(
@@ -68,6 +102,7 @@ class Links:
         groups: Groups,
         used: Sequence[Way] | None = None,
         options: Options | None = None,
+        slots_on_cpu: bool = False,
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
@@ -77,6 +112,7 @@ class Links:
             groups: makes them.
             used: directions in which messages are sent; None for those of one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
+            slots_on_cpu: see `Links`.
 
         Raises:
             EppError: messages between different ranks would wait for each other.
@@ -96,6 +132,7 @@ class Links:
             figures=groups.of(pipeline, backend="gloo"),
             control=ObjectGroup.create(control_ranks, groups),
             ways=used,
+            slots_on_cpu=slots_on_cpu,
         )
 
     def connect(self, device: torch.device) -> None:
@@ -115,34 +152,76 @@ class Links:
                 if heard.item() != way.sender:
                     raise EppError(f"pipeline rank {self.position} expects rank {way.sender} and hears {heard.item()}")
 
+    def uses_slots(self, device: torch.device) -> bool:
+        """True if messages on `device` travel in slots."""
+        return self.slots_on_cpu or device.type != "cpu"
+
+    def open_slots(self, slots: Mapping[Way, int], num_bytes: int, device: torch.device) -> None:
+        """Keep messages in slots from now on. All messages before have been sent and received.
+
+        Args:
+            slots: number of slots of each way; none other is gone by messages.
+            num_bytes: size of the largest message.
+            device: of the messages.
+        """
+        for way in [way for way, ring in self._rings.items() if ring.shape != (slots.get(way), num_bytes)]:
+            del self._rings[way]
+        for way, count in slots.items():
+            if way not in self._rings:
+                self._rings[way] = _Ring([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
+
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`.
 
-        The payload's storage is kept until the next send on the same communicator and to the same rank, or `finish_sends`. That
-        send runs after this one in any case, so waiting there for this one costs nothing, and the memory of messages
-        does not depend on how far the host is ahead of the device.
+        With slots the tensor is copied, and the caller may drop it; where all slots of the way are in use, the current stream,
+        not the host, first waits for the message in the first of them. Without slots its storage is kept until the next
+        send on the same communicator and to the same rank, or `finish_sends`; that send runs after this one in any case.
         """
         group = self._group(gradient, up=peer > self.position)
+        ring = self._rings.get(Way(self.position, peer, gradient))
+        if ring is not None:
+            if not ring.free:
+                work, slot = ring.sent.popleft()
+                work.wait()  # on NCCL the current stream waits, not the host
+                ring.free.append(slot)
+            slot = ring.free.pop()
+            payload = _part(slot, tensor.shape, tensor.dtype).copy_(tensor.detach())
+            ring.sent.append((self._started(dist.isend(payload, self.ranks[peer], group=group)), slot))
+            return
         if (before := self._in_flight.pop((peer, group), None)) is not None:
-            before[0].wait()  # on NCCL the current stream waits, not the host
+            before[0].wait()
             del before
         payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
-        work = dist.isend(payload, self.ranks[peer], group=group)
-        self._in_flight[peer, group] = self._started(work), payload
+        work = self._started(dist.isend(payload, self.ranks[peer], group=group))
+        self._in_flight[peer, group] = work, payload
 
     def post_receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
     ) -> Receive:
-        """Start receiving from pipeline rank `peer` into a fresh buffer."""
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-        work = dist.irecv(buffer, self.ranks[peer], group=self._group(gradient, up=peer < self.position))
-        return Receive(buffer, self._started(work))
+        """Start receiving from pipeline rank `peer`, into a slot or a buffer of its own.
+
+        Raises `EppError` where every slot of the way has a message that was not waited for.
+        """
+        group, ring = self._group(gradient, up=peer < self.position), self._rings.get(Way(peer, self.position, gradient))
+        if ring is None:
+            buffer, slot = torch.empty(tuple(shape), dtype=dtype, device=device), None
+        elif ring.free:
+            slot = ring.free.pop()
+            buffer = _part(slot, shape, dtype)
+        else:
+            raise EppError(f"pipeline rank {self.position} has no slot left for a message of rank {peer}")
+        return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 
     def finish_sends(self) -> None:
         """Wait until every message has left."""
         for work, _ in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
+        for ring in self._rings.values():
+            while ring.sent:
+                work, slot = ring.sent.popleft()
+                work.wait()
+                ring.free.append(slot)
 
     def _group(self, gradient: bool, up: bool) -> dist.ProcessGroup:
         """Return the group for a message to a higher rank (`up`) or to a lower one."""
@@ -154,6 +233,14 @@ class Links:
         if work is None:  # returned by torch to ranks that are not in the group
             raise EppError(f"rank {dist.get_rank()} is not in the pipeline of ranks {self.ranks}")
         return work
+
+
+def _part(slot: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the first bytes of a slot. Raises `EppError` where the slot is smaller."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > slot.numel():
+        raise EppError(f"a message of {num_bytes} bytes does not fit a slot of {slot.numel()}")
+    return slot[:num_bytes].view(dtype).view(tuple(shape))
 
 
 def _check_pairs(num_ranks: int) -> None:

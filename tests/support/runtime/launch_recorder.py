@@ -67,7 +67,7 @@ class LaunchLog:
     """All that a rank launches, in order. Stands in for `torch.cuda`, as far as `CopyStreams` needs it."""
 
     def __init__(self):
-        self.launches, self.action = [], None
+        self.launches, self.action, self.memory = [], None, None
         self.devices = {}
         """Device that each thread uses, by its identifier."""
         self.streams = {COMPUTE: Stream(self, COMPUTE)}
@@ -95,6 +95,8 @@ class LaunchLog:
         waits = [number for number in (*waits, stream.last) if number is not None]
         self.launches.append(RecordedLaunch(text, stream.name, waits, event, kind, self.action))
         stream.last = len(self.launches) - 1
+        if self.memory is not None:
+            self.memory.poll()
 
     def behind_current(self, text, kind, name, event):
         """Launch on a stream of a communicator, as NCCL does: behind all that the current stream has so far."""
@@ -219,16 +221,18 @@ class _Messages:
     counts: Counter = field(default_factory=Counter)
 
     def isend(self, tensor, peer, group):
-        return self._start(SEND, (self.rank, peer), group)
+        return self._start(SEND, (self.rank, peer), group, tensor)
 
     def irecv(self, buffer, peer, group):
         buffer.zero_()
-        return self._start(RECEIVE, (peer, self.rank), group)
+        return self._start(RECEIVE, (peer, self.rank), group, buffer)
 
-    def _start(self, kind, way, group):
+    def _start(self, kind, way, group, tensor):
         number = self.counts[way, group]
         self.counts[way, group] += 1
         name = f"{group} {way[0]} to {way[1]}"
+        if self.log.memory is not None:
+            self.log.memory.note(tensor, name)
         return self.log.behind_current(str(self.log.action), kind, name, ("message", way, group, number, self.replica))
 
 
@@ -242,7 +246,7 @@ def _uploaded(program, batch, log):
     return replace(program, upload=upload)
 
 
-def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Reductions):
+def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Reductions, slots=True, memory=None):
     """Run this rank's part of a plan of plain stages; return the log of its launches.
 
     Args:
@@ -250,8 +254,11 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
         replica: of the rank, whose messages stay inside it.
         make_stage: makes a stage.
         make_reductions: makes the reductions of the rank's stages, by ascending number.
+        slots: messages travel in slots, as on GPUs.
+        memory: a `MessageMemory` that watches.
     """
     log, batch = LaunchLog(), batch_of(plan)
+    log.memory = memory
     here = [number for number, where in enumerate(plan.placement) if where == rank]
     stages = {number: make_stage(build_part(plan.num_layers, number), batch, log, number) for number in here}
     reductions = make_reductions(list(stages.values()))
@@ -260,10 +267,11 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     messages = _Messages(log, rank, replica)
     groups = {"activations": "activations", "gradients": "gradients", "figures": None, "control": None}
     down = {"activations_down": "activations down", "gradients_up": "gradients up"}
-    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, ways=())
+    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, ways=(), slots_on_cpu=slots)
     host = HostMemory(torch.device("cpu"), 1 << 30, RecordedCopies(log))
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     with (
+        nullcontext() if memory is None else memory.watching(log),
         reductions,
         SavedTensors(parameters) as saved,
         patch.object(dist, "isend", messages.isend),

@@ -6,7 +6,8 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_epp.plan.ways import ways
+from megatron_epp.plan import EppError
+from megatron_epp.plan.ways import Way, ways
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 
@@ -111,3 +112,39 @@ def meet(rank, links, several_stages):
 def _name(links, group):
     names = ("activations", "gradients", "activations_down", "gradients_up")
     return next(name for name in names if getattr(links, name) is group)
+
+
+def in_slots(rank, links):
+    """Send eight messages of other sizes and receive as many in slots; return the numbers of slots, and what was received."""
+    slots, cpu, received = {Way(0, 1, False): 2, Way(1, 0, True): 2}, torch.device("cpu"), {}
+    links.open_slots(slots, 3 * 8, cpu)
+    storages = [slot.data_ptr() for ring in links._rings.values() for slot in ring.free]
+    for first in range(0, 8, 2):
+        posted = [
+            links.post_receive((1 + i % 3,), torch.float64, cpu, 1 - rank, gradient=rank == 0) for i in (first, first + 1)
+        ]
+        for i in (first, first + 1):
+            tensor = torch.full((1 + i % 3,), 100.0 * rank + i, dtype=torch.float64)
+            links.send(tensor, 1 - rank, gradient=rank == 1)
+            tensor.zero_()  # it was copied
+        for i in (first + 1, first):
+            received[i] = posted[i - first].wait()
+    links.finish_sends()
+    links.open_slots(slots, 3 * 8, cpu)
+    assert sorted(storages) == sorted(slot.data_ptr() for ring in links._rings.values() for slot in ring.free)
+    found = {tuple(way): len(ring.free) for way, ring in links._rings.items()}
+    links.open_slots({}, 1, cpu)
+    return found, [received[i].tolist() for i in range(8)]
+
+
+def without_slots(rank, links):
+    """Errors of a message that is too large for its slot, and of one that finds no slot."""
+    cpu, told = torch.device("cpu"), []
+    links.open_slots({Way(1 - rank, rank, False): 1}, 8, cpu)
+    for _ in range(2):
+        try:
+            links.post_receive((3,), torch.float32, cpu, 1 - rank, gradient=False)
+        except EppError as error:
+            told.append(str(error))
+    links.open_slots({}, 1, cpu)
+    return tuple(told)

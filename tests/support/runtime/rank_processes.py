@@ -107,7 +107,7 @@ def _enter(rank, size, folder, function, args):
     os.dup2(log, sys.stderr.fileno())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    function(rank, Links.create(range(size), range(size), Groups()), *args)
+    function(rank, Links.create(range(size), range(size), Groups(), slots_on_cpu=True), *args)
 
 
 def _serve(rank, links, pipe):
