@@ -42,7 +42,6 @@ else
     where+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "${#dry_run[@]}" -eq 0 ] && [ -z "${NPROC_PER_NODE:-}" ] && ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "torch finds no GPU here to count: set NPROC_PER_NODE to the number of processes" >&2

@@ -20,6 +20,7 @@ from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import (
     EXPANDABLE,
+    TF32,
     allocator_setting,
     allocator_variables,
     cpu_name,
@@ -288,6 +289,8 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
         yield Finding(name, WARNING, found, f"export {name}={EXPANDABLE}: {why}")
     else:
         yield Finding(name, OK, found)
+    if (found := environment.get(TF32, "0")) != "0":
+        yield Finding(TF32, OK, f"{found}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
     name, found = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
     if has_gpu and found != "1":
         todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"

@@ -15,6 +15,11 @@ from megatron_epp.plan.errors import EppError
 EXPANDABLE = "expandable_segments:True"
 """Allocator setting for segments that grow: chunks differ in size, and fixed segments would leave unusable gaps."""
 
+TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""Variable with which NVIDIA's containers let torch multiply fp32 matrices in TF32, with relative errors of about 3e-4."""
+NO_TF32 = {TF32: "0"}
+"""Variables of runs in fp32 that others are compared with."""
+
 
 class PortError(EppError):
     """A port to listen on is taken."""
@@ -82,6 +87,13 @@ def allocator_setting(environment: Mapping[str, str], torch_version: str) -> tup
     """Name and value of the allocator's effective variable; None if none is set."""
     names = allocator_variables(torch_version)
     return next(((name, environment[name]) for name in names if name in environment), None)
+
+
+def allocator_environment(environment: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """Variables to set for processes that train, so that segments expand; none if the user has set the allocator's."""
+    if allocator_setting(environment, torch_version) is not None:
+        return {}
+    return {allocator_variables(torch_version)[0]: EXPANDABLE}
 
 
 def segments_expand(environment: Mapping[str, str], torch_version: str) -> bool:

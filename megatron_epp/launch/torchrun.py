@@ -1,6 +1,7 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or where to find what it printed.
 
-Temporary files of its processes are in a folder that it removes at its end.
+Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
+environment says otherwise.
 
 `python -m megatron_epp.launch.torchrun` takes what torchrun takes.
 """
@@ -8,9 +9,11 @@ Temporary files of its processes are in a folder that it removes at its end.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 
 from megatron_epp.launch.lifetime import launcher_folder
+from megatron_epp.launch.machine import allocator_environment, version_of
 from megatron_epp.launch.refusal import handed_over
 
 
@@ -21,6 +24,7 @@ def main() -> None:
             stack.enter_context(launcher_folder())
         except OSError as error:
             sys.exit(f"megatron-epp: cannot make a folder for temporary files ({error.strerror}): set TMPDIR to one with space")
+        os.environ.update(allocator_environment(os.environ, version_of("torch") or "0.0"))
         _run(sys.argv[1:])
 
 

@@ -12,12 +12,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_epp.launch import refusal, torchrun
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """Runs the launcher with a stand-in for torchrun's own main."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def run(main, *arguments):
         monkeypatch.setattr(torch.distributed.run, "main", main)
@@ -33,6 +38,23 @@ def test_torchrun_gets_the_arguments_and_its_processes_a_folder(launched, tmp_pa
     assert seen == [(["--nnodes", "1", "script"], True)]
     assert FOLDER_VARIABLE not in os.environ
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("version", "name"), [("2.6.0a0+ecf3bae40a.nv25.01", ALLOCATOR[1]), ("2.9.1", ALLOCATOR[0])])
+def test_segments_of_gpu_memory_expand_by_the_name_that_torch_reads(launched, monkeypatch, version, name):
+    seen = []
+    monkeypatch.setattr(torchrun, "version_of", lambda package: version)
+    launched(lambda arguments: seen.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ}))
+    assert seen == [{name: "expandable_segments:True"}]
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_settings_of_the_allocator_that_the_user_made_are_left(launched, monkeypatch, name):
+    seen = []
+    monkeypatch.setattr(torchrun, "version_of", lambda package: "2.13.0")
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    launched(lambda arguments: seen.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ}))
+    assert seen == [{name: "max_split_size_mb:64"}]
 
 
 def test_a_process_that_fails_is_named_in_one_line(launched):

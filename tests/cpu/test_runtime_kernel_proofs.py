@@ -1,9 +1,13 @@
 """A kernel's proof is against torch's own attention: exact attention passes it, and a wrong kernel does not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_epp.cli.first_run import training
+from megatron_epp.cli.first_run.outcome import PASSED
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.tools.kernel_proofs import prove
 
@@ -34,3 +38,37 @@ def test_a_wrong_kernel_does_not_hold(monkeypatch, damage):
     assert not any(one.holds for one in proofs)
     assert all((one.error or 0) > one.tolerance for one in proofs) == (damage != "error")
     assert ("of another version" in proofs[0].obstacle) == (damage == "error")
+
+
+def test_kernels_are_proven_without_tf32_and_the_setting_is_as_before(monkeypatch):
+    """NVIDIA's containers begin with "high"."""
+    exact, seen = kernels.EXACT, []
+
+    def forward(*inputs):
+        seen.append(torch.get_float32_matmul_precision())
+        return exact.forward(*inputs)
+
+    monkeypatch.setattr(kernels, "EXACT", replace(exact, forward=forward))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert all(one.holds for one in prove("cpu", 16, 4, 4, 24))
+        assert set(seen) == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_runs_in_fp32_are_without_tf32(monkeypatch, tmp_path):
+    runs = {}
+
+    def train(folder, ranks, settings, timeout_s, environment):
+        runs[folder.name] = dict(environment)
+        return SimpleNamespace(losses=[1.0])
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training, "tiny_gpt", lambda **settings: {"bf16": True})
+    monkeypatch.setattr(training, "_documents", lambda *_: "documents")
+    assert training.parity(SimpleNamespace(folder=tmp_path, is_reduced=True)).status == PASSED
+    without = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+    assert runs == {"stock": {}, "elastic": {}, "stock-in-fp32": without}

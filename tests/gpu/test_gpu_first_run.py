@@ -16,6 +16,9 @@ def test_the_chosen_kernel_of_every_type_holds_against_attention_in_fp64():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
-def test_plans_of_messages_end_and_every_value_arrives_as_it_was_sent():
-    runs = check_queues(queue_plans(torch.cuda.device_count()), width=16384, gpus=True, limit_s=60.0)
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_plans_of_messages_end_and_every_value_arrives_as_it_was_sent(pipelines):
+    if (ranks := torch.cuda.device_count() // pipelines) < 2:
+        pytest.skip("needs two GPUs for each pipeline")
+    runs = check_queues(queue_plans(ranks), width=16384, gpus=True, limit_s=60.0, pipelines=pipelines)
     assert [run.num_wrong for run in runs] == [0, 0, 0]

@@ -69,14 +69,14 @@ def arguments(path=None, groups=()):
     return Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=path, high_priority_stream_groups=groups)
 
 
-@pytest.fixture
-def on_nccl(monkeypatch):
+@pytest.fixture(params=["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def on_nccl(request, monkeypatch):
     """Two ranks on NCCL, the other with a smaller device."""
 
     def gather(everyone, mine, group=None):
         everyone[:] = [mine, 108]
 
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: request.param)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -111,6 +111,7 @@ def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
         ("[1, 2]", r"the file holds \[1, 2\]; it must hold names of groups"),
         ("pp: 5", "pp is 5; it must hold names with values"),
         ("pp: {max_ctas: many}", "max_ctas of pp: 'many' is not a whole number"),
+        ("pp: {net_name: tcp}", "net_name of pp is 'tcp'; it must be IB or Socket"),
         ("pp: {min_ctas: 0}", "min_ctas of pp: 0 is not a whole number from 1"),
         ("pp: [", "is not YAML"),
     ],
@@ -122,7 +123,7 @@ def test_a_file_of_something_else_is_named(tmp_path, text, told):
 
 
 def test_there_are_no_options_for_another_backend(monkeypatch):
-    monkeypatch.setattr(communicators.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     assert link_options(arguments(), V) is None
 
 

@@ -116,6 +116,12 @@ def test_the_allocator_is_told_under_the_name_that_this_torch_reads(machine):
     assert machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_CUDA_ALLOC_CONF"].status == OK
 
 
+def test_products_of_fp32_in_tf32_are_told_where_they_are_allowed(machine):
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"})
+    found = machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"})["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]
+    assert found.found == "1: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)"
+
+
 def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
     machine(FULL, SET)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_epp.cli.doctor import PROBLEM, WARNING, look
@@ -38,8 +38,13 @@ def doctor(setting: Setting) -> Outcome:
     return Outcome(FAILED if failed else PASSED, tuple(found), todo, {"findings": [asdict(one) for one in findings]})
 
 
+def _beside(num_ranks: int) -> int:
+    """Return the number of pipelines, of two ranks at least, that run side by side on so many ranks: two, or one."""
+    return 2 if num_ranks >= 4 and num_ranks % 2 == 0 else 1
+
+
 def links(setting: Setting) -> Outcome:
-    """Send messages of several sizes between two ranks, and run whole plans over all ranks."""
+    """Send messages of several sizes between two ranks, and run whole plans over all ranks, also beside collectives."""
     if setting.num_gpus == 1:
         return Outcome(SKIPPED, ("one GPU: no messages to send",), "run it again on a node with two GPUs or more")
     from megatron_epp.runtime.links.processes import measure_link
@@ -50,6 +55,11 @@ def links(setting: Setting) -> Outcome:
         points = measure_link(gpus)
     with progress("running plans"):
         runs = check_queues(queue_plans(setting.num_ranks), _WIDTHS[device], gpus, _LIMIT_S[device])
+        shared = _beside(setting.num_ranks)
+        if shared > 1:
+            plans = queue_plans(setting.num_ranks // shared)
+            again = check_queues(plans, _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=shared)
+            runs += [replace(one, name=f"{one.name}, {shared} ranks a stage") for one in again]
     rows = [[format_bytes(one.tokens), format_us(one.time_us), f"{one.tokens / one.time_us / 1e3:.2f}"] for one in points]
     ran = [[one.name, str(one.num_messages), format_bytes(one.message_bytes), format_us(one.time_us)] for one in runs]
     wrong = [one for one in runs if one.num_wrong]

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_epp.cli.first_run.outcome import Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.terminal import progress
+from megatron_epp.launch.machine import NO_TF32
 from megatron_epp.launch.runs import pipeline_size, tiny_gpt, train
 from megatron_epp.report.parity import Deviation, deviation
 from megatron_epp.report.table import table
@@ -38,7 +39,10 @@ def parity(setting: Setting) -> Outcome:
     losses = {}
     for name, changes in runs.items():
         with progress(f"training {iterations} iterations, {name}"):
-            losses[name] = train(folder / name.replace(" ", "-"), ranks, settings | changes, timeout_s=600.0).losses
+            where = folder / name.replace(" ", "-")
+            is_fp32 = not (settings | changes).get("bf16")
+            variables = NO_TF32 if is_fp32 else {}
+            losses[name] = train(where, ranks, settings | changes, timeout_s=600.0, environment=variables).losses
     exact = losses.get("stock in fp32", losses["stock"])
     found = deviation(exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED)
     return Outcome.judged(

@@ -27,6 +27,7 @@ from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.nccl import uses_nccl
 
 _EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
@@ -164,7 +165,7 @@ def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
 def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, config: Any) -> torch.Tensor:
     """Return this rank's rows of the weight of rank `root`, which the others do not give."""
     group, own = mpu.get_pipeline_model_parallel_group(), None
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl(group) else torch.device("cpu")
     for position, rows in enumerate(vocabulary.rows):
         if whole is None:
             part = torch.empty((len(rows), config.hidden_size), dtype=config.params_dtype, device=device)

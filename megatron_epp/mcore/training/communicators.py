@@ -1,9 +1,4 @@
-"""NCCL communicators: options of those that carry messages between a pipeline's ranks, and allocation of their memory.
-
-A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs), by default 16
-for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and compute and
-collectives, which other ranks may have to finish before they send, would not start.
-"""
+"""NCCL communicators of training: settings of those that carry a pipeline's messages, and allocation of their memory."""
 
 from __future__ import annotations
 
@@ -15,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.parallel_state import get_nccl_options
 
-from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import naming, read_text, shown, whole
-from megatron_epp.plan.ways import Way, most_links
-from megatron_epp.runtime.links.objects import Options, from_each
+from megatron_epp.plan.ways import Way
+from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
+from megatron_epp.runtime.links.objects import Options
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
@@ -36,8 +30,9 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 
     Raises `EppError` if all links of a rank together could hold every SM.
     """
-    ours = link_ctas(num_links, num_sms)
-    settings = {"is_high_priority_stream": True, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
+    defaults = link_defaults(num_links, num_sms)
+    ours = defaults["max_ctas"]
+    settings = {**defaults, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
     most = 1 << (settings["max_ctas"] - 1).bit_length()  # as NCCL rounds it
     if most > ours and num_links * most >= num_sms:
         name = "max_ctas" if "max_ctas" in own else "min_ctas"
@@ -51,20 +46,11 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 def link_options(args: argparse.Namespace, used: Sequence[Way]) -> Options | None:
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
-    Every rank of the job must call this at the same point. The device with the fewest SMs counts for all: ranks that share a
-    communicator must agree. `used` is as for `Links.create`, errors are as for `link_settings`.
+    Every rank of the job must call this at the same point. `used` is as for `Links.create`, errors are as for `link_settings`.
     """
-    if dist.get_backend() != "nccl":
+    if not uses_nccl():
         return None
-    own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    settings = link_settings(user_settings(args), most_links(used), min(from_each(own_sms)))
-
-    def make() -> Any:
-        options = get_nccl_options(_GROUP, {_GROUP: settings})
-        options._timeout = time_limit(args)  # torch warns where it differs from that of the group
-        return options
-
-    return make
+    return options_of(link_settings(user_settings(args), *smallest_device(used)), time_limit(args))
 
 
 def time_limit(args: argparse.Namespace) -> timedelta:
@@ -99,6 +85,8 @@ def _of_pipelines(body: Any) -> dict[str, Any]:
                 whole(settings[name], 1, _MOST_CTAS)
             except EppError as error:
                 raise EppError(f"{name} of {_GROUP}: {error}") from None
+    if str(settings.get("net_name", "IB")).lower() not in ("ib", "socket"):
+        raise EppError(f"net_name of {_GROUP} is {shown(settings['net_name'])}; it must be IB or Socket")
     return settings
 
 

@@ -7,6 +7,7 @@ proven too, and chunks are larger: packed sequences, a slice behind a prefix, bo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,22 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
 
 def _error(kernel: kernels.Kernel, case: kernels.Case, chunk: Chunk) -> float:
     """Return the largest relative error, in norms, of the output and the gradients of q, k and v; infinite for NaN."""
+    with _no_tf32():
+        return _error_in_fp32(kernel, case, chunk)
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """Multiply fp32 matrices in fp32, also where NVIDIA's containers allow TF32, with errors of 3e-4."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _error_in_fp32(kernel: kernels.Kernel, case: kernels.Case, chunk: Chunk) -> float:
     table, generator = SegmentTable.build(chunk, chunk.num_tokens), torch.Generator().manual_seed(0)
 
     def random(tokens: int, heads: int) -> Tensor:

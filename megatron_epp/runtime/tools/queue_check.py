@@ -1,8 +1,10 @@
 """Check of links and of the premise of every plan: messages posted in the plan's order complete, and arrive as they were sent.
 
 Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
-whole plans with the runtime's own executor and links. Compute is a small matrix product, so that the host runs ahead of the
-device as in training; a message has the size that training gives it and carries the number of its chunk.
+whole plans with the runtime's own executor and links, on communicators with the options of training. Compute is a small matrix
+product, so that the host runs ahead of the device as in training; a message has the size that training gives it and carries the
+number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as those of
+tensor parallelism do: collectives and waiting messages hold multiprocessors at the same time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
@@ -29,6 +32,7 @@ from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
@@ -37,6 +41,8 @@ _LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)
 """Tokens of the sequences of every plan: a long one in slices, and short ones."""
 _GRADIENT = 0.5
 """Offset of the values of gradients, so that none passes for an activation."""
+_EXCHANGED = 1 << 16
+"""Values that ranks which share a stage sum after each action."""
 _REPEATS = 3
 _START_S = 60.0
 """Seconds in which ranks have to start."""
@@ -81,7 +87,12 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 
 
 def check_queues(
-    plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, run: RankRun | None = None
+    plans: Mapping[str, Plan],
+    width: int,
+    gpus: bool,
+    limit_s: float,
+    run: RankRun | None = None,
+    pipelines: int = 1,
 ) -> list[QueueRun]:
     """Run plans on ranks of this machine.
 
@@ -91,6 +102,7 @@ def check_queues(
         gpus: one rank on each GPU over NCCL; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.
         run: the part of one rank; `run_rank` if None.
+        pipelines: number of pipelines that run side by side; consecutive ranks share stages.
 
     Raises:
         EppError: a rank failed, or a message did not complete; the message says which action waits for what.
@@ -102,7 +114,7 @@ def check_queues(
         try:
             found = run_ranks(
                 run or run_rank,
-                num_ranks,
+                num_ranks * pipelines,
                 rows,
                 width,
                 gpus,
@@ -120,7 +132,8 @@ def check_queues(
             name,
             sum(plan.placement[stage] != plan.placement[stage + 1] for stage in range(plan.num_stages - 1))
             * 2
-            * len(plan.chunks),
+            * len(plan.chunks)
+            * pipelines,
             4 * width * max(map(plan.padded_tokens, range(len(plan.chunks)))),
             max(times_us),
             sum(wrong),
@@ -138,8 +151,8 @@ def _by_plan(found: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[fl
 class EchoStage:
     """Implements `runtime.context.Stage` by messages that carry the number of their chunk, which it compares on arrival."""
 
-    def __init__(self, stage: int, width: int, device: torch.device) -> None:
-        self.stage, self.relay = stage, KVRelay()
+    def __init__(self, stage: int, width: int, device: torch.device, exchanging: dist.ProcessGroup | None = None) -> None:
+        self.stage, self.relay, self._exchanging = stage, KVRelay(), exchanging
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         self._width, self._inputs = width, dict[int, Tensor]()
         self._square = torch.full((2048 if device.type == "cuda" else 64,) * 2, 1e-3, device=device)
@@ -160,8 +173,16 @@ class EchoStage:
         """Compute for a while, longer for some chunks than for others, and return what is sent."""
         for _ in range(1 + context.chunk % 3):
             self._square = (self._square @ self._square).clamp_(1e-4, 1e-3)
+        self._exchange()
         shape, dtype, device = self.message(context.table.num_tokens)
         return torch.full(shape, context.chunk + offset, dtype=dtype, device=device)
+
+    def _exchange(self) -> None:
+        """Sum a tensor over the ranks that share the stage."""
+        if self._exchanging is not None:
+            total = torch.ones(_EXCHANGED, device=self.wrong.device)
+            dist.all_reduce(total, group=self._exchanging)
+            self._compare(total, float(dist.get_world_size(self._exchanging)))
 
     def _compare(self, found: Tensor, value: float) -> None:
         self.wrong += (found.detach() != value).sum()
@@ -170,9 +191,10 @@ class EchoStage:
         """Do nothing: there are no weights."""
 
     def before_last_gradient(self) -> None:
-        """Do nothing: there are no gradients to reduce."""
+        """Do nothing: nothing is prepared for the reduction."""
 
-    reduce_gradients = before_last_gradient
+    def reduce_gradients(self) -> None:
+        self._exchange()
 
     def release_output(self, output: Tensor) -> None:
         """Do nothing: the next stage may be on this rank and share the storage."""
@@ -183,16 +205,26 @@ class EchoStage:
 
 def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:
     """Run every plan as one rank; return the time of the fastest run in microseconds, and the number of wrong values."""
-    device, everyone = torch.device("cuda", rank) if gpus else torch.device("cpu"), range(plans[0].num_ranks)
-    links = Links.create(everyone, everyone, Groups(timedelta(seconds=2 * limit_s)), ways(*(one.placement for one in plans)))
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    world, num_ranks = dist.get_world_size(), plans[0].num_ranks
+    pipelines, limit = world // num_ranks, timedelta(seconds=2 * limit_s)
+    groups, used = Groups(limit), ways(*(one.placement for one in plans))
+    position, first = rank // pipelines, rank % pipelines
+    options = options_of(link_defaults(*smallest_device(used)), limit) if uses_nccl() else None
+    links = Links.create(range(first, world, pipelines), range(world), groups, used, options)
+    beside = range(position * pipelines, (position + 1) * pipelines)
+    exchanging = groups.of(tuple(beside)) if pipelines > 1 else None
     links.connect(device)
+    if exchanging is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=exchanging)  # makes the communicator, before any plan needs it
     watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")))
     found = []
     for plan in plans:
         times_us, wrong = [], 0
         for _ in range(_REPEATS):
-            stages = {stage: EchoStage(stage, width, device) for stage, on in enumerate(plan.placement) if on == rank}
-            executor = Executor(plan, rank, stages, links, watchdog=watchdog)
+            here = [stage for stage, on in enumerate(plan.placement) if on == position]
+            stages = {stage: EchoStage(stage, width, device, exchanging) for stage in here}
+            executor = Executor(plan, position, stages, links, watchdog=watchdog)
             links.control.from_each(None)  # ranks start together
             start_s = time.perf_counter()
             executor.run()

@@ -1,0 +1,62 @@
+"""NCCL: which groups use it, and the options of those that carry messages between a pipeline's ranks.
+
+A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs), by default 16
+for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and compute and
+collectives, which other ranks may have to finish before they send, would not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.cost.communicators import link_ctas
+from megatron_epp.plan.ways import Way, most_links
+from megatron_epp.runtime.links.objects import Options, from_each
+
+_CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+"""Settings of a communicator that are passed to NCCL by the same name."""
+
+
+def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if a group, by default that of all ranks, takes tensors on GPUs to NCCL, whatever it has for those on CPU."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return backends.get("cuda") == "nccl"
+
+
+def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
+    """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
+
+    A collective call of all ranks. `used` is as for `Links.create`.
+    """
+    own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return most_links(used), min(from_each(own_sms))
+
+
+def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
+    """Return the settings of a link's communicator, where a rank has `num_links` on a device with `num_sms` SMs."""
+    return {"is_high_priority_stream": True, "max_ctas": link_ctas(num_links, num_sms)}
+
+
+def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> Options:
+    """Return a factory of the options of communicators.
+
+    Args:
+        settings: by the names of Megatron's `--nccl-communicator-config-path`.
+        limit: time limit of the group, for which torch warns where options have another; None for torch's default.
+    """
+
+    def make() -> Any:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.get("is_high_priority_stream", False))
+        for name in _CONFIG:
+            if name in settings:
+                setattr(options.config, name, settings[name])
+        if limit is not None:
+            options._timeout = limit
+        return options
+
+    return make
