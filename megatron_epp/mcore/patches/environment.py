@@ -1,8 +1,9 @@
 """Patches that a machine or an installation needs, with or without `--epp`, and with or without a GPU.
 
 Without NVIDIA Apex or Transformer Engine, torch's counterparts take the place of the kernels that only these provide.
-Megatron's compiled dataset helpers are used where they exist instead of being compiled at every start. Processes that a rank
-starts, such as Megatron's checkpoint writers, end with it.
+Transformer Engine's layers fuse weight gradients by themselves; without Apex only Megatron's own layers do not. Megatron's
+compiled dataset helpers are used where they exist instead of being compiled at every start. Processes that a rank starts, such
+as Megatron's checkpoint writers, end with it.
 """
 
 import copy
@@ -25,12 +26,15 @@ from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
 
+_FUSION, _FUSED = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
 _KERNELS = (
-    ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"),
+    (_FUSION, _FUSED),
     ("masked_softmax_fusion", "scaled_masked_softmax_cuda"),
     ("apply_rope_fusion", "transformer_engine"),
 )
 """Megatron arguments that are on by default, and the module each needs: extensions of Apex, or Transformer Engine."""
+_OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
+"""Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 """Megatron's compiled dataset helpers."""
 
@@ -49,6 +53,9 @@ def patches() -> tuple[Patch, ...]:
                 wraps=True,
             )
         )
+    if _FUSION in missing:
+        layers = "megatron.core.tensor_parallel.layers"
+        needed += [wrapping(f"{layers}:{kind}.__init__", _without_fusion) for kind in _OWN_LAYERS]
     if importlib.util.find_spec("apex") is None:
         needed.append(wrapping("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _with_sequence_parallelism))
     if _has_dataset_helpers():
@@ -65,12 +72,35 @@ def patches() -> tuple[Patch, ...]:
 
 
 def _without_kernels(missing: tuple[str, ...], original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-    off = [name for name in missing if getattr(args, name, False)]
+    off = [name for name in missing if getattr(args, name, False) and not (name == _FUSION and _is_of_engine(args))]
     for name in off:
         setattr(args, name, False)
     if off and os.environ.get("RANK", "0") == "0":
         logger.warning("NVIDIA Apex or Transformer Engine is not installed: off are %s", ", ".join(off))
     return original(args, *rest, **kwargs)
+
+
+def _is_of_engine(args: Namespace) -> bool:
+    """True if layers are Transformer Engine's, and no gradients are deferred that Megatron adds with Apex alone."""
+    is_used = getattr(args, "transformer_impl", None) == "transformer_engine"
+    is_deferred = getattr(args, "defer_embedding_wgrad_compute", False)
+    return is_used and not is_deferred and importlib.util.find_spec("transformer_engine") is not None
+
+
+def fuses_own_gradients(config: Any) -> bool:
+    """Return True if weight gradients of layers that are not Transformer Engine's are added with Apex's kernel."""
+    return getattr(config, _FUSION, False) and importlib.util.find_spec(_FUSED) is not None
+
+
+def _without_fusion(original: Callable[..., Any], self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+    """Make one of Megatron's own layers for a config that asks for fused weight gradients, without them."""
+    if not getattr(config, _FUSION, False):
+        original(self, *args, config=config, **kwargs)
+        return
+    plain = copy.copy(config)
+    setattr(plain, _FUSION, False)
+    original(self, *args, config=plain, **kwargs)
+    self.config = config
 
 
 def _with_sequence_parallelism(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from megatron_epp.mcore.model.tied_table import TiedTable
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
 from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
+from megatron_epp.mcore.patches.environment import fuses_own_gradients
 from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
@@ -115,8 +116,7 @@ class RankVocabulary:
 
     def shard(self) -> Shard:
         weight = self._shard()  # through the module, whose hooks wait for gathered parameters
-        fused = getattr(self._config, "gradient_accumulation_fusion", False)
-        accumulate = partial(weight_gradient, weight, None, True) if fused else None
+        accumulate = partial(weight_gradient, weight, None, True) if fuses_own_gradients(self._config) else None
         return Shard(weight.detach(), self._shard.vocabulary.start, self._block_tokens, accumulate)
 
     def take_gradient(self, compute: Callable[[], Tensor]) -> None:

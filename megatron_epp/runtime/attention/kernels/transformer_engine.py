@@ -17,6 +17,11 @@ from megatron_epp.runtime.attention.layout import SegmentTable
 _LAYOUT, _FORMAT = "thd_thd_thd", "thd"
 _LEAST_CUDNN = 90600
 """cuDNN 9.6, from which plans are for classes of sums of tokens, not for lengths as they are."""
+_REFUSED_CUDNN = range(91000, 91002)
+"""cuDNN 9.10.0 and 9.10.1, which Transformer Engine refuses for packed sequences."""
+_LENGTH_MULTIPLE = 64
+"""Multiple of the largest lengths with which Transformer Engine chooses cuDNN 9.6 too. They decide nothing else: what tokens a
+segment has is in the offsets."""
 
 
 @functools.cache
@@ -46,8 +51,8 @@ def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale
     cu_q, cu_k = table.cu_seqlens(q.device, table.shape_class.segments)
     types = {theirs: ours for ours, theirs in _fused().TORCH_DType.items()}
     wanted = {
-        "max_seqlen_q": table.max_query,
-        "max_seqlen_kv": table.max_key,
+        "max_seqlen_q": _rounded_up(table.max_query),
+        "max_seqlen_kv": _rounded_up(table.max_key),
         "cu_seqlens_q": cu_q,
         "cu_seqlens_kv": cu_k,
         "cu_seqlens_q_padded": cu_q,  # offsets: nothing lies between the segments
@@ -69,6 +74,10 @@ def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     return {name: value for name, value in wanted.items() if name in _parameters(function)}
+
+
+def _rounded_up(length: int) -> int:
+    return -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
@@ -109,6 +118,8 @@ def _obstacle(case: Case) -> str | None:
     if capability == (12, 0):
         return "on compute capability 12.0 it builds a plan for every chunk"
     version = torch.backends.cudnn.version()
+    if version in _REFUSED_CUDNN:
+        return f"Transformer Engine refuses cuDNN {version} (9.10.0 and 9.10.1) for packed sequences: 9.10.2 is needed"
     return f"cuDNN {version} builds a plan for every chunk: 9.6 is needed" if version and version < _LEAST_CUDNN else None
 
 
