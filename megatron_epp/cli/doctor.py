@@ -202,9 +202,16 @@ def _library(library: _Library, is_of_use: bool = True) -> Finding:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
-    if not features.matches(version, versions):
+    if not features.matches(version, versions) and not features.matches(_release(version), versions):
         return Finding(library.name, library.status, f"{version}, outside {versions}", library.install)
     return Finding(library.name, OK, f"{version} ({versions})")
+
+
+def _release(version: str) -> str:
+    """Return the release before which a build was made: NVIDIA's containers have torch 2.6.0a0+..., which is as good as 2.6."""
+    from packaging.version import Version
+
+    return Version(version).base_version
 
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:

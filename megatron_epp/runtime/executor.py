@@ -31,6 +31,10 @@ Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
 
 
+_BACKWARDS = {Op.B, Op.W}
+"""Operations of which two cannot take turns: autograd has one thread for a device, which would wait for itself."""
+
+
 class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
 
@@ -87,7 +91,11 @@ class Executor:
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
-        self._together = {step.action: step.also[0] for step in plan.ranks[rank] if len(step.also) == 1}
+        self._together = {
+            step.action: step.also[0]
+            for step in plan.ranks[rank]
+            if len(step.also) == 1 and not {action.op for action in step.actions} <= _BACKWARDS
+        }
         self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {

@@ -122,6 +122,12 @@ def test_the_two_actions_of_a_step_take_turns_where_the_model_has_exchanges():
     assert run(joined, None).calls[2:6] == ["F1", "F1 ends", "B0", "B0 ends"]
 
 
+def test_two_backwards_of_a_step_run_one_after_the_other():
+    """Autograd has one thread for a device, so the second would wait for the first, which waits for its turn."""
+    calls = run(with_steps(("0B0", "0W0"), ("0B1", "0W1")), no_exchange).calls
+    assert calls[4:7] == ["B0", "B0 ends", "W0"]
+
+
 @pytest.mark.parametrize("pairs", [PAIRS, (("0F0", "0F1"),), (("0W0", "0F2"),)], ids=["F B", "F F", "W F"])
 def test_gradients_are_those_of_whole_sequences(pairs):
     plan = with_steps(*pairs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.mcore.training import reduction as reduction_module
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import Plan
 from tests.support.runtime.launch_recorder import COMPUTE, REDUCTION, SEND, RecordedStage, record
@@ -141,3 +142,45 @@ def test_a_rank_launches_one_reduction_for_each_stage_behind_all_that_the_stage_
             if one.kind == REDUCTION:
                 later = [after.text for after in launches[number:] if after.kind in (COMPUTE, SEND)]
                 assert not [text for text in later if text.startswith(str(one.event[1]))]
+
+
+class Machine:
+    """Megatron's checks of results; notes when it reads one from the device."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def validate_result(self, result: str, fatal: bool) -> None:
+        self.log.append(f"{result} read")
+        if result == "b" and fatal:
+            raise RuntimeError("found NaN in local grad norm")
+
+
+class CheckedChunk(Chunk):
+    machine: Machine
+    fatal: bool
+
+    def start_grad_sync(self, *_: Any) -> None:
+        self.machine.validate_result(result=self.name, fatal=self.fatal)
+        super().start_grad_sync()
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_the_host_reads_whether_gradients_are_nan_when_the_rank_has_no_compute_left(
+    monkeypatch: pytest.MonkeyPatch, fatal: bool
+) -> None:
+    log: list[str] = []
+    CheckedChunk.machine, CheckedChunk.fatal = Machine(log), fatal
+    monkeypatch.setattr(reduction_module, "get_rerun_state_machine", lambda: CheckedChunk.machine)
+    chunks = [CheckedChunk(name, log) for name in "abc"]
+    config = SimpleNamespace(no_sync_func=[c.no_sync for c in chunks], grad_sync_func=[c.start_grad_sync for c in chunks])
+    with (
+        pytest.raises(RuntimeError, match="found NaN") if fatal else contextlib.nullcontext(),
+        Reduction(config, chunks, True, False) as reduction,
+    ):
+        for index in (2, 1, 0):
+            log.append(f"compute of {chunks[index].name}")
+            reduction.reduce(index)
+    compute = [("compute of c", "c start"), ("compute of b", "b start"), ("compute of a", "a read", "a start")]
+    assert [text for text in log if "open" not in text] == [text for texts in compute for text in texts] + ["c read", "b read"]
+    assert CheckedChunk.machine.validate_result == Machine.validate_result.__get__(CheckedChunk.machine)

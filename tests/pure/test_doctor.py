@@ -116,6 +116,12 @@ def test_the_allocator_is_told_under_the_name_that_this_torch_reads(machine):
     assert machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_CUDA_ALLOC_CONF"].status == OK
 
 
+def test_a_build_from_before_a_release_counts_as_the_release(machine):
+    """NVIDIA's container 25.01 has torch 2.6.0a0."""
+    assert machine(FULL | {"torch": "2.6.0a0+ecf3bae40a.nv25.01"}, SET)["torch"].status == OK
+    assert machine(FULL | {"torch": "2.5.0a0+872d972e41.nv24.08"}, SET)["torch"].status != OK
+
+
 def test_products_of_fp32_in_tf32_are_told_where_they_are_allowed(machine):
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"})
     found = machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"})["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]

@@ -41,6 +41,7 @@ def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(length
     kinds = {tuple(action.op for action in step.actions) for step in joined(made)}
     assert (Op.B, Op.F) in kinds
     assert kinds <= {*WITH_WEIGHTS, *WITH_FORWARDS}
+    assert not any({*pair} <= {Op.B, Op.W} for pair in (*WITH_WEIGHTS, *WITH_FORWARDS)), "autograd has one thread for a device"
     assert made.predicted.makespan_us < (0.98 if options.split_weight else 0.95) * plain.predicted.makespan_us
     assert check(made) == []
 

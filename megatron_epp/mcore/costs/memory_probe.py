@@ -326,12 +326,19 @@ def measure_offloadable_share(stage: MegatronStage) -> float:
 
 
 def run_other_size(stage: MegatronStage) -> None:
-    """Run a stage forward and backward on another number of tokens than `measure_bytes` does.
+    """Run a stage on another number of tokens than `measure_bytes` does, in each way that training runs it.
 
-    Compiled functions of layers are compiled for the first number they see, and once more for any other.
+    Compiled functions of layers are compiled for the first number they see, and once more for any other; without gradients, as
+    in evaluation and in the first forward of layers that recompute, they are other functions.
     """
-    _, output, context = forward(stage, Chunk((Segment(0, 0, bytes_chunk(stage).num_tokens + stage.token_multiple),)))
-    backward(stage, output, context)
+    chunk = Chunk((Segment(0, 0, bytes_chunk(stage).num_tokens + stage.token_multiple),))
+    for recompute in (NO_RECOMPUTE, Recompute(full=stage.num_layers)):
+        _, output, context = forward(stage, chunk, recompute=recompute)
+        backward(stage, output, context)
+        del output, context
+    for size in (bytes_chunk(stage), chunk):
+        with torch.no_grad():
+            forward(stage, size)
 
 
 def bytes_chunk(stage: MegatronStage) -> Chunk:

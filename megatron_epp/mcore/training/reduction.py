@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 
 class Reduction:
@@ -28,6 +30,9 @@ class Reduction:
     On one hardware queue a second collective of a stage starts behind the end of the first, and all that is launched later
     waits for it. Megatron launches one for each model chunk of a rank but its first (`disable_bucketing`), whose buckets are
     reduced last, when the rank has no compute left; experts' gradients are reduced on another communicator.
+
+    Megatron reads from the device whether a gradient is NaN before it reduces it (`check_for_nan_in_grad`). In the middle of a
+    plan the host would lose its lead over the device, so those checks, of norms from before the reduction, are made at the end.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
@@ -43,6 +48,7 @@ class Reduction:
         self._by_hooks = not starts or (len(chunks) == 1 and has_first and not splits_weights)
         self._starts = [] if self._by_hooks else starts
         self._held = [contextlib.ExitStack() for _ in self._no_sync]
+        self._checks: list[Callable[[], None]] = []
 
     def __enter__(self) -> Reduction:
         for held, no_sync in zip(self._held, self._no_sync, strict=True):
@@ -52,6 +58,9 @@ class Reduction:
     def __exit__(self, *error: object) -> None:
         for held in reversed(self._held):
             held.close()
+        if error[0] is None:
+            for check in self._checks:
+                check()
 
     def before_last_gradient(self, index: int) -> None:
         """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
@@ -62,7 +71,8 @@ class Reduction:
         """Start the reduction of chunk `index`, whose gradients are complete."""
         self._remaining -= 1
         if self._starts:
-            self._starts[index](self._chunks[index].parameters())
+            with _later(self._checks) if self._remaining else contextlib.nullcontext():
+                self._starts[index](self._chunks[index].parameters())
         elif self._remaining and len(self._held) == 1:  # one function for all chunks: the others go on
             self._held[0].enter_context(self._no_sync[0]())
 
@@ -70,6 +80,18 @@ class Reduction:
         """Start the reductions of all chunks, the last stage first, where no backward runs whose hooks would start them."""
         for chunk, start in reversed([*zip(self._chunks, self._every, strict=False)]):
             start(chunk.parameters())
+
+
+@contextlib.contextmanager
+def _later(checks: list[Callable[[], None]]) -> Iterator[None]:
+    """Append Megatron's checks of results to a list instead of making them, which waits for the device."""
+    machine = get_rerun_state_machine()
+    check = machine.validate_result
+    machine.validate_result = lambda *args, **named: checks.append(partial(check, *args, **named))
+    try:
+        yield
+    finally:
+        machine.validate_result = check
 
 
 def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
