@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp.cli.inputs import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.layout import BALANCED, EVEN, chosen_layout, pipeline_ranks
+from megatron_epp.cli.lengths import limited
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.parser import names_of, options_from
@@ -24,6 +25,8 @@ _MOST_REPLICAS = 64
 """Most data-parallel replicas that are tried."""
 _DEVICES_PER_NODE = 8
 """Most tensor-parallel ranks that are tried where no cluster says how many devices a node has."""
+_MOST_CONTEXTS = 8
+"""Most contexts that are tried."""
 _TRIED = ("num_stages", "tensor_parallel", "vocab_parallel", "data_parallel", "offload", "recompute", "context")
 """Settings of which one at a time is changed."""
 
@@ -130,12 +133,22 @@ def _needed_bytes(args: Namespace, lengths: tuple[int, ...]) -> int | None:
 
 
 def _longest(args: Namespace, lengths: tuple[int, ...]) -> int | None:
-    """Return the longest context that fits with the other sequences of the batch; None if there is none."""
+    """Return a context that fits, from the longest on that would for one sequence of it and the others; None if none is found.
+
+    A shorter context makes more sequences of a document, whose messages may need more room.
+    """
     problem, costs, options = _planned(args, lengths)
     if not problem.has_one_stage_per_rank or max(static_bytes(problem, costs)) > min(problem.cap_bytes):
         return None
     try:
-        found = Limits(problem, lambda _: costs, options).context(sorted(lengths)[:-1]).value
+        found = Limits(problem, lambda _: costs, options).context(sorted(lengths)[:-1])
     except EppError:
         return None
-    return found if found is not None and found < max(lengths) else None
+    if found.value is None or found.value >= max(lengths):
+        return None
+    step = max(found.step, problem.token_multiple)
+    for context in range(found.value, 0, -step)[:_MOST_CONTEXTS]:
+        changed = Namespace(**vars(args) | {"context": context})
+        if _needed_bytes(changed, limited(lengths, changed)) is not None:
+            return context
+    return None

@@ -30,8 +30,8 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
 
     Slots, each as large as the largest message, take memory throughout. A payload takes memory from the start of the action
     that makes it to its send, which copies it; a stage on the same rank takes it over instead. What is copied out of a slot is
-    held by a forward's own bytes, and beside those of a backward until its end. Buffers of collectives and of messages of added
-    operations are in the bytes of the steps that make and need them.
+    held by a forward's own bytes, and in addition to those of a backward until its end. Buffers of collectives and of messages
+    of added operations are in the bytes of the steps that make and need them.
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.

@@ -38,7 +38,7 @@ def test_a_stage_counts_values_of_another_chunk_and_of_the_other_kind():
     assert int(stage.wrong) == 12
 
 
-def test_every_plan_ends_with_every_value_as_it_was_sent_beside_sums_over_ranks_that_share_stages():
+def test_every_plan_ends_with_every_value_as_it_was_sent_next_to_sums_over_ranks_that_share_stages():
     runs = check_queues(queue_plans(2), width=8, gpus=False, limit_s=60.0, pipelines=2)
     assert [run.num_wrong for run in runs] == [0, 0, 0]
     assert all(run.time_us > 0 and run.num_messages > 0 for run in runs)

@@ -24,7 +24,7 @@ def sized(made, *sizes):
 
 def test_a_payload_is_held_to_its_send_a_gradient_while_it_is_used_and_slots_throughout():
     """Rank 0 has two slots for activations and, as 0B0 comes before 1B1 ends, one for gradients; in 0B0, the gradient of chunk
-    0 is held beside them. So is on rank 1 the payload of 1B0.
+    0 is held next to them. So is on rank 1 the payload of 1B0.
     """
     made = sized(one_f_one_b(), 100, 10, 1)
     rows = lower(made)

@@ -38,13 +38,13 @@ def doctor(setting: Setting) -> Outcome:
     return Outcome(FAILED if failed else PASSED, tuple(found), todo, {"findings": [asdict(one) for one in findings]})
 
 
-def _beside(num_ranks: int) -> int:
+def _pipelines(num_ranks: int) -> int:
     """Return the number of pipelines, of two ranks at least, that run side by side on so many ranks: two, or one."""
     return 2 if num_ranks >= 4 and num_ranks % 2 == 0 else 1
 
 
 def links(setting: Setting) -> Outcome:
-    """Send messages of several sizes between two ranks, and run whole plans over all ranks, also beside collectives."""
+    """Send messages of several sizes between two ranks, and run whole plans over all ranks, also next to collectives."""
     if setting.num_gpus == 1:
         return Outcome(SKIPPED, ("one GPU: no messages to send",), "run it again on a node with two GPUs or more")
     from megatron_epp.runtime.links.processes import measure_link
@@ -55,7 +55,7 @@ def links(setting: Setting) -> Outcome:
         points = measure_link(gpus)
     with progress("running plans"):
         runs = check_queues(queue_plans(setting.num_ranks), _WIDTHS[device], gpus, _LIMIT_S[device])
-        shared = _beside(setting.num_ranks)
+        shared = _pipelines(setting.num_ranks)
         if shared > 1:
             plans = queue_plans(setting.num_ranks // shared)
             again = check_queues(plans, _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=shared)

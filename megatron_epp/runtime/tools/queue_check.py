@@ -212,8 +212,8 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
     position, first = rank // pipelines, rank % pipelines
     options = options_of(link_defaults(*smallest_device(used)), limit) if uses_nccl() else None
     links = Links.create(range(first, world, pipelines), range(world), groups, used, options)
-    beside = range(position * pipelines, (position + 1) * pipelines)
-    exchanging = groups.of(tuple(beside)) if pipelines > 1 else None
+    sharing = range(position * pipelines, (position + 1) * pipelines)
+    exchanging = groups.of(tuple(sharing)) if pipelines > 1 else None
     links.connect(device)
     if exchanging is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=exchanging)  # makes the communicator, before any plan needs it
