@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
@@ -174,19 +174,19 @@ class Question:
 
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
-        return self.measured.get(config.sharing) or analytic_profile(self.shape(config), self.rates(config))
+        measured, shape = self.measured.get(config.sharing), self.shape(config)
+        if measured is None:
+            return analytic_profile(shape, self.rates(config))
+        experts = measured.layer.expert_parameters or shape.expert_parameters_on_rank  # which older profiles do not tell
+        return replace(measured, layer=replace(measured.layer, expert_parameters=experts))
 
     def costs(self, config: Configuration) -> PipelineCosts:
-        """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps.
-
-        The optimizer's state is sharded over all ranks that hold the same weights; experts' weights are held by fewer ranks.
-        """
-        profile, shape = self.profile(config), self.shape(config)
-        holders, share = config.context * config.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
-        state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // config.expert)
+        """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
+        profile = self.profile(config)
+        sizes = {"data_parallel_size": config.data, "expert_model_parallel_size": config.expert}
         costs = profile.costs(
             config.layers,
-            state_bytes_per_parameter=state_bytes,
+            optimizer=OptimizerBytes.of_flags(self.flags | config.settings | sizes, profile.weight_bytes),
             replicas=config.data,
             vocabulary_shares=config.stages.vocabulary_shares,
         )

@@ -17,7 +17,7 @@ from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import add_shape, cap_of, flags_of
+from megatron_epp.cli.inputs import add_optimizer, add_shape, cap_of, flags_of
 from megatron_epp.cli.lengths import SOURCES, limited, read_lengths
 from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
@@ -61,6 +61,7 @@ def add_arguments(parser: Parser) -> None:
     add(batch, "documents", "global_batch_size")
     add(batch, "seed", help="of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
+    add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:
         what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")

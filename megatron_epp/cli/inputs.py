@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -22,7 +22,7 @@ from megatron_epp.cost.library import (
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.parser import add, names_of
-from megatron_epp.mcore.arguments.table import ROWS, SHAPE
+from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
@@ -31,6 +31,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.problem import check_amounts
 
 _SHAPE = tuple(row.setting for row in SHAPE)
+_OPTIMIZER = tuple(row.setting for row in OPTIMIZER)
 _SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
@@ -63,6 +64,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(costs, "costs_file")
     add_model(costs)
     add(costs, "cluster", "rates", "data_parallel")
+    add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
@@ -77,11 +79,18 @@ def add_shape(costs: argparse._ArgumentGroup) -> None:
     add(costs, "loss_block_tokens", default=None)
 
 
+def add_optimizer(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that change the bytes of gradients and of the optimizer's states."""
+    add(group, *_OPTIMIZER)
+
+
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return Megatron's flags of the model: those of the file, or of an 8B model, and over them those given."""
+    """Return Megatron's flags of the model and optimizer: those of the file, or of an 8B model, and over them those given."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
     rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens")]
     given = {row.dest: getattr(args, row.short_dest) for row in rows if row.training}
+    given |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
+    given |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
     given |= {
         "group_query_attention": True if args.kv_heads else None,
         "swiglu": False if args.no_gated_mlp else None,
@@ -178,10 +187,10 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     """Costs of a pipeline of the model's parts."""
-    state_bytes = profile.adam_bytes(args.data_parallel)
+    flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
     costs = profile.costs(
         layout.layers,
-        state_bytes_per_parameter=state_bytes,
+        optimizer=OptimizerBytes.of_flags(flags, profile.weight_bytes),
         replicas=args.data_parallel,
         vocabulary_shares=layout.vocabulary_shares,
     )

@@ -166,7 +166,8 @@ def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
         *table(("of rank 0", "Megatron's estimate", "this plan"), rows),
         f"Megatron's is of {megatron['microbatches']:,} microbatches of {megatron['tokens']:,} tokens each in its own 1F1B, "
         "without recompute of whole layers.",
-        "It knows no slices, packing, caches of keys and values, or caps. The plan's static bytes have room for passes.",
+        "It knows no slices, packing, caches of keys and values, or caps, and no optimizer but Adam in fp32; it is told to",
+        "shard that over replicas and context-parallel ranks, as Megatron does. The plan's static bytes have room for passes.",
     ]
 
 

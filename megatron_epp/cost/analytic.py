@@ -141,6 +141,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         apart_attended_bytes_per_token=attended + shape.mlp_bytes_per_token + 4 * hidden,
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,
+        expert_parameters=shape.expert_parameters_on_rank,
         largest_weight=shape.largest_layer_weight,
     )
 

@@ -22,6 +22,7 @@ from typing import Any
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts
 from megatron_epp.cost.vocabulary import VocabularyShards
@@ -41,12 +42,14 @@ class Part(LayerCosts):
     Attributes:
         bytes_per_token: kept from forward to backward.
         parameters: on one rank.
+        expert_parameters: of experts, among these.
         largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
             unknown.
     """
 
     bytes_per_token: float = 0.0
     parameters: float = 0.0
+    expert_parameters: float = 0.0
     largest_weight: float = 0.0
 
 
@@ -96,6 +99,7 @@ class Profile:
         layers_per_stage: Sequence[float],
         *,
         state_bytes_per_parameter: float = 18.0,
+        optimizer: OptimizerBytes | None = None,
         replicas: int = 1,
         vocabulary_shares: Sequence[float] = (),
     ) -> PipelineCosts:
@@ -104,7 +108,8 @@ class Profile:
         Args:
             layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
             state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
-                weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
+                weights and nothing sharded. With a distributed optimizer over d ranks it is 6 + 12 / d.
+            optimizer: bytes of a training, which take the place of these.
             replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
                 host.
             vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
@@ -125,7 +130,7 @@ class Profile:
             share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
             kind = count, start % 2 == 1, stage == 0, stage == last and not vocabulary_shares, share
             if kind not in made:
-                made[kind] = self._stage(*kind, state_bytes_per_parameter)
+                made[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
             stages.append(made[kind])
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
@@ -172,20 +177,34 @@ class Profile:
         )
 
     def _stage(
-        self, halves: int, begins_with_mlp: bool, first: bool, last: bool, share: float, state_bytes: float
+        self, halves: int, begins_with_mlp: bool, first: bool, last: bool, share: float, held: OptimizerBytes | float
     ) -> StageCosts:
         layers, has_half = divmod(halves, 2)
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
-        parameters = layers * self.layer.parameters + sum(part.parameters for part in extras) + share * self.head.parameters
+        inside, experts = layers * self.layer.parameters, layers * self.layer.expert_parameters
+        others = sum(part.parameters for part in extras) + share * self.head.parameters
         half, first_mlp = NO_HALF, 0.0
         if has_half or (begins_with_mlp and layers):
             attention, mlp = self._halves()
             part = mlp if begins_with_mlp else attention
             if has_half:
                 half = _half(MLP if begins_with_mlp else ATTENTION, part)
-                parameters += part.parameters
+                inside += part.parameters
+                experts += part.expert_parameters
             else:
                 first_mlp = mlp.bytes_per_token
+        if isinstance(held, OptimizerBytes):
+            largest = max((part.parameters for part in extras), default=share * self.head.parameters)
+            of_stage = Parameters(
+                matrices=inside - experts,
+                experts=experts,
+                others=others,
+                largest=self.layer.largest_weight,
+                largest_other=largest,
+            )
+            static = held.static(of_stage)
+        else:
+            static = Static.of(inside + others, held, self.weight_bytes)
         of_layer: dict[str, Any] = {name: getattr(self.layer, name) for name in _OF_LAYER}
         return StageCosts(
             **of_layer | {"workspace_bytes": sum(part.workspace_bytes for part in extras)},
@@ -204,7 +223,7 @@ class Profile:
             kv_heads=self.kv_heads,
             queries_per_key=self.queries_per_key,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
-            static=Static.of(parameters, state_bytes, self.weight_bytes),
+            static=static,
         )
 
     def _halves(self) -> tuple[Part, Part]:
@@ -222,14 +241,9 @@ class Profile:
             bytes_per_token=max(0.0, whole.bytes_per_token - own.bytes_per_token),
             weight_bytes_per_token=max(0.0, whole.weight_bytes_per_token - own.weight_bytes_per_token),
             parameters=max(0.0, whole.parameters - own.parameters),
+            expert_parameters=whole.expert_parameters,
         )
         return own, mlp
-
-    def adam_bytes(self, replicas: int = 1) -> float:
-        """Bytes of a parameter with its gradient and Adam's state, which replicas shard: its moments, and an fp32 copy of the
-        weight if the weight is not fp32.
-        """
-        return self.weight_bytes + 4 + (12 if self.weight_bytes < 4 else 8) / replicas
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""

@@ -175,6 +175,14 @@ def saves_several_buckets_resharded() -> bool:
     return has(">=0.20.dev0")
 
 
+def lays_out_whole_matrices() -> bool:
+    """True if the layer-wise optimizer's buffers have whole matrices next to shards of all else: 0.18 and later.
+
+    In 0.17 it gives every rank whole parameters of all kinds.
+    """
+    return has(">=0.18")
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -7,17 +7,20 @@ import logging
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost import H100, OptimizerBytes, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs.estimate import estimate
 from megatron_epp.mcore.patches import fingerprints
 
 
+@pytest.mark.parametrize("context", [1, 4])
 @pytest.mark.parametrize(("model", "stages"), [("llama3-8b", 4), ("llama3-70b", 8), ("mixtral-8x7b", 4)])
-def test_weights_gradients_and_optimizer_are_as_we_count_them(model: str, stages: int):
+def test_weights_gradients_and_optimizer_are_as_we_count_them(model: str, stages: int, context: int):
     flags = load_flags(model)
+    flags |= {"context_parallel_size": context, "expert_model_parallel_size": 2 if flags.get("num_experts") else 1}
     profile = analytic_profile(shape_of(flags), H100)
-    ours = profile.costs([flags["num_layers"] // stages] * stages, state_bytes_per_parameter=profile.adam_bytes(2))
+    optimizer = OptimizerBytes.of_flags(flags | {"data_parallel_size": 2})
+    ours = profile.costs([flags["num_layers"] // stages] * stages, optimizer=optimizer)
     assert estimate(flags, stages, 2, (4096, 100))["state_bytes"] == pytest.approx(ours.stages[0].static_bytes, rel=1e-3)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
+from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.data.documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
@@ -267,7 +268,9 @@ _PIPELINE = (
     Flag("virtual_stages", "--num-virtual-stages-per-pipeline-rank", "--virtual-stages", COUNT).described(
         "Stages on each rank (default: 1)."
     ),
-    Flag("data_parallel", "", "--data-parallel", COUNT, "Replicas, which share the optimizer's state (default: 1).", default=1),
+    Flag("data_parallel", "", "--data-parallel", COUNT, default=1).described(
+        "Replicas, which share the optimizer's state, together with context-parallel ranks (default: 1)."
+    ),
 )
 SHAPE = (
     Flag("num_layers", "--num-layers", "--layers", LAYERS, "Transformer layers (default: 32)."),
@@ -282,6 +285,35 @@ SHAPE = (
     Flag("bytes_per_value", "", "--bytes-per-value", COUNT, "Of activations: 2 for bf16, 4 for fp32 (default: 2)."),
 )
 """Flags of a model's shape."""
+_DTYPES = tuple(DTYPE_BYTES)
+OPTIMIZER = (
+    Flag("optimizer", "--optimizer", "--optimizer", choices=KINDS).described(
+        "muon and dist_muon: Muon for the matrices of layers, of which ranks have whole ones, and Adam for the rest; sgd: with "
+        "momentum, all of its state on every rank (default: adam, sharded by the distributed optimizer)."
+    ),
+    Flag(
+        "use_precision_aware_optimizer", "--use-precision-aware-optimizer", "--use-precision-aware-optimizer", SWITCH
+    ).described("Adam has its copy of the weights and its moments in the types that follow (needs Transformer Engine)."),
+    Flag("main_grads_dtype", "--main-grads-dtype", "--main-grads-dtype", choices=("fp32", "bf16")).described(
+        "Type of accumulated gradients (default: fp32)."
+    ),
+    Flag("main_params_dtype", "--main-params-dtype", "--main-params-dtype", choices=("fp32", "fp16")).described(
+        "Type of the optimizer's copy of the weights; of fp32 it stores the 2 bytes that bf16 weights lack (default: fp32)."
+    ),
+    Flag("exp_avg_dtype", "--exp-avg-dtype", "--exp-avg-dtype", choices=_DTYPES).described(
+        "Type of the first moment (default: fp32)."
+    ),
+    Flag("exp_avg_sq_dtype", "--exp-avg-sq-dtype", "--exp-avg-sq-dtype", choices=_DTYPES).described(
+        "Type of the second moment (default: fp32)."
+    ),
+    Flag("optimizer_cpu_offload", "--optimizer-cpu-offload", "--optimizer-cpu-offload", SWITCH).described(
+        "Adam's states are in host memory, in fp32."
+    ),
+    Flag("optimizer_offload_fraction", "--optimizer-offload-fraction", "--optimizer-offload-fraction", SHARE).described(
+        "Share of the states that are there, 0 to 1 (default: 1)."
+    ),
+)
+"""Flags of Megatron's optimizer that change its bytes, by the names that they have in training."""
 _COSTS = (
     Flag("model", "", "--model", metavar="NAME|FILE").described(
         f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)."
@@ -296,7 +328,7 @@ _COSTS = (
 )
 _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
-TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *_COSTS, *_DATA)
+TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *OPTIMIZER, *_COSTS, *_DATA)
 
 ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""

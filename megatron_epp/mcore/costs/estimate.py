@@ -28,7 +28,8 @@ class _Flags(SimpleNamespace):
 def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Return Megatron's estimate in bytes for the first pipeline rank in its own schedule, padded to the longest sequence.
 
-    `flags` are Megatron's of the model, with underscores. `data_parallel` replicas shard the optimizer's state.
+    `flags` are Megatron's of the model, with underscores. `data_parallel` is the number of replicas. The estimator shards the
+    optimizer's state over these alone, and Megatron itself over context-parallel ranks too: it is told both.
     """
     if strange := patching.unknown(fingerprints.SHOWN):
         release, names = features.installed_version(), ", ".join(strange)
@@ -51,9 +52,9 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
             "tensor_model_parallel_size": tensor,
             "expert_tensor_parallel_size": tensor,
             "expert_model_parallel_size": expert,
-            "data_parallel_size": data_parallel,
+            "data_parallel_size": data_parallel * context,
             "world_size": stages * tensor * context * data_parallel,
-            "use_distributed_optimizer": data_parallel > 1,
+            "use_distributed_optimizer": True,
             "virtual_pipeline_model_parallel_size": None,
         }
     )

@@ -1,14 +1,17 @@
-"""Shape of the model that trains, from Megatron's arguments, and its costs by formula."""
+"""Shape of the model that trains and bytes of its optimizer, from Megatron's arguments, and its costs by formula."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, Profile, analytic_profile
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, Profile, analytic_profile
 from megatron_epp.cost.library import shape_of
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.features import lays_out_whole_matrices
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
 
@@ -19,6 +22,37 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
     """
     block_tokens = block_tokens_of(args) if shards_vocabulary(args) else 0
     return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": block_tokens})
+
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
+"""Names that Megatron's flags have for what it makes of them."""
+
+
+def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
+    """Return the bytes of the run's weights, gradients and optimizer states, from validated arguments.
+
+    Those of an optimizer that is not known are taken to be Adam's.
+    """
+    flags = dict(vars(args))
+    flags |= {name: _DTYPE_NAMES.get(flags.get(name), flags.get(name)) for name in DTYPE_FLAGS}  # type: ignore[arg-type]
+    if (flags.get("optimizer") or "adam") not in KINDS:
+        flags["optimizer"] = "adam"
+        flags["use_distributed_optimizer"] |= bool(flags.get("use_layer_wise_distributed_optimizer"))
+    if not lays_out_whole_matrices():
+        flags["use_layer_wise_param_layout"] = False
+    return OptimizerBytes.of_flags(flags)
+
+
+def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
+    """Return the numbers of parameters by how an optimizer's states of them are shared."""
+    counts, largest = dict.fromkeys(("matrices", "experts", "others"), 0), {"matrices": 0, "others": 0}
+    for weight in weights:
+        is_matrix = weight.dim() == 2 and not getattr(weight, "is_embedding_or_output_parameter", False)
+        is_shared = getattr(weight, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
+        counts[("matrices" if is_shared else "experts") if is_matrix else "others"] += weight.numel()
+        kind = "matrices" if is_matrix else "others"
+        largest[kind] = max(largest[kind], weight.numel())
+    return Parameters(**counts, largest=largest["matrices"], largest_other=largest["others"])
 
 
 def formulas(args: argparse.Namespace) -> Profile:

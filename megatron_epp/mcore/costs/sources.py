@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
@@ -22,7 +21,7 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
-from megatron_epp.mcore.costs.shape import formulas, model_shape
+from megatron_epp.mcore.costs.shape import formulas, model_shape, optimizer_bytes, parameters_of
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.costs.vocabulary import Measured, check_shares, with_measured_shards, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
@@ -212,21 +211,13 @@ def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgett
 
 
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
-    """Return the bytes of this rank's weights, gradient buffers and Adam state, the latter divided where it is sharded."""
-    low_precision = args.bf16 or args.fp16
-    weight, gradient = (2 if low_precision else 4), (4 if args.accumulate_allreduce_grads_in_fp32 or not low_precision else 2)
-    sharded, optimizer, count = 12 if low_precision else 8, 0.0, 0
-    for parameter in stage.model.parameters():
-        is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
-        holders = (
-            args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
-        )
-        count += parameter.numel()
-        optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
+    """Return the bytes of this rank's weights, gradient buffers and optimizer states."""
+    optimizer = optimizer_bytes(args)
+    static = optimizer.static(parameters_of(stage.model.parameters()))
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
-    weights, gradients = (count + copied) * weight, count * gradient + copied * torch.float32.itemsize
-    return Static(weights=weights, gradients=gradients, optimizer=int(optimizer), buffers=buffers)
+    weights, gradients = int(copied * optimizer.weight), copied * torch.float32.itemsize
+    return replace(static, weights=static.weights + weights, gradients=static.gradients + gradients, buffers=buffers)
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

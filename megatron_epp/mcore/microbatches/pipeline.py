@@ -31,7 +31,7 @@ from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.costs.shape import model_shape, optimizer_bytes
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
@@ -256,7 +256,8 @@ class MicrobatchPipeline:
         by_stage = {stage: count for found in layers for stage, count in found.items()}
         profile = analytic_profile(model_shape(self.args), H100_NODE if self._on_gpu else CPU)
         counts = tuple(by_stage[stage] for stage in sorted(by_stage))
-        return of_whole_microbatches(profile.costs(counts, replicas=self.args.data_parallel_size))
+        optimizer = optimizer_bytes(self.args)
+        return of_whole_microbatches(profile.costs(counts, optimizer=optimizer, replicas=self.args.data_parallel_size))
 
     def _split_weights(self) -> None:
         """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""

@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import formulas
+from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
@@ -148,10 +148,9 @@ def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches:
 
 
 def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
-    state_bytes = profile.adam_bytes(args.data_parallel_size if args.use_distributed_optimizer else 1)
     costs = profile.costs(
         layout.layers,
-        state_bytes_per_parameter=state_bytes,
+        optimizer=optimizer_bytes(args),
         replicas=args.data_parallel_size,
         vocabulary_shares=layout.vocabulary_shares,
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost import OptimizerBytes, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
@@ -36,7 +36,8 @@ def costs_of(model: str, stages: int, tokens: int) -> PipelineCosts:
     shape = shape_of(load_flags(model) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     layers = balanced_layers(profile, shape.num_layers, stages, (tokens,))
-    return on_device(profile.costs(layers, state_bytes_per_parameter=profile.adam_bytes(REPLICAS)))
+    optimizer = OptimizerBytes.of_flags({"data_parallel_size": REPLICAS}, profile.weight_bytes)
+    return on_device(profile.costs(layers, optimizer=optimizer))
 
 
 def planned(a: argparse.Namespace, tokens: int, options: Options) -> Plan | None:

@@ -1,0 +1,191 @@
+"""Bytes of weights, gradients and optimizer states, as Megatron's flags say, and the ranks that share them.
+
+The only statement of bytes per parameter: training, the search for layouts and all commands count by it. Checked on CPU against
+the tensors of Megatron's optimizers after a step; what Transformer Engine's optimizer does on GPUs follows its source (2.1 and
+later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_epp.cost.memory import Static
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import naming, shown, whole
+
+KINDS = ("adam", "sgd", "muon", "dist_muon")
+"""Values of ``--optimizer`` whose bytes are known."""
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Bytes of a value, by the names that Megatron's flags have for types."""
+DTYPE_FLAGS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_FP32_BYTES = 4
+
+type Sharing = Literal["elements", "matrices", "parameters", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters that a rank holds of a stage.
+
+    Attributes:
+        matrices: in matrices of layers, experts left out.
+        experts: in matrices of experts.
+        others: in the embedding, the output layer and vectors, which Muon leaves to Adam.
+        largest: in the largest matrix of a layer or an expert.
+        largest_other: in the largest of `others`.
+    """
+
+    matrices: float = 0.0
+    experts: float = 0.0
+    others: float = 0.0
+    largest: float = 0.0
+    largest_other: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """Bytes that a training holds of a parameter on the device, and how ranks share the states of the optimizer.
+
+    Attributes:
+        weight: as the model computes with it, on every rank.
+        gradient: in the buffer in which gradients are accumulated, on every rank.
+        state: the optimizer's copy of the weight and its moments.
+        matrix_state: the same for a matrix of a layer, which Muon treats differently.
+        sharing: what a rank has of the states that `holders` share. elements: an equal part of all (Megatron's distributed
+            optimizer); matrices: whole matrices of layers, and an equal part of the others (its layer-wise one); parameters:
+            whole matrices and whole others (its layer-wise one without a layout of its buffers); none: all.
+        holders: ranks that hold the same weights: data-parallel replicas times context-parallel ranks.
+        expert_holders: ranks that hold the same experts.
+    """
+
+    weight: float
+    gradient: float
+    state: float
+    matrix_state: float
+    sharing: Sharing
+    holders: int
+    expert_holders: int
+
+    @staticmethod
+    def of_flags(flags: Mapping[str, Any], weight_bytes: float | None = None) -> OptimizerBytes:
+        """Return the bytes that follow from Megatron's flags.
+
+        Args:
+            flags: names with underscores, types by the names of `DTYPE_BYTES`. Flags that are absent or None have Megatron's
+                defaults, except that the distributed optimizer is used.
+            weight_bytes: of a weight; by default as ``bf16`` and ``fp16`` say.
+
+        Raises:
+            EppError: Megatron would refuse the flags of the optimizer together, or their bytes are unknown.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        is_half = bool(given.get("bf16") or given.get("fp16"))
+        weight = (2.0 if is_half else 4.0) if weight_bytes is None else weight_bytes
+        kind, is_precise = given.get("optimizer", "adam"), bool(given.get("use_precision_aware_optimizer"))
+        types = _types(given)
+        _check(given, kind, is_precise, types)
+        state = matrix_state = _adam_bytes(given, weight, is_precise, types)
+        copy = _FP32_BYTES if weight < _FP32_BYTES else 0
+        if kind == "sgd":
+            state = matrix_state = copy + _FP32_BYTES
+        elif kind in ("muon", "dist_muon"):
+            matrix_state = copy + _FP32_BYTES
+            state = matrix_state if given.get("muon_scalar_optimizer") == "lion" else state
+        holders = _size(given, "data_parallel_size") * _size(given, "context_parallel_size")
+        return OptimizerBytes(
+            weight=weight,
+            gradient=_gradient_bytes(given, weight, types),
+            state=state,
+            matrix_state=matrix_state,
+            sharing=_sharing(given, kind),
+            holders=holders,
+            expert_holders=max(1, holders // _size(given, "expert_model_parallel_size")),
+        )
+
+    def static(self, parameters: Parameters) -> Static:
+        """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has."""
+        count = parameters.matrices + parameters.experts + parameters.others
+        matrices = self._most(parameters.matrices, self.holders, parameters.largest, ("matrices", "parameters"))
+        experts = self._most(parameters.experts, self.expert_holders, parameters.largest, ("matrices", "parameters"))
+        others = self._most(parameters.others, self.holders, parameters.largest_other, ("parameters",))
+        return Static(
+            weights=int(count * self.weight),
+            gradients=int(count * self.gradient),
+            optimizer=int((matrices + experts) * self.matrix_state + others * self.state),
+        )
+
+    def _most(self, count: float, holders: int, largest: float, whole: tuple[Sharing, ...]) -> float:
+        """Return how many of `count` parameters a rank has states for: where they are shared `whole`, at most.
+
+        A rank that gets the next of them has the fewest so far, so its part exceeds an equal one by less than the largest.
+        """
+        if self.sharing == "none":
+            return count
+        equal = count / holders
+        return min(count, equal + (1 - 1 / holders) * largest) if self.sharing in whole else equal
+
+
+def _types(given: Mapping[str, Any]) -> dict[str, str]:
+    types = {name: given.get(name, "fp32") for name in DTYPE_FLAGS}
+    for name, value in types.items():
+        if not isinstance(value, str) or value not in DTYPE_BYTES:
+            raise EppError(f"{_flag(name)} is {shown(value)}; it must be one of {', '.join(DTYPE_BYTES)}")
+    return types
+
+
+def _check(given: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
+    """Raise `EppError` for flags of the optimizer that Megatron refuses together, and for an unknown optimizer."""
+    if kind not in KINDS:
+        raise EppError(f"bytes of --optimizer {shown(kind)} are not known: give one of {', '.join(KINDS)}")
+    if is_precise and kind != "adam":
+        raise EppError(f"--use-precision-aware-optimizer is for --optimizer adam, not {kind}: leave one of them out")
+    lower = [f"{_flag(name)} {value}" for name, value in types.items() if value != "fp32"]
+    if lower and not is_precise:
+        raise EppError(f"{', '.join(lower)} needs --use-precision-aware-optimizer: add that, or leave it out")
+    if given.get("optimizer_cpu_offload") and not is_precise:
+        raise EppError("--optimizer-cpu-offload needs --use-precision-aware-optimizer: add that, or leave it out")
+    share = given.get("optimizer_offload_fraction", 1.0)
+    if type(share) not in (int, float) or not 0 <= share <= 1:
+        raise EppError(f"--optimizer-offload-fraction is {shown(share)}; it must be a share, 0 to 1")
+
+
+def _adam_bytes(given: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:
+    """Return the bytes of Adam's states and of its copy of a weight, on the device."""
+    copy, moments = (_FP32_BYTES if weight < _FP32_BYTES else 0), 2 * _FP32_BYTES
+    if given.get("optimizer_cpu_offload"):  # whose optimizers have states in fp32, whatever types are given
+        return float((copy + moments) * (1 - given.get("optimizer_offload_fraction", 1.0)))
+    if not is_precise:
+        return copy + moments
+    copy = DTYPE_BYTES[types["main_params_dtype"]]
+    if copy == _FP32_BYTES and weight < _FP32_BYTES and not given.get("fp16"):
+        copy = 2  # Transformer Engine keeps the 16 bits that bf16 leaves out
+    return copy + DTYPE_BYTES[types["exp_avg_dtype"]] + DTYPE_BYTES[types["exp_avg_sq_dtype"]]
+
+
+def _gradient_bytes(given: Mapping[str, Any], weight: float, types: Mapping[str, str]) -> float:
+    if given.get("accumulate_allreduce_grads_in_fp32") or weight >= _FP32_BYTES:
+        return _FP32_BYTES
+    in_fp32 = not (given.get("fp16") or given.get("grad_reduce_in_bf16") or types["main_grads_dtype"] != "fp32")
+    return _FP32_BYTES if in_fp32 else weight
+
+
+def _sharing(given: Mapping[str, Any], kind: str) -> Sharing:
+    is_distributed = given.get("use_distributed_optimizer", True)
+    if kind == "adam":
+        return "elements" if is_distributed else "none"
+    if kind == "sgd":  # Megatron's distributed optimizer takes none
+        return "none"
+    if not (is_distributed or given.get("use_layer_wise_distributed_optimizer") or kind == "dist_muon"):
+        return "none"
+    return "matrices" if given.get("use_layer_wise_param_layout", True) else "parameters"
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    with naming(name):
+        return whole(given.get(name, 1), 1)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
