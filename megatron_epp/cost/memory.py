@@ -46,7 +46,10 @@ SETUP_MARGIN_BYTES = 1 << 30
 """Bytes of the memory free after set-up that plans leave unused, for kernels and workspaces allocated at their first use;
 assumed, not measured."""
 _CAP_STEP_BYTES = 1 << 28
-"""Granularity of caps derived from free memory, so that a resumed run with slightly different free memory makes equal plans."""
+"""Granularity of caps derived from free memory, so that runs with slightly different free memory mostly make equal plans."""
+KEPT_CAP_SLACK_BYTES = 2 * _CAP_STEP_BYTES
+"""Difference up to which a resumed run has the caps of the run before rather than those by its own free memory; within
+`SETUP_MARGIN_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

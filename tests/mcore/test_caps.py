@@ -52,6 +52,69 @@ def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans
     assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == cap_of(None, Cluster("of 80 GiB", H100, 80.0)) < 80 * GIB
 
 
+def run(monkeypatch, folder, *, position: int = 0, others=(), **changes) -> tuple[int, ...]:
+    """The caps of a run with two pipeline ranks that resumes what is in a folder, in GiB, and saves there.
+
+    Args:
+        monkeypatch, folder: as they are.
+        position: of this rank, which is the first of the job.
+        others: position and cap of other ranks, in bytes.
+        changes: of the arguments.
+    """
+    monkeypatch.setattr(caps, "of_first", lambda make: make())
+    monkeypatch.setattr(caps, "from_each", lambda mine: [mine, *others])
+    given = {"epp_memory_cap_gb": None, "pipeline_model_parallel_size": 2, "rank": 0, "load": str(folder), "save": str(folder)}
+    return tuple(cap / GIB for cap in caps.agreed_caps(Namespace(**given | changes), position))
+
+
+OTHERS = [(1, 70 * GIB), (0, 74 * GIB), (1, 69 * GIB)]
+
+
+def test_a_resumed_run_has_the_caps_of_the_run_before_though_its_kernels_are_loaded_already(device, monkeypatch, tmp_path):
+    device.free, device.reserved = int(30.3 * GIB), 40 * GIB
+    assert run(monkeypatch, tmp_path, others=OTHERS) == (69.25, 69)
+    device.free, device.reserved = int(22.2 * GIB), 48 * GIB  # the same with states, and 0.1 GiB of code
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == 69 * GIB  # a step less, by what is free
+    for _ in range(2):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (69.25, 69)
+        device.free += GIB // 4  # and so it stays in the run after that
+
+
+@pytest.mark.parametrize("less_gib", [-6, 6])
+def test_a_resumed_run_on_a_device_with_other_room_has_caps_of_its_own_and_says_so(
+    device, monkeypatch, tmp_path, less_gib, caplog
+):
+    device.free = 60 * GIB
+    assert run(monkeypatch, tmp_path, others=OTHERS) == (59, 69)
+    device.free = (now_gib + 1) * GIB
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (now_gib, 69)
+    assert (
+        f"plans fill {59 - less_gib}.00 GiB of the device of rank 0, where those of the run before filled 59.00" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("changes", [{"epp_memory_cap_gb": 58.9}, {"pipeline_model_parallel_size": 1}])
+def test_a_resumed_run_that_wants_another_cap_or_has_other_ranks_has_its_own(device, monkeypatch, tmp_path, changes):
+    device.free = 60 * GIB
+    run(monkeypatch, tmp_path, others=OTHERS)
+    device.free -= GIB // 4
+    assert run(monkeypatch, tmp_path, others=OTHERS, **changes)[0] in (58.75, int(58.9 * GIB) / GIB)
+
+
+def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplog):
+    device.free = 60 * GIB
+    (tmp_path / caps.FILE_NAME).write_text("{}")
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (59, 69)
+    assert f"{tmp_path / caps.FILE_NAME} cannot be read" in caplog.text
+
+
+def test_on_a_cpu_nothing_is_kept(monkeypatch, tmp_path):
+    assert run(monkeypatch, tmp_path, others=OTHERS, epp_memory_cap_gb=0.5) == (0.5, 69)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("asked_gib", [None, 70])
 def test_a_cap_is_lowered_to_the_room_there_is(device, asked_gib):
     device.free, device.reserved = 40 * GIB, 26 * GIB

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.mcore.costs.shape import unusual_optimizer
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import flags_of, of_first, write_whole
 from megatron_epp.plan import EppError
@@ -51,7 +52,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for one in everyone for number, digest in one.items()}
     flags = {name: value for name, value in flags_of(args).items() if name != "device"}
-    flags |= {name: getattr(args, name, None) for name in _SIZES}
+    flags |= {name: getattr(args, name, None) for name in _SIZES} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in _CONFIG}
     known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}

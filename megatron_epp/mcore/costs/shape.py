@@ -43,6 +43,22 @@ def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     return OptimizerBytes.of_flags(flags)
 
 
+_USUAL = {
+    "optimizer": ("adam",),
+    "use_precision_aware_optimizer": (False,),
+    **dict.fromkeys(DTYPE_FLAGS, (torch.float32, "fp32")),
+    "optimizer_cpu_offload": (False,),
+}
+
+
+def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
+    """Return the flags of the optimizer that change its bytes and are not at their defaults, by names with underscores."""
+    found = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
+    if "optimizer_cpu_offload" in found:
+        found["optimizer_offload_fraction"] = args.optimizer_offload_fraction
+    return found
+
+
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
     """Return the numbers of parameters by how an optimizer's states of them are shared."""
     counts, largest = dict.fromkeys(("matrices", "experts", "others"), 0), {"matrices": 0, "others": 0}

@@ -53,7 +53,7 @@ from megatron_epp.mcore.microbatches.planning import (
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
-from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
+from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
@@ -115,7 +115,7 @@ class MicrobatchPipeline:
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
             layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
-            caps = gathered(cap_bytes(args), self.links, min)
+            caps = agreed_caps(args, self.links.position)
             told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
             self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
             known = resumed(args, loaded, self._learnt_with)

@@ -1,20 +1,31 @@
-"""Memory that plans may fill: on this rank's device, and in host memory."""
+"""Memory that plans may fill: on this rank's device, and in host memory.
+
+What is free on a device after set-up varies. States of the optimizer do not count, which are in what torch has reserved, but a
+resumed run has loaded them, and with them kernels whose memory a first run does not miss yet. So checkpoints come with caps.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.mcore.costs.stored import of_first, write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
+from megatron_epp.plan.reading import parse_json, read_text, whole
+from megatron_epp.runtime.links.objects import from_each
 from megatron_epp.runtime.offload.host import host_limit
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "epp_caps.json"
 _GIB = 1 << 30
 _HOST_SHARE = 0.8
 """Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data."""
@@ -29,16 +40,70 @@ def wanted_cap_bytes(args: argparse.Namespace) -> int:
     return UNLIMITED_BYTES
 
 
-def cap_bytes(args: argparse.Namespace) -> int:
+def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
+    """Return the caps in bytes of all pipeline ranks, the smallest of any replica. A collective call of all ranks of the job.
+
+    They are those of the run that saved the loaded checkpoint, where devices have about as much room as it had. The first rank
+    keeps them with this run's checkpoints.
+
+    Args:
+        args: Megatron's arguments, or what stands for them.
+        position: this rank's in the pipeline.
+    """
+    kept = of_first(partial(_kept, args))
+    everyone = from_each((position, cap_bytes(args, kept[position] if kept else None)))
+    caps = tuple(min(cap for at, cap in everyone if at == number) for number in range(args.pipeline_model_parallel_size))
+    if args.rank == 0:
+        tell_lowered(args, caps)
+        if torch.cuda.is_initialized() and getattr(args, "save", None):
+            body = {"wanted_bytes": wanted_cap_bytes(args), "cap_bytes": caps}
+            write_whole(Path(args.save, FILE_NAME), json.dumps(body) + "\n")
+    return caps
+
+
+def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """Return the caps of the run that saved the loaded checkpoint; None if it wanted others, or told none."""
+    folder = getattr(args, "load", None)
+    path = Path(folder, FILE_NAME) if folder else None
+    if path is None or not path.exists() or not torch.cuda.is_initialized():
+        return None
+    try:
+        body = parse_json(read_text(path), "the text")
+        caps, wanted = tuple(whole(cap, 0) for cap in body["cap_bytes"]), whole(body["wanted_bytes"], 0)
+    except (EppError, OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+        logger.warning(
+            "%s cannot be read (%s): caps follow from free memory, so plans may differ from the run before", path, error
+        )
+        return None
+    return caps if len(caps) == args.pipeline_model_parallel_size and wanted == wanted_cap_bytes(args) else None
+
+
+def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
     """Return the bytes of this rank's memory that plans may fill: the wanted cap, and on a GPU at most the available memory.
 
     Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use.
+
+    Args:
+        args: Megatron's arguments.
+        kept: cap in bytes of the run before, which holds where the available memory is nearly the same.
     """
     wanted = wanted_cap_bytes(args)
     if not torch.cuda.is_initialized():
         return wanted
     free, _ = torch.cuda.mem_get_info()
-    return min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
+    now = min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
+    if kept is None or kept == now:
+        return now
+    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:
+        return kept
+    logger.warning(
+        "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: it has "
+        "other room now",
+        now / _GIB,
+        args.rank,
+        kept / _GIB,
+    )
+    return now
 
 
 def possible_on_device(error: EppError) -> EppError:

@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes
+from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes, unusual_optimizer
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
@@ -75,6 +75,7 @@ def search_layout(args: argparse.Namespace) -> None:
         return
     costs = named(args)
     flags = {name: getattr(args, name, None) for name in _FLAGS}
+    flags |= {name: str(value) for name, value in unusual_optimizer(args).items()}
     if args.epp_vocab_parallel != "off":
         flags["epp_vocab_parallel"] = args.epp_vocab_parallel
     layout, chosen_with = of_first(partial(_found, args, costs, flags))

@@ -33,7 +33,7 @@ from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
-from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, possible_on_device, tell_lowered
+from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, possible_on_device
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
@@ -195,7 +195,7 @@ class Session:
                 if self.args.epp_costs != "analytic":
                     self.watch = StageWatch(self.rank, ObjectGroup.create(links.control.ranks, groups))
                 self._note_learning("exchanging memory caps")
-                self._begin_planning(self.costs, gathered(cap_bytes(self.args), links, min), gathered(host_cap, links, min))
+                self._begin_planning(self.costs, agreed_caps(self.args, links.position), gathered(host_cap, links, min))
             finally:
                 self._learning = None
 
@@ -228,16 +228,13 @@ class Session:
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
                 self.watch.after(plan, recorder)
 
-    def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
-        """Start the planner with the smallest caps of all replicas. Does nothing on a rank that does not plan."""
+    def _begin_planning(self, costs: PipelineCosts, caps: tuple[int, ...], host_caps: Sequence[int]) -> None:
+        """Start the planner with the caps of devices, and the smallest of hosts. Does nothing on a rank that does not plan."""
         if not self.plans:
             return
         assert self._planning_ranks is not None
-        least = tuple(map(min, zip(*self._planning_ranks.from_each(caps), strict=True)))
-        if self.args.rank == 0:
-            tell_lowered(self.args, least)
         host_cap = min(map(min, self._planning_ranks.from_each(host_caps)))
-        self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
+        self._problem = problem_of(self.args, caps, self.placement.rank_of, host_cap)
         self._planner = self._planner_by(costs)
         self._can_plan.set()
 

@@ -1,0 +1,78 @@
+"""Trains with one optimizer after the other, and notes what tensors are there of each after its first step.
+
+python -m tests.support.mcore.optimizer_worker DOCUMENTS NAME...; figures: name, rank, planned and real bytes of this rank.
+"""
+
+import importlib.util
+import os
+import shlex
+import sys
+
+from tests.support.mcore.figures import record_figures
+from tests.support.mcore.memory_cases import COMMON, LLAMA
+from tests.support.mcore.optimizer_cases import SETTINGS
+
+
+def main(documents, *names):
+    from megatron_epp.mcore import entry
+    from scripts.parity.planner import share_planner
+    from scripts.parity.runs import train
+
+    entry.prepare()
+    share_planner()
+    from megatron.training import training
+
+    step, now = training.train_step, {}
+
+    def noting(*rest, **named):
+        done = step(*rest, **named)
+        model, optimizer = named.get("model", rest[2]), named.get("optimizer", rest[3])
+        record_figures(now | {"rank": int(os.environ["RANK"]), "real": real(model, optimizer), "planned": planned()})
+        return done
+
+    common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1"]
+    for name in names:
+        if "muon" in name and importlib.util.find_spec("emerging_optimizers") is None:
+            record_figures({"name": name, "missing": "emerging_optimizers"})
+            continue
+        now["name"], training.train_step = name, noting
+        train([*common, *shlex.split(LLAMA), *shlex.split(SETTINGS[name]), "--data-path", documents])
+
+
+def planned():
+    """Bytes of all stages of this rank, by item."""
+    from megatron_epp.mcore.training.session import current
+
+    (static,) = (stage.static for stage in current().costs.stages)
+    return static.items()
+
+
+def real(models, optimizer):
+    """Bytes of tensors, by item; of the optimizer without views of the weights."""
+    weights = [weight for model in models for weight in model.parameters()]
+    theirs = {weight.untyped_storage().data_ptr() for weight in weights}
+    buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    found = {}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for tensor in tensors_of(one.optimizer):
+            if tensor.numel() > 1 and (place := tensor.untyped_storage().data_ptr()) not in theirs:
+                found[place, tensor.storage_offset()] = tensor.nbytes
+    return {
+        "weights": sum(weight.nbytes for weight in weights),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(found.values()),
+    }
+
+
+def tensors_of(optimizer):
+    """Yield the tensors of a torch optimizer: the parameters it steps, and its states."""
+    inner = [*getattr(optimizer, "sub_optimizers", ()), optimizer]
+    for one in inner:
+        for group in one.param_groups:
+            yield from group["params"]
+        for state in one.state.values():
+            yield from (value for value in state.values() if hasattr(value, "untyped_storage"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
