@@ -97,8 +97,8 @@ def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
     if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:
         return kept
     logger.warning(
-        "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: it has "
-        "other room now",
+        "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: the "
+        "device has other room now",
         now / _GIB,
         args.rank,
         kept / _GIB,

@@ -15,3 +15,5 @@ SETTINGS = {
     "muon, whole matrices shared": "--bf16 --optimizer muon --use-distributed-optimizer",
 }
 """Flags by a name."""
+WHOLE_MATRICES = "muon, whole matrices shared"
+"""Setting in which a rank has as much as there are whole matrices."""

@@ -1,0 +1,135 @@
+"""What a training plans for weights, gradients and optimizer states is what Megatron's optimizers have after a step on CPU, and
+what the commands say before it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron_epp.cli import main as cli
+from megatron_epp.cli.inputs import costs_of
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.mcore.costs.shape import optimizer_bytes, unusual_optimizer
+from megatron_epp.mcore.costs.sources import _static
+from megatron_epp.mcore.training import layout as layouts
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from tests.support.mcore.forked import launch
+from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
+from tests.support.mcore.optimizer_cases import SETTINGS, WHOLE_MATRICES
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
+
+PADDING = 0.03
+"""Largest share by which buffers exceed the parameters in them: those are aligned, and these parameters are few."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Planned and real bytes of all settings, by rank."""
+    data = write_pair(
+        tmp_path_factory.mktemp("data") / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY)
+    )
+    done = launch(2, "-m", "tests.support.mcore.optimizer_worker", data, *SETTINGS)
+    assert done.returncode == 0, done.output[-5000:]
+    return {name: sorted((f for f in done.figures if f["name"] == name), key=lambda f: f["rank"]) for name in SETTINGS}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_planned_bytes_are_those_that_are_there_after_a_step(found, name):
+    if "missing" in found[name][0]:
+        pytest.skip("needs emerging_optimizers: pip install emerging-optimizers")
+    planned = found[name][0]["planned"]
+    for one in found[name]:
+        assert one["planned"] == planned
+        assert one["real"]["weights"] == planned["weights"]
+        assert planned["gradients"] <= one["real"]["gradients"] <= planned["gradients"] * (1 + PADDING)
+        assert one["real"]["optimizer"] <= planned["optimizer"] * (1 + PADDING)
+    both = sum(one["real"]["optimizer"] for one in found[name])
+    if name == WHOLE_MATRICES:
+        assert planned["optimizer"] < both  # an equal part and no more than the largest matrix
+    else:
+        assert both == pytest.approx(planned["optimizer"] * 2, rel=PADDING)
+
+
+FLAGS = {
+    "adam": ({}, ""),
+    "in lower precision": (
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
+        | {"main_params_dtype": torch.float16, "main_grads_dtype": torch.bfloat16},
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8 --main-params-dtype fp16 "
+        "--main-grads-dtype bf16",
+    ),
+    "on the host": (
+        {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
+    "muon": (
+        {"optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True},
+        "--optimizer muon",
+    ),
+}
+"""Validated arguments of a training, and flags of a command."""
+SIZES = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 4, "data_parallel_size": 2}
+RANKS = "--stages 2 --tensor-parallel 2 --sequence-parallel --context-parallel 4 --data-parallel 2"
+
+
+@pytest.mark.parametrize(("training", "command"), FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
+def test_training_counts_as_the_commands_do(model: str, training: dict, command: str):
+    experts = {"expert_model_parallel_size": 4} if model == "mixtral-8x7b" else {}
+    flags = load_flags(model) | {"num_layers": 4} | SIZES | experts
+    shape, layout = shape_of(flags), Layout.of_layers([2, 2], Placement("looped", 2, 1))
+    said = f"plan --lengths 4096 --context 4096 --model {model} --layers 4 {RANKS} {command}"
+    said += " --expert-parallel 4" if experts else ""
+    commands = [stage.static for stage in costs_of(cli._parser().parse(said.split()), (4096,), layout).stages]
+    defaults = {"optimizer": "adam", "use_distributed_optimizer": True, "padded_vocab_size": shape.vocab_size, "fp16": False}
+    args = arguments(**defaults | flags | training)
+
+    searched = layouts._costs(args, analytic_profile(shape, H100), layout).stages[0].static
+    assert (searched.weights, searched.gradients, searched.optimizer) == (
+        commands[0].weights,
+        commands[0].gradients,
+        commands[0].optimizer,
+    )
+    trained = _static(args, SimpleNamespace(model=model_of(shape, 2), more_weights=()))
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(trained, name) == pytest.approx(getattr(commands[0], name), rel=1e-6)
+
+
+def model_of(shape, layers: int) -> torch.nn.Module:
+    """The first stage's parameters, without their values: the matrices that formulas count."""
+
+    def matrix(rows: float, columns: float, **more: object) -> torch.nn.Parameter:
+        weight = torch.nn.Parameter(torch.empty(int(rows), int(columns), device="meta"))
+        for name, value in more.items():
+            setattr(weight, name, value)
+        return weight
+
+    hidden, ranks = shape.hidden_size, shape.tensor_parallel
+    weights = [matrix(shape.vocab_size / ranks, hidden, is_embedding_or_output_parameter=True)]
+    for _ in range(layers):
+        weights += [matrix((shape.query_width + 2 * shape.kv_width) / ranks, hidden), matrix(shape.query_width / ranks, hidden)]
+        own = {"allreduce": False} if shape.num_experts else {}
+        weights += [matrix(shape.num_experts, hidden / ranks)] if shape.num_experts else []
+        for _ in range((shape.num_experts or 1) // shape.expert_parallel):
+            weights += [matrix(2 * shape.ffn_hidden_size / ranks, hidden, **own)]
+            weights += [matrix(shape.ffn_hidden_size / ranks, hidden, **own)]
+    return torch.nn.ParameterList(weights)
+
+
+def test_flags_have_megatrons_defaults():
+    usual = OptimizerConfig()
+    args = SimpleNamespace(**{name: getattr(usual, name) for name in vars(usual)})
+    assert unusual_optimizer(args) == {}
+    assert unusual_optimizer(SimpleNamespace(optimizer="muon")) == {"optimizer": "muon"}
+
+
+def test_an_optimizer_that_is_not_known_is_counted_as_adam():
+    known = {"bf16": True, "use_distributed_optimizer": True, "data_parallel_size": 2, "context_parallel_size": 1}
+    assert optimizer_bytes(arguments(**known | {"optimizer": "soap"})) == optimizer_bytes(arguments(**known))
