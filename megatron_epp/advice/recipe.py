@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.layout import layers_text
 
@@ -35,13 +36,18 @@ _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 
 
 def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
-    """Megatron's flags for the configuration and the batch, with underscores."""
-    return config.settings | {
-        "micro_batch_size": 1,
-        "global_batch_size": len(question.lengths),
-        "seq_length": question.context,
-        "max_position_embeddings": question.context,
-    }
+    """Megatron's flags for the configuration, the optimizer and the batch, with underscores."""
+    optimizer = {name: question.flags[name] for name in OPTIMIZER_FLAGS if name in question.flags}
+    return (
+        config.settings
+        | optimizer
+        | {
+            "micro_batch_size": 1,
+            "global_batch_size": len(question.lengths),
+            "seq_length": question.context,
+            "max_position_embeddings": question.context,
+        }
+    )
 
 
 def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:

@@ -20,6 +20,8 @@ KINDS = ("adam", "sgd", "muon", "dist_muon")
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of a value, by the names that Megatron's flags have for types."""
 DTYPE_FLAGS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+FLAGS = ("optimizer", "use_precision_aware_optimizer", *DTYPE_FLAGS, "optimizer_cpu_offload", "optimizer_offload_fraction")
+"""Flags of Megatron's optimizer that commands take, with underscores."""
 _FP32_BYTES = 4
 
 type Sharing = Literal["elements", "matrices", "parameters", "none"]

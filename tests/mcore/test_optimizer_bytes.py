@@ -12,8 +12,10 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.inputs import costs_of
-from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost import H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.shape import optimizer_bytes, unusual_optimizer
 from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.mcore.training import layout as layouts
@@ -25,6 +27,8 @@ from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
 from tests.support.mcore.optimizer_cases import SETTINGS, WHOLE_MATRICES
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
+SHAPE = ModelShape(num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+COSTS = analytic_costs(SHAPE, H100, [1])
 PADDING = 0.03
 """Largest share by which buffers exceed the parameters in them: those are aligned, and these parameters are few."""
 
@@ -133,3 +137,15 @@ def test_flags_have_megatrons_defaults():
 def test_an_optimizer_that_is_not_known_is_counted_as_adam():
     known = {"bf16": True, "use_distributed_optimizer": True, "data_parallel_size": 2, "context_parallel_size": 1}
     assert optimizer_bytes(arguments(**known | {"optimizer": "soap"})) == optimizer_bytes(arguments(**known))
+
+
+def test_learnt_bytes_depend_on_the_optimizer(monkeypatch):
+    monkeypatch.setattr(learnt, "gathered", lambda mine, links: [mine])
+    monkeypatch.setattr(learnt, "get_model_config", lambda model: SimpleNamespace())
+    models = {0: torch.nn.Linear(3, 4)}
+    usual, other = (
+        learnt.fingerprint(arguments(optimizer=name, use_precision_aware_optimizer=False), models, SimpleNamespace())
+        for name in ("adam", "sgd")
+    )
+    assert KeptCosts(COSTS, usual).obstacle(other) == "--optimizer was not told and is sgd"
+    assert not KeptCosts(COSTS, other).obstacle(other)

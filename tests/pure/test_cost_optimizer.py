@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from megatron_epp.advice.question import Configuration
+from megatron_epp.advice.recipe import flags_text
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.inputs import costs_of, problem_of
@@ -185,3 +186,11 @@ def test_flags_of_a_model_file_count_and_those_given_win(tmp_path):
 
     assert state_bytes("") == 2 + 2 + 4
     assert state_bytes("--exp-avg-dtype fp8") == 2 + 1 + 4
+
+
+def test_advice_ends_with_the_flags_of_the_optimizer_that_it_counted():
+    question = question_of(parsed(f"advise --lengths 4096 --devices 8 --global-batch-size 8 {FLAGS['on the host']}"))
+    said = flags_text(question, Configuration(2, 1, 1, 4, layers=(32,))).replace(" \\\n", " ")
+    assert f" {FLAGS['on the host']} " in said
+    plain = question_of(parsed("advise --lengths 4096 --devices 8 --global-batch-size 8"))
+    assert "precision" not in flags_text(plain, Configuration(2, 1, 1, 4, layers=(32,)))
