@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.advice.search import advise
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
-from megatron_epp.cost import analytic_profile
+from megatron_epp.cost import OptimizerBytes, analytic_profile
 from megatron_epp.cost.library import even_layers, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
@@ -48,8 +48,8 @@ def test_a_recipe_plans(recipe: Path):
     assert flags["global_batch_size"] % replicas == 0
     profile = analytic_profile(shape, cluster.rates)
     layers = even_layers(shape.num_layers, stages)
-    shared = replicas * flags.get("context_parallel_size", 1) if flags.get("use_distributed_optimizer") else 1
-    costs = profile.costs(layers, state_bytes_per_parameter=6 + 12 / shared)
+    run = {"use_distributed_optimizer": False} | flags | {"data_parallel_size": replicas}
+    costs = profile.costs(layers, optimizer=OptimizerBytes.of_flags(run))
     cap_gb = settings["epp"].get("memory_cap_gb")
     cap = UNLIMITED_BYTES if cap_gb is None else int(cap_gb * 2**30)
     assert cap_gb is None or cluster.device_memory_gb is None or cap_gb < cluster.device_memory_gb

@@ -176,6 +176,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_launches.py": (),
     "pure/test_cost_library.py": (),
     "pure/test_cost_model.py": (),
+    "pure/test_cost_optimizer.py": ("test_the_shipped_recipe_for_chats_fits_its_gpus",),
     "pure/test_cost_prefix.py": (),
     "pure/test_cost_profile.py": (),
     "pure/test_cost_trained.py": (),
