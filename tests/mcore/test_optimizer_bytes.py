@@ -4,15 +4,19 @@ what the commands say before it.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.inputs import costs_of
-from megatron_epp.cost import H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_costs, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs import learnt
@@ -21,12 +25,17 @@ from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.mcore.training import layout as layouts
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from tests.support.mcore.forked import launch
+from tests.support import package_index
+from tests.support.mcore import forked
+from tests.support.mcore.figures import FOLDER, recorded
+from tests.support.mcore.launch import REPOSITORY, launch
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
-from tests.support.mcore.optimizer_cases import SETTINGS, WHOLE_MATRICES
+from tests.support.mcore.optimizer_cases import MUON, SETTINGS
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
+WORKER = "tests.support.mcore.optimizer_worker"
+HALF = {"bf16": True, "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
 SHAPE = ModelShape(num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, H100, [1])
 PADDING = 0.03
@@ -34,31 +43,72 @@ PADDING = 0.03
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Planned and real bytes of all settings, by rank."""
-    data = write_pair(
-        tmp_path_factory.mktemp("data") / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY)
-    )
-    done = launch(2, "-m", "tests.support.mcore.optimizer_worker", data, *SETTINGS)
+def documents(tmp_path_factory):
+    lengths = [length + 1 for length in LENGTHS]
+    return write_pair(tmp_path_factory.mktemp("data") / "documents", documents_of(lengths, vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def found(documents):
+    """Planned and real bytes of all settings, of both ranks."""
+    done = forked.launch(2, "-m", WORKER, documents, *SETTINGS)
     assert done.returncode == 0, done.output[-5000:]
-    return {name: sorted((f for f in done.figures if f["name"] == name), key=lambda f: f["rank"]) for name in SETTINGS}
+    return by_name(done.figures)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_planned_bytes_are_those_that_are_there_after_a_step(found, name):
-    if "missing" in found[name][0]:
-        pytest.skip("needs emerging_optimizers: pip install emerging-optimizers")
-    planned = found[name][0]["planned"]
-    for one in found[name]:
+def by_name(figures):
+    return {name: [one for one in figures if one["name"] == name] for name in {one["name"] for one in figures}}
+
+
+def check_common(ranks):
+    """What holds of both ranks of a setting, however they share states."""
+    assert len(ranks) == 2
+    planned = ranks[0]["planned"]
+    for one in ranks:
         assert one["planned"] == planned
         assert one["real"]["weights"] == planned["weights"]
         assert planned["gradients"] <= one["real"]["gradients"] <= planned["gradients"] * (1 + PADDING)
         assert one["real"]["optimizer"] <= planned["optimizer"] * (1 + PADDING)
-    both = sum(one["real"]["optimizer"] for one in found[name])
-    if name == WHOLE_MATRICES:
-        assert planned["optimizer"] < both  # an equal part and no more than the largest matrix
-    else:
-        assert both == pytest.approx(planned["optimizer"] * 2, rel=PADDING)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_planned_bytes_are_those_that_are_there_after_a_step(found, name):
+    check_common(found[name])
+    real = sum(one["real"]["optimizer"] for one in found[name])
+    assert real == pytest.approx(2 * found[name][0]["planned"]["optimizer"], rel=PADDING)
+
+
+@pytest.mark.slow  # starts afresh, with a package that only Muon needs
+def test_planned_bytes_of_muon_are_at_least_those_that_are_there_after_a_step(documents, tmp_path):
+    more = package_index.release("emerging-optimizers", "0.3.0", Path(sys.prefix) / "emerging-optimizers")
+    env = {"PYTHONPATH": f"{more}{os.pathsep}{REPOSITORY}", FOLDER: str(tmp_path)}
+    done = launch(2, "-m", WORKER, documents, *MUON, env=env)
+    assert done.returncode == 0, done.output[-5000:]
+    whole, shared = (by_name(recorded(tmp_path))[name] for name in MUON)
+    for ranks in (whole, shared):
+        check_common(ranks)
+    assert whole[0]["real"]["optimizer"] == whole[0]["planned"]["optimizer"]
+    assert shared[0]["planned"]["optimizer"] < 0.7 * whole[0]["planned"]["optimizer"]
+
+
+def test_an_optimizer_of_the_host_has_its_states_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    weight = torch.nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16))
+    found = HybridDeviceOptimizer(
+        [{"params": [weight]}],
+        offload_fraction=0.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+    )
+    (inner,) = found.sub_optimizers
+    (copy,) = inner.param_groups[0]["params"]
+    copy.grad = torch.ones_like(copy)
+    inner._optimizer_step_post_hooks.clear()  # which copy to a device
+    inner.step()
+    tensors = [copy, *(value for value in inner.state[copy].values() if value.numel() > 1)]
+    stays = OptimizerBytes.of_flags(HALF | {"optimizer_offload_fraction": 0.0, "exp_avg_dtype": "bf16"})
+    assert sum(tensor.nbytes for tensor in tensors) == weight.numel() * stays.state
 
 
 FLAGS = {

@@ -9,11 +9,10 @@ SETTINGS = {
     "sgd": "--bf16 --optimizer sgd",
     "adam, experts with few holders": "--bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall",
-    "adam of the host, here for all": "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer "
-    "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+}
+"""Flags by a name."""
+MUON = {
     "muon, whole": "--bf16 --optimizer muon",
     "muon, whole matrices shared": "--bf16 --optimizer muon --use-distributed-optimizer",
 }
-"""Flags by a name."""
-WHOLE_MATRICES = "muon, whole matrices shared"
-"""Setting in which a rank has as much as there are whole matrices."""
+"""Those that need the package emerging-optimizers."""

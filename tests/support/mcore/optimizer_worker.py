@@ -3,14 +3,13 @@
 python -m tests.support.mcore.optimizer_worker DOCUMENTS NAME...; figures: name, rank, planned and real bytes of this rank.
 """
 
-import importlib.util
 import os
 import shlex
 import sys
 
 from tests.support.mcore.figures import record_figures
 from tests.support.mcore.memory_cases import COMMON, LLAMA
-from tests.support.mcore.optimizer_cases import SETTINGS
+from tests.support.mcore.optimizer_cases import MUON, SETTINGS
 
 
 def main(documents, *names):
@@ -32,11 +31,8 @@ def main(documents, *names):
 
     common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1"]
     for name in names:
-        if "muon" in name and importlib.util.find_spec("emerging_optimizers") is None:
-            record_figures({"name": name, "missing": "emerging_optimizers"})
-            continue
         now["name"], training.train_step = name, noting
-        train([*common, *shlex.split(LLAMA), *shlex.split(SETTINGS[name]), "--data-path", documents])
+        train([*common, *shlex.split(LLAMA), *shlex.split((SETTINGS | MUON)[name]), "--data-path", documents])
 
 
 def planned():
