@@ -96,6 +96,8 @@ class OptimizerBytes:
             matrix_state = copy + _FP32_BYTES
             state = matrix_state if given.get("muon_scalar_optimizer") == "lion" else state
         holders = _size(given, "data_parallel_size") * _size(given, "context_parallel_size")
+        tensor = _size(given, "tensor_model_parallel_size")
+        sharing_experts = _size(given, "expert_model_parallel_size") * _size(given, "expert_tensor_parallel_size", tensor)
         return OptimizerBytes(
             weight=weight,
             gradient=_gradient_bytes(given, weight, types),
@@ -103,7 +105,7 @@ class OptimizerBytes:
             matrix_state=matrix_state,
             sharing=_sharing(given, kind),
             holders=holders,
-            expert_holders=max(1, holders // _size(given, "expert_model_parallel_size")),
+            expert_holders=max(1, holders * tensor // sharing_experts),
         )
 
     def static(self, parameters: Parameters) -> Static:
@@ -184,9 +186,9 @@ def _sharing(given: Mapping[str, Any], kind: str) -> Sharing:
     return "matrices" if given.get("use_layer_wise_param_layout", True) else "parameters"
 
 
-def _size(given: Mapping[str, Any], name: str) -> int:
+def _size(given: Mapping[str, Any], name: str, default: int = 1) -> int:
     with naming(name):
-        return whole(given.get(name, 1), 1)
+        return whole(given.get(name, default), 1)
 
 
 def _flag(name: str) -> str:

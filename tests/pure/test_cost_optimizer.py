@@ -103,6 +103,9 @@ def test_states_are_shared_by_replicas_and_context_parallel_ranks_and_those_of_e
     found = OptimizerBytes.of_flags(HALF | sizes)
     held = found.static(Parameters(matrices=800, experts=1600, others=80))
     assert held == Static(weights=2 * 2480, gradients=4 * 2480, optimizer=12 * (880 // 8 + 1600 // 2))
+    tensor = {"tensor_model_parallel_size": 2}
+    assert OptimizerBytes.of_flags(sizes | tensor).expert_holders == 2
+    assert OptimizerBytes.of_flags(sizes | tensor | {"expert_tensor_parallel_size": 1}).expert_holders == 4
 
 
 def test_no_rank_has_more_than_what_is_said_of_whole_matrices():
@@ -143,8 +146,8 @@ def test_commands_count_alike(model: str, optimizer: str):
     question = question_of(parsed(f"advise {tail} --devices 32 --global-batch-size 8"))
     experts = 4 if question.flags.get("num_experts") else 1
     found["advise"] = question.costs(Configuration(**SIZES, expert=experts, layers=layout.layers))
-    statics = {name: [stage.static for stage in costs.stages] for name, costs in found.items()}
-    assert all(one == statics["plan"] for one in statics.values()), statics
+    held = {name: [stage.static for stage in costs.stages] for name, costs in found.items()}
+    assert all(one == held["plan"] for one in held.values()), held
 
 
 def test_the_shipped_recipe_for_chats_fits_its_gpus():

@@ -65,8 +65,8 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
     for weight in weights:
         is_matrix = weight.dim() == 2 and not getattr(weight, "is_embedding_or_output_parameter", False)
         is_shared = getattr(weight, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
-        counts[("matrices" if is_shared else "experts") if is_matrix else "others"] += weight.numel()
         kind = "matrices" if is_matrix else "others"
+        counts[kind if is_shared else "experts"] += weight.numel()
         largest[kind] = max(largest[kind], weight.numel())
     return Parameters(**counts, largest=largest["matrices"], largest_other=largest["others"])
 
