@@ -4,6 +4,7 @@ what the commands say before it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron_epp.cli.inputs import costs_of
 from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_costs, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.optimizer import KINDS
+from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.shape import optimizer_bytes, unusual_optimizer
 from megatron_epp.mcore.costs.sources import _static
@@ -184,9 +187,15 @@ def test_flags_have_megatrons_defaults():
     assert unusual_optimizer(SimpleNamespace(optimizer="muon")) == {"optimizer": "muon"}
 
 
-def test_an_optimizer_that_is_not_known_is_counted_as_adam():
+def test_an_optimizer_that_is_not_known_is_counted_as_adam_with_a_warning(caplog):
     known = {"bf16": True, "use_distributed_optimizer": True, "data_parallel_size": 2, "context_parallel_size": 1}
     assert optimizer_bytes(arguments(**known | {"optimizer": "soap"})) == optimizer_bytes(arguments(**known))
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        for kind in (*KINDS, None):
+            tell_unknown_optimizer(arguments(optimizer=kind))
+        assert not caplog.records
+        tell_unknown_optimizer(arguments(optimizer="soap"))
+    assert "memory of --optimizer soap is not known: plans count that of Adam" in caplog.text
 
 
 def test_learnt_bytes_depend_on_the_optimizer(monkeypatch):

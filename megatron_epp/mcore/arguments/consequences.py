@@ -6,6 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
+from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
@@ -183,6 +184,15 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
         )
 
 
+def tell_unknown_optimizer(args: argparse.Namespace) -> None:
+    """Warn once where plans do not know what the run's optimizer takes."""
+    if args.rank == 0 and (kind := getattr(args, "optimizer", None)) not in (None, *KINDS):
+        logger.warning(
+            "memory of --optimizer %s is not known: plans count that of Adam; where it has more, lower --epp-memory-cap-gb",
+            kind,
+        )
+
+
 def _given(flags: tuple[MegatronFlag, ...], args: argparse.Namespace) -> str:
     return ", ".join(one.flag for one in flags if one.is_given(args))
 
@@ -205,6 +215,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
     tell_saved_optimizer(args)
+    tell_unknown_optimizer(args)
     apply_layout(args)
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1
