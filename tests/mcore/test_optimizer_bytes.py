@@ -5,9 +5,6 @@ what the commands say before it.
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,13 +25,10 @@ from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.mcore.training import layout as layouts
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from tests.support import package_index
 from tests.support.mcore import forked
-from tests.support.mcore.figures import FOLDER, recorded
-from tests.support.mcore.launch import REPOSITORY, launch
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
-from tests.support.mcore.optimizer_cases import MUON, SETTINGS
+from tests.support.mcore.optimizer_cases import SETTINGS
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 WORKER = "tests.support.mcore.optimizer_worker"
@@ -79,19 +73,6 @@ def test_planned_bytes_are_those_that_are_there_after_a_step(found, name):
     check_common(found[name])
     real = sum(one["real"]["optimizer"] for one in found[name])
     assert real == pytest.approx(2 * found[name][0]["planned"]["optimizer"], rel=PADDING)
-
-
-@pytest.mark.slow  # starts afresh, with a package that only Muon needs
-def test_planned_bytes_of_muon_are_at_least_those_that_are_there_after_a_step(documents, tmp_path):
-    more = package_index.release("emerging-optimizers", "0.3.0", Path(sys.prefix) / "emerging-optimizers")
-    env = {"PYTHONPATH": f"{more}{os.pathsep}{REPOSITORY}", FOLDER: str(tmp_path)}
-    done = launch(2, "-m", WORKER, documents, *MUON, env=env)
-    assert done.returncode == 0, done.output[-5000:]
-    whole, shared = (by_name(recorded(tmp_path))[name] for name in MUON)
-    for ranks in (whole, shared):
-        check_common(ranks)
-    assert whole[0]["real"]["optimizer"] == whole[0]["planned"]["optimizer"]
-    assert shared[0]["planned"]["optimizer"] < 0.7 * whole[0]["planned"]["optimizer"]
 
 
 def test_an_optimizer_of_the_host_has_its_states_in_fp32(monkeypatch):

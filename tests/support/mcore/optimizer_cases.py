@@ -11,8 +11,3 @@ SETTINGS = {
     "--moe-token-dispatcher-type alltoall",
 }
 """Flags by a name."""
-MUON = {
-    "muon, whole": "--bf16 --optimizer muon",
-    "muon, whole matrices shared": "--bf16 --optimizer muon --use-distributed-optimizer",
-}
-"""Those that need the package emerging-optimizers."""

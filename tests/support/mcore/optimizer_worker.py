@@ -9,7 +9,7 @@ import sys
 
 from tests.support.mcore.figures import record_figures
 from tests.support.mcore.memory_cases import COMMON, LLAMA
-from tests.support.mcore.optimizer_cases import MUON, SETTINGS
+from tests.support.mcore.optimizer_cases import SETTINGS
 
 
 def main(documents, *names):
@@ -32,7 +32,7 @@ def main(documents, *names):
     common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1"]
     for name in names:
         now["name"], training.train_step = name, noting
-        train([*common, *shlex.split(LLAMA), *shlex.split((SETTINGS | MUON)[name]), "--data-path", documents])
+        train([*common, *shlex.split(LLAMA), *shlex.split(SETTINGS[name]), "--data-path", documents])
 
 
 def planned():
