@@ -9,6 +9,7 @@ from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.search.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.search.least import is_told_by_one_order, least_decisions
@@ -102,15 +103,15 @@ def misfit(question: Question, config: Configuration) -> Refusal | None:
     for stage, rank in enumerate(config.rank_of):
         static[rank] += costs.static_bytes(stage)
     if max(static) > cap:
-        why = f"weights and optimizer alone need {gib(max(static))} of {gib(cap)}"
+        why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
         return Refusal(config.name, why, max(static), config, is_static=True)
     problem = question.problem(config, (question.context,))
     try:
         _prove_fit(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
-        why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "
-        return Refusal(config.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, config)
+        why = f"a sequence of {question.context:,} tokens needs {format_gib(needed, cap)} of {format_gib(cap, needed)}, "
+        return Refusal(config.name, why + f"{format_gib(max(static))} of it for weights and optimizer", needed, config)
     return None
 
 
@@ -220,8 +221,3 @@ def _parts(question: Question, config: Configuration, made: Plan, times_us: Sequ
         waiting_us=(1 - mean) * makespan_us,
         reduction_us=question.reduction_us(config),
     )
-
-
-def gib(num_bytes: float) -> str:
-    """Format bytes as ``71.5 GiB``."""
-    return f"{num_bytes / 2**30:,.1f} GiB"

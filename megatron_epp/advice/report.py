@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_epp.advice.judge import Entry, Parts, gib
+from megatron_epp.advice.judge import Entry, Parts
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.search import TIE, WORTH, Advice
 from megatron_epp.plan import is_unlimited
+from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.report.table import format_us, table
 
 CLOSE = 0.02
@@ -65,7 +66,7 @@ def _asked(advice: Advice) -> str:
     question = advice.question
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
-    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {gib(question.cap_bytes)} each"
+    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
     return _wrapped(
         f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
         f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."
@@ -93,7 +94,7 @@ def _table(advice: Advice, show: int) -> list[str]:
                 f"{rate / config.devices:,.0f}",
                 format_us(parts.step_us),
                 *(f"{share / parts.step_us:.1%}" for share in shares),
-                gib(entry.peak_bytes),
+                format_bytes(entry.peak_bytes),
             ]
         )
     return table(header, rows, left=())
@@ -163,7 +164,7 @@ def _reason(question: Question, entry: Entry, name: str) -> tuple[str, str]:
             f": each of {chunks} chunks is shared by {ranks}, and short kernels are slow",
         ),
         "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
-        "recompute_us": ("recompute takes", f", as weights and optimizer leave {gib(room_bytes)} for activations"),
+        "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (
             f"the bubble of a pipeline of {config.pipeline} is",
             f", with {sum(made.lengths):,} tokens for each replica",

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megatron_epp.advice.candidates import candidates, variants
-from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfit, plain, roughly, shares_by_work
+from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.layouts.search import choose
 from megatron_epp.planner.service.replica_balance import Share
 
@@ -139,8 +140,9 @@ class _Search:
                 self._refuse(entry.config, error)
 
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
-        needed, cap = error.least_cap_bytes, gib(self.question.cap_bytes)
-        why = f"a replica's share of this batch needs {gib(needed)} of {cap}" if needed else error.message.rstrip()
+        needed, cap = error.least_cap_bytes, self.question.cap_bytes
+        of_cap = f"{format_gib(needed, cap)} of {format_gib(cap, needed)}"
+        why = f"a replica's share of this batch needs {of_cap}" if needed else error.message.rstrip()
         self.refused.append(Refusal(config.name, why, needed, config))
 
 
@@ -175,7 +177,7 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     if (devices := _enough_devices(question)) is not None:
         changes.append(f"--devices {devices}")
     return NothingFitsError(
-        f"nothing fits {gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
+        f"nothing fits {format_gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
         f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or f'devices of {gb} GiB or more'}",
         least_cap_bytes=cap,
     )

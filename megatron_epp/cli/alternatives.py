@@ -13,7 +13,8 @@ from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import ROWS
-from megatron_epp.plan.errors import EppError, InfeasibleError, format_gib
+from megatron_epp.plan.errors import EppError, InfeasibleError
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.search.least import is_told_by_one_order, least_cap_bytes, least_plan
@@ -66,7 +67,7 @@ def _fitting(args: Namespace, lengths: tuple[int, ...]) -> Iterator[str]:
         for change in changes:
             if (needed_bytes := _needed_bytes(_changed(args, change), lengths)) is not None:
                 flags = (names[setting] if value is True else f"{names[setting]} {value}" for setting, value in change.items())
-                yield f"{' '.join(flags)} ({format_gib(needed_bytes)} GiB)"
+                yield f"{' '.join(flags)} ({format_gib(needed_bytes)})"
                 break
     if args.context is None and (context := _longest(args, lengths)):
         yield f"{names['context']} {context}"

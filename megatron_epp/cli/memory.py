@@ -24,6 +24,7 @@ from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
@@ -31,7 +32,7 @@ from megatron_epp.planner.service.worker import Worker
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.table import format_bytes, table
+from megatron_epp.report.table import table
 from megatron_epp.report.text import headline
 
 _EXAMPLE = """\

@@ -28,9 +28,10 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
-from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.table import format_us, table
 from megatron_epp.report.text import summary
 
 _EXAMPLE = """\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
 from megatron_epp.report.table import format_us, table
 
@@ -138,4 +138,4 @@ def _largest(limit: Limit | None, of_what: str) -> str:
 def _gigabytes(limit: Limit) -> str:
     if limit.value is None:
         return _LATE
-    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}{' or less' if limit.step > limit.value / _COARSE else ''}"
+    return f"{format_gib(limit.value, decimals=4)}{' or less' if limit.step > limit.value / _COARSE else ''}"

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Self
 
+from megatron_epp.plan.units import enough_gib
+
 type Names = Mapping[str, str]
 """The name of each setting for who asked. A setting without a name is called by its field."""
 
 _VERBS = {"drop": "leave out"}
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Remedy:
         if self.value is None:
             return name
         in_gib = isinstance(self.value, int) and self.setting.endswith("_bytes") and name.endswith("gb")
-        value = format_gib(int(self.value)) if in_gib else str(self.value)
+        value = enough_gib(int(self.value)) if in_gib else str(self.value)
         return f"{name} to {value}" if name else value
 
 
@@ -123,11 +124,6 @@ class InfeasibleError(EppError):
     def __init__(self, message: str, *remedies: Remedy, least_cap_bytes: int = 0) -> None:
         super().__init__(message, *remedies)
         self.least_cap_bytes = least_cap_bytes
-
-
-def format_gib(num_bytes: int) -> str:
-    """Format bytes as GiB, rounded up so that a limit raised to this number suffices."""
-    return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}"
 
 
 def _restored(kind: type[EppError], args: tuple[Any, ...], state: dict[str, Any]) -> EppError:

@@ -26,7 +26,7 @@ from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search.greedy import Planner, for_table, greedy
-from megatron_epp.planner.search.least import last_resort
+from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -84,8 +84,8 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
             planner = partial(greedy, before={})
         small = replace(options, wide_windows=False)
         smaller = (lambda asked: _built(asked, costs, small, planner)) if options.planner in ("greedy", "milp") else None
-        least = last_resort(problem, costs, options)
-        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least)
+        least, without_offload = (resort(problem, costs, options) for resort in (last_resort, last_resort_without_offload))
+        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least, without_offload)
 
 
 def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:

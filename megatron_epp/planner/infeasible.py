@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Remedy
-from megatron_epp.plan.errors import format_gib
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.problem import Options, Problem, static_bytes
 
 
@@ -28,18 +28,19 @@ def infeasible(
     cap, alternative = min(problem.cap_bytes), ""
     whose = "" if planner == "greedy" else f" of {planner!r}"
     if least_host:
-        given = f"{format_gib(problem.host_cap_bytes)} GiB ({problem.host_cap_bytes} bytes)"
-        alternative = f", or {format_gib(least_host)} GiB ({least_host} bytes) in host memory, where it may have {given}"
+        host = problem.host_cap_bytes
+        given = f"{format_gib(host, least_host)} ({host} bytes)"
+        wanted = f"{format_gib(least_host, host)} ({least_host} bytes)"
+        alternative = f", or {wanted} in host memory, where it may have {given}"
     static = static_bytes(problem, costs)
     rank = max(range(problem.num_ranks), key=lambda rank: static[rank] - problem.cap_bytes[rank])
     is_static = static[rank] > problem.cap_bytes[rank]
     if is_static:
-        alternative += (
-            f"; weights, gradients and optimizer alone are {format_gib(static[rank])} GiB on rank {rank}, whatever the batch"
-        )
+        weights = format_gib(static[rank], problem.cap_bytes[rank])
+        alternative += f"; weights, gradients and optimizer alone are {weights} on rank {rank}, whatever the batch"
     return InfeasibleError(
-        f"no plan{whose} fits a memory cap of {format_gib(cap)} GiB per rank ({cap} bytes): the least that would do is "
-        f"{format_gib(least_cap)} GiB ({least_cap} bytes){alternative}.\n",
+        f"no plan{whose} fits a memory cap of {format_gib(cap, least_cap)} per rank ({cap} bytes): the least that would do "
+        f"is {format_gib(least_cap, cap)} ({least_cap} bytes){alternative}.\n",
         Remedy("raise", "cap_bytes", least_cap),
         *([Remedy("raise", "host_cap_bytes", least_host)] if least_host else []),
         *([] if is_static else _for_the_batch(costs, options, planner)),

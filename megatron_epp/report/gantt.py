@@ -15,11 +15,12 @@ from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.plan.writing import replacing
 from megatron_epp.report import facts
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, tint
 from megatron_epp.report.measured import Box, Measured, far_from, measured_boxes, planned_boxes
-from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us
+from megatron_epp.report.table import format_cap, format_us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

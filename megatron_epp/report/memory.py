@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
+from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.gantt import draw_caps, new_figure, save_picture
 from megatron_epp.report.lanes import draw_entries, label_time
-from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
+from megatron_epp.report.table import format_cap, format_us, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_epp.plan.plan import is_unlimited
-
-_BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-
-
-def byte_unit(largest: float) -> tuple[int, str]:
-    """Return a suitable unit for a column whose largest entry is `largest` bytes: ``(bytes in it, name)``."""
-    return next((unit for unit in _BINARY if largest >= unit[0]), _BINARY[-1])
+from megatron_epp.plan.units import format_bytes
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Format bytes as ``1.50 GiB``."""
-    size, name = byte_unit(num_bytes)
-    return f"{num_bytes / size:.2f} {name}"
-
-
-def format_cap(cap_bytes: int) -> str:
+def format_cap(cap_bytes: int, *others: float) -> str:
     """Format a cap like `format_bytes`, or as ``unlimited`` for no cap."""
-    return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes)
+    return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes, *others)
 
 
 def format_us(time_us: float) -> str:

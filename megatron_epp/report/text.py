@@ -12,9 +12,10 @@ from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
+from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.report import facts
 from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
-from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, table
+from megatron_epp.report.table import clip, format_cap, format_us, table
 
 _KINDS = ("split", "hybrid", "batched")
 UNEVEN = 1.1
@@ -35,7 +36,7 @@ def headline(plan: Plan) -> list[str]:
         f"{facts.batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
-        f"peak {format_bytes(peak)} of {format_cap(cap)}",
+        f"peak {format_bytes(peak, cap)} of {format_cap(cap, peak)}",
         *_memory_savings(plan),
         *(f"note: {printable(note)}" for note in plan.notes),
     ]
@@ -168,7 +169,7 @@ def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
         peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True))
         ratio = predicted.makespan_us / best_us if best_us else 1.0
         figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
-        memory = [format_bytes(peak), format_cap(cap), f"{facts.recompute_share(plan):.1%}"]
+        memory = [format_bytes(peak, cap), format_cap(cap, peak), f"{facts.recompute_share(plan):.1%}"]
         rows.append([name, *figures, *memory, str(len(plan.chunks))])
     return "\n".join(table(header, rows))
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
+from megatron_epp.plan.units import format_bytes
 
 LEAST_SHARE = 0.05
 """Least share of the dynamic bytes (peak minus static) by which an advised cap lies below the plan's peak.
@@ -89,7 +90,8 @@ class OutOfMemoryReport:
         excess = 0 if usage is None else max(0, usage.allocated_bytes + wanted - planned)
         lines = (
             f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
-            f"planned for the rank at this action: {_gib(planned)}, with {_cap(plan.cap_bytes[rank])}; {_found(usage, wanted)}",
+            f"planned for the rank at this action: {format_bytes(planned)}, with {_cap(plan.cap_bytes[rank])}; "
+            f"{_found(usage, wanted)}",
             *((str(error),) if isinstance(error, HostMemoryError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
         )
@@ -138,14 +140,10 @@ def _what_for(plan: Plan, action: Action) -> str:
 def _found(usage: Usage | None, wanted_bytes: int) -> str:
     if usage is None:
         return "what is in use was not counted (without a GPU, --epp-measure-memory counts it)"
-    reserved = "" if usage.reserved_bytes is None else f", {_gib(usage.reserved_bytes)} reserved"
-    wanted = f", and {_gib(wanted_bytes)} more wanted" if wanted_bytes else ""
-    return f"in use: {_gib(usage.allocated_bytes)}{reserved}{wanted}"
+    reserved = "" if usage.reserved_bytes is None else f", {format_bytes(usage.reserved_bytes)} reserved"
+    wanted = f", and {format_bytes(wanted_bytes)} more wanted" if wanted_bytes else ""
+    return f"in use: {format_bytes(usage.allocated_bytes)}{reserved}{wanted}"
 
 
 def _cap(cap_bytes: int) -> str:
-    return "no cap" if is_unlimited(cap_bytes) else f"a cap of {_gib(cap_bytes)}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.4g} GiB"
+    return "no cap" if is_unlimited(cap_bytes) else f"a cap of {format_bytes(cap_bytes)}"

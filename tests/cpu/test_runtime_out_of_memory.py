@@ -18,7 +18,7 @@ def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):
     assert [rank.exit_code for rank in ended] == [1, 1]
     assert "OutOfMemoryRunError: pipeline rank 1, step " in ended[1].stderr
     assert "action 1F1 failed: out of memory on stage 1, chunk 1: 8 tokens, 2 layers, recompute: none\n" in ended[1].stderr
-    assert "in use: 3 GiB, 8 GiB reserved, and 2 GiB more wanted\n" in ended[1].stderr
+    assert "in use: 3.00 GiB, 8.00 GiB reserved, and 2.00 GiB more wanted\n" in ended[1].stderr
     assert "most likely to help: PYTORCH_ALLOC_CONF=expandable_segments:True or --epp-" in ended[1].stderr
     assert "The above exception" not in ended[1].stderr
 

@@ -49,7 +49,7 @@ def test_tokens_per_second_are_those_of_the_whole_batch():
     [
         ("compute_us", "compute takes 73% of a step (best: 60%): each of 3 chunks is shared by 1, and short kernels are slow"),
         ("exchange_us", "exchange within  takes 40% of a step (best: 10%)"),
-        ("recompute_us", "recompute takes 40% of a step (best: 10%), as weights and optimizer leave 1.0 GiB for activations"),
+        ("recompute_us", "recompute takes 40% of a step (best: 10%), as weights and optimizer leave 1.00 GiB for activations"),
         ("bubble_us", "the bubble of a pipeline of 2 is 40% of a step (best: 10%), with 10 tokens for each replica"),
         (
             "waiting_us",
@@ -84,7 +84,7 @@ def test_the_text_tells_the_question_and_counts_the_configurations():
     unfit = Refusal("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
     slower = [entry(Configuration(1, 2, 2, 1), bubble_us=800.0)]
     text = words(as_text(advice([BEST, *others], slower, [Refusal("TP 4", "too wide"), unfit]), 5, everything=False))
-    assert "4 devices of nodes-of-two, nodes of 2, at most 8.0 GiB each." in text
+    assert "4 devices of nodes-of-two, nodes of 2, at most 8.00 GiB each." in text
     assert "A batch of 3 sequences, 10 tokens, of up to 4 tokens; one of 4 fits too." in text
     assert "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit." in text
     assert "1 other is as good within 2%." in text
@@ -98,7 +98,7 @@ def test_a_row_has_sizes_rates_shares_and_the_peak():
     rows = [line.split() for line in as_text(advice(), 1, everything=False).splitlines()]
     assert ["1", "1", "2", "2", "2x4", "10,000", "2,500"] in [row[:7] for row in rows]
     (row,) = (row for row in rows if row[4:6] == ["2x4", "10,000"])
-    assert row[-7:] == ["10.0%", "10.0%", "10.0%", "6.0%", "4.0%", "3.0", "GiB"]
+    assert row[-7:] == ["10.0%", "10.0%", "10.0%", "6.0%", "4.0%", "3.00", "GiB"]
 
 
 def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_epp.advice.candidates import candidates
-from megatron_epp.advice.judge import gib, misfit
+from megatron_epp.advice.judge import misfit
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
@@ -17,6 +17,7 @@ from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
+from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, plan
 from tests.support.plan.planner_cases import web_lengths
 
@@ -89,7 +90,8 @@ def test_a_configuration_that_does_not_fit_is_named_with_what_it_needs(tight):
     for one in unfit:
         assert one.needed_bytes > 5 << 30
         assert f"{one.name}: {one.why}" in text
-        assert f"needs {gib(one.needed_bytes)} of 5.0 GiB" in one.why.replace("need ", "needs ")
+        needed, cap = one.needed_bytes, 5 << 30
+        assert f"needs {format_gib(needed, cap)} of {format_gib(cap, needed)}" in one.why.replace("need ", "needs ")
         costs = tight.question.costs(one.config)
         with pytest.raises(InfeasibleError):
             plan(tight.question.problem(one.config, (CONTEXT,)), costs, tight.question.options)
@@ -173,7 +175,7 @@ def test_what_holds_weights_alone_reduces_nothing_and_more_parameters_take_longe
 
 def test_where_nothing_fits_each_change_that_is_named_would_do():
     asked = question(cap_bytes=3 << 30, fixed={"context": 1, "tensor": 2})
-    with pytest.raises(NothingFitsError, match=r"nothing fits 3.0 GiB per device on 4 devices") as failure:
+    with pytest.raises(NothingFitsError, match=r"nothing fits 3.00 GiB per device on 4 devices") as failure:
         advise(asked)
     changes = dict(change.removeprefix("--").split() for change in str(failure.value).split("would do: ")[1].split(", or "))
     assert set(changes) == {"memory-cap-gb", "context", "devices"}

@@ -75,7 +75,8 @@ def test_json_has_every_figure(report, monkeypatch):
 def test_a_batch_that_does_not_fit_is_shown_with_the_smallest_cap_that_does(report):
     text = report("--memory-gb", "0.02")
     assert text.startswith("no plan fits a memory cap of")
-    (smallest,) = row_of(text, "smallest cap for this batch (--memory-gb)")
+    smallest, unit = row_of(text, "smallest cap for this batch (--memory-gb)")
+    assert unit == "GiB"
     assert float(row_of(text, "cap")[0]) / 1024 == pytest.approx(float(smallest), abs=2e-4)
     assert main(["plan", *BATCH, "--memory-gb", smallest]) == 0
     assert main(["plan", *BATCH, "--memory-gb", str(0.99 * float(smallest))]) == 2

@@ -345,6 +345,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_sets.py": (),
     "pure/test_state_of_sources.py": (),
     "pure/test_tree.py": (),
+    "pure/test_units.py": ("test_a_small_cap_is_told_from_the_least_that_would_do",),
     "pure/test_writing.py": (),
 }
 """Files, relative to `tests`, and of each the tests that are left to the default set because they take too long."""

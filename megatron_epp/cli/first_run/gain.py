@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import asdict, dataclass, replace
 
-from megatron_epp.advice.judge import Entry, Plain, exactly, gib, plain, shares_by_work
+from megatron_epp.advice.judge import Entry, Plain, exactly, plain, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.cli.first_run.outcome import PASSED, Outcome
@@ -15,6 +15,7 @@ from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cli.lengths import limited, read_lengths
 from megatron_epp.cli.terminal import progress
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner import Options
 from megatron_epp.report.table import format_us, table
 
@@ -109,7 +110,7 @@ def _rows(question: Question, found: Gain) -> list[str]:
             [fill, format_us(found.stock.step_us), f"{1e6 * question.tokens / found.stock.step_us:,.0f}", "-", "-", "-"]
         )
     else:
-        rows.append([f"1F1B: does not fit {gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
+        rows.append([f"1F1B: does not fit {format_gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
     parts = found.elastic.parts
     rows.append(
         [
@@ -118,7 +119,7 @@ def _rows(question: Question, found: Gain) -> list[str]:
             f"{1e6 * question.tokens / parts.step_us:,.0f}",
             f"{parts.bubble_us / parts.step_us:.1%}",
             f"{parts.recompute_us / parts.step_us:.1%}",
-            gib(found.elastic.peak_bytes),
+            format_bytes(found.elastic.peak_bytes),
         ]
     )
     return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)

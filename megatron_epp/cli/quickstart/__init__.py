@@ -32,12 +32,12 @@ from megatron_epp.mcore.arguments.flag import COUNT, STAGES
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import save
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.gantt import save_gantt, save_picture, side_by_side
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.table import format_bytes
 from megatron_epp.report.trace import save_trace
 
 _EXAMPLE = """\

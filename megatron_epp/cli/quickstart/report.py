@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron_epp.cli.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, SkewedDocuments
 from megatron_epp.cli.quickstart.setting import CAP_SHARE
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.rounds import Rounds, doubt
-from megatron_epp.report.table import format_bytes, table
+from megatron_epp.report.table import table
 
 _Pairs = Sequence[tuple[float, float]]
 

@@ -13,10 +13,11 @@ from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps, play
 from megatron_epp.planner.kernels.codes import Codes, encode, encode_known
 from megatron_epp.planner.memory.copy_slots import Busy, Chooser
-from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes
+from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, floors, peaks_with_copies, timed
+from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes, is_within
 from megatron_epp.planner.orders.warm_up import Order, without_weights
 from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.work import WITH_COPIES, spend
 
 Shares = Sequence[Sequence[float]]
 """Shares of the kept bytes that are to be copied away, ``[stage][chunk]``."""
@@ -67,11 +68,14 @@ def fit_ahead(
         The copies and the recompute; None where these do not suffice, or take longer than the limit.
     """
     codes, aims = encode_known(order, len(tables.message_us)), tuple(caps)
-    has_weights = any(action.op is Op.W for row in order for action in row)
-    whole = encode(without_weights(order), len(tables.message_us)) if has_weights else codes
+    backwards = without_weights(order) if any(action.op is Op.W for row in order for action in row) else order
+    whole = codes if backwards is order else encode(backwards, len(tables.message_us))
+    if not is_within(floors(backwards, whole, tables), caps):
+        return None
     most = by_stage(tables.columns.most, len(tables.message_us)) if limit is None else limit
     steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
     for _ in range(ROUNDS):
+        spend(len(tables.message_us) * len(tables.rank_of), WITH_COPIES)
         made = _in_time(order, codes, tables, steps, wanted)
         played = play(codes, tables, steps, timed(made, tables))
         if played.makespan_us >= limit_us:

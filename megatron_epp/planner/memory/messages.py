@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,10 @@ from dataclasses import replace
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.work import limited
 
+MOST_WORK = 500_000
+"""Steps of work of a search that found nothing up to which others look for the smallest cap, each for a second or two."""
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
 _PER_WAY = 2
@@ -70,6 +74,7 @@ def planned_with_room[T](
     make: Callable[[Problem], T],
     smaller: Callable[[Problem], T] | None = None,
     least: Callable[[Problem], T] | None = None,
+    without_offload: Callable[[Problem], T] | None = None,
 ) -> T:
     """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
 
@@ -79,6 +84,7 @@ def planned_with_room[T](
             not fit.
         least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
             order is known to need the least.
+        without_offload: `least` of plans without offload, whose cap is named where the search with it takes `MOST_WORK`.
 
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
@@ -86,16 +92,19 @@ def planned_with_room[T](
     first, is_short = problem, False
     for _ in range(ROUNDS):
         try:
-            return make(problem)
+            with limited(math.inf) as work:
+                return make(problem)
         except MessageRoomError as short:
             problem, is_short = _with_room(problem, short), True
         except InfeasibleError as error:
             if is_short and smaller is not None:
-                return planned_with_room(first, smaller, least=least)
+                return planned_with_room(first, smaller, least=least, without_offload=without_offload)
             if least is not None:
                 return least(first)
             if not error.least_cap_bytes:
                 raise
+            if without_offload is not None and work.steps > MOST_WORK:
+                return _plainly(first, without_offload)
             try:
                 make(replace(problem, cap_bytes=tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)))
             except MessageRoomError as short:
@@ -108,6 +117,15 @@ def planned_with_room[T](
                 room = problem.message_bytes or (0,) * problem.num_ranks
                 problem = replace(problem, message_bytes=tuple(size + missing for size in room))
     return make(problem)
+
+
+def _plainly[T](problem: Problem, without_offload: Callable[[Problem], T]) -> T:
+    """Plan without offload; where nothing fits, the error says that less memory may do with it."""
+    try:
+        return without_offload(problem)
+    except InfeasibleError as error:
+        after = "\nThat would do without offload. With it less may do: to look for how much would take long."
+        raise error.without("offload").within(after=after) from None
 
 
 def _missing_bytes[T](

@@ -30,6 +30,7 @@ from megatron_epp.planner.memory.recompute import (
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.work import WITH_COPIES, spend
 
 Integers = NDArray[np.int64]
 
@@ -188,6 +189,7 @@ def _fit_copies(
     aims = [list(caps) for _ in tables]
     held = [held_bytes(codes, own, recompute_steps) for own in tables]
     for _ in range(ROUNDS):
+        spend(len(tables) * tables[0].columns.num_chunks * tables[0].columns.num_stages, WITH_COPIES)
         chosen = []
         for own, live, aim in zip(tables, held, aims, strict=True):
             if (one := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:

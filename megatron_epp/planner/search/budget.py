@@ -16,7 +16,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished
-from megatron_epp.planner.search.least import last_resort
+from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
@@ -90,7 +90,10 @@ class Anytime:
             small = Anytime(self.costs, replace(self.options, wide_windows=False), self.clock)
             return small._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
 
-        return planned_with_room(problem, make, smaller, last_resort(problem, self.costs, self.options))
+        least, without_offload = (
+            resort(problem, self.costs, self.options) for resort in (last_resort, last_resort_without_offload)
+        )
+        return planned_with_room(problem, make, smaller, least, without_offload)
 
     def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)

@@ -81,6 +81,11 @@ def last_resort(problem: Problem, costs: Costs, options: Options) -> Callable[[P
     return (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
 
 
+def last_resort_without_offload(problem: Problem, costs: Costs, options: Options) -> Callable[[Problem], Plan] | None:
+    """Return `last_resort` of plans without offload, where offload is allowed, else None. Arguments as there."""
+    return last_resort(problem, costs, replace(options, offload=False)) if options.offload else None
+
+
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
     """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
 

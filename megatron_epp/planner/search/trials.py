@@ -23,6 +23,7 @@ from megatron_epp.planner.orders.warm_up import Order, OrderRule
 from megatron_epp.planner.search.order_rules import rules_for
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.work import spend
 
 CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
@@ -271,6 +272,7 @@ class Trials:
         return found
 
     def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
+        spend(self.problem.num_stages * len(table.skeleton))
         order = coded(rule.order(table.skeleton, tables[0], self.problem), len(table.skeleton))
         made = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
         return Candidate(table, rule, made, tables)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
+from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
 from megatron_epp.runtime.offload.numa import cpus_near, near
 from megatron_epp.runtime.out_of_memory import HostMemoryError
@@ -142,8 +143,8 @@ class HostMemory:
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
-                f"what is offloaded needs {wanted_bytes / 2**30:.4g} GB of host memory and "
-                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.4g} per rank",
+                f"what is offloaded needs {format_gib(wanted_bytes, self.cap_bytes)} of host memory and "
+                f"--epp-host-memory-gb allows {format_gib(self.cap_bytes, wanted_bytes)} per rank",
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
@@ -151,7 +152,7 @@ class HostMemory:
                 page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
             raise HostMemoryError(
-                f"the system gives this rank no more than {self.allocated_bytes / 2**30:.3g} GB of "
+                f"the system gives this rank no more than {format_bytes(self.allocated_bytes)} of "
                 f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error})",
                 ("a lower --epp-chunk-tokens", "no --epp-offload"),
             ) from error

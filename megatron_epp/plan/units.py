@@ -1,0 +1,57 @@
+"""Bytes as text: with a unit, and with digits enough to tell sizes apart that stand side by side."""
+
+from __future__ import annotations
+
+import math
+
+_GIB = 2**30
+_BINARY = ((_GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+_DECIMALS = range(2, 10)
+"""Numbers of decimals that are tried: a byte shows in the ninth of a GiB."""
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Return a suitable unit for a column whose largest entry is `largest` bytes: ``(bytes in it, name)``."""
+    return next((unit for unit in _BINARY if largest >= unit[0]), _BINARY[-1])
+
+
+def format_bytes(num_bytes: float, *others: float) -> str:
+    """Format bytes as ``1.50 GiB``, with more decimals where it would look like another size.
+
+    Args:
+        num_bytes: the size.
+        others: other sizes, from which the text tells it apart unless they are equal.
+    """
+    for decimals in _DECIMALS:
+        texts = {one: _in_own_unit(one, decimals) for one in (num_bytes, *others)}
+        if len(set(texts.values())) == len(texts):
+            break
+    return texts[num_bytes]
+
+
+def format_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
+    """Format bytes as `enough_gib` with the unit; the arguments are its."""
+    return f"{enough_gib(num_bytes, *others, decimals=decimals)} GiB"
+
+
+def enough_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
+    """Format bytes as a number of GiB, rounded up so that a limit raised to this number suffices.
+
+    Args:
+        num_bytes: the size.
+        others: other sizes, from which the text tells it apart unless they are equal.
+        decimals: number of them at least; small sizes have three significant digits.
+    """
+    sizes = {num_bytes, *others}
+    least = min((size for size in sizes if size > 0), default=_GIB) / _GIB
+    for count in range(max(decimals, 2 - math.floor(math.log10(1.001 * least))), max(_DECIMALS) + 1):
+        if len({-(-size * 10**count // _GIB) for size in sizes}) == len(sizes):
+            break
+    else:
+        count = max(_DECIMALS)
+    return f"{-(-num_bytes * 10**count // _GIB) / 10**count:.{count}f}"
+
+
+def _in_own_unit(num_bytes: float, decimals: int) -> str:
+    size, name = byte_unit(num_bytes)
+    return f"{num_bytes / size:.{decimals}f} {name}"
