@@ -1,24 +1,27 @@
-"""Changes of one flag with which a batch would fit into memory, each tried before it is named."""
+"""Changes of one flag with which a batch would fit into memory, each tried before it is named, within a limit of work."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli.inputs import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.layout import BALANCED, EVEN, chosen_layout, pipeline_ranks
-from megatron_epp.cli.lengths import limited
+from megatron_epp.cli import lengths as batches
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import ROWS
-from megatron_epp.plan.errors import EppError, InfeasibleError
+from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.problem import static_bytes
-from megatron_epp.planner.search.least import is_told_by_one_order, least_cap_bytes, least_plan
+from megatron_epp.planner.search.least import is_told_by_one_order, least_plan
 from megatron_epp.planner.search.limits import Limits
+from megatron_epp.planner.work import WorkSpentError, limited
 
 type Change = dict[str, Any]
 """Settings of the table of flags, and their values."""
@@ -30,47 +33,144 @@ _MOST_CONTEXTS = 8
 """Most contexts that are tried."""
 _TRIED = ("num_stages", "tensor_parallel", "vocab_parallel", "data_parallel", "offload", "recompute", "context")
 """Settings of which one at a time is changed."""
+MOST_WORK = 600_000
+"""Steps of work of the search for what would fit, a few seconds of it; plans with offload of large batches take more each."""
+
+
+def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
+    """Return the refusal with the remedies that `alternatives` does not try; as it is where memory is not the obstacle.
+
+    Args:
+        error: the planner's refusal.
+        args: parsed flags of a command that plans.
+    """
+    if not error.least_cap_bytes:
+        return error
+    return error.without(*_TRIED, *(() if _smaller_device(error, args) is None else ("cap_bytes",)))
+
+
+def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> str:
+    """Say which changes of one flag would fit, and which were not tried; empty where memory is not the obstacle.
+
+    Args:
+        error, args: as for `kept_remedies`.
+        lengths: tokens of every sequence of the batch.
+    """
+    if not error.least_cap_bytes:
+        return ""
+    search, names = _Search(args, lengths), names_of(args.parser)
+    with progress("looking for what would fit"):
+        search.run()
+    found, late = list(search.found.values()), [names[setting] for setting in search.late]
+    line = f"Would fit, each by itself: {', '.join(found)}."
+    if not found:
+        tried = ", ".join(names[setting] for setting in search.tried) or "its flags"
+        line = f"No change of one of {tried} was found to do; `megatron-epp advise` tries them together."
+    if late:
+        line += f" Not tried, since plans of this batch take long: {', '.join(late)}."
+    memory_gb = _smaller_device(error, args)
+    return line if memory_gb is None else f"A device of {memory_gb:g} GiB has less. {line}"
 
 
 def with_alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> InfeasibleError:
     """Return the error of a batch that does not fit, with what would; as it is where memory is not the obstacle.
 
     Args:
-        error: the planner's refusal.
+        error, args, lengths: as for `alternatives`.
+    """
+    kept, line = kept_remedies(error, args), alternatives(error, args, lengths)
+    return kept.within(after=f"\n{line}") if line else kept
+
+
+def _smaller_device(error: InfeasibleError, args: Namespace) -> float | None:
+    """Return the memory of the cluster's devices, in GiB, if the smallest sufficient cap is more."""
+    memory_gb = None if (cluster := cluster_of(args)) is None else cluster.device_memory_gb
+    return memory_gb if memory_gb is not None and error.least_cap_bytes > memory_gb * 2**30 else None
+
+
+class _Search:
+    """Search for changes of one flag with which a batch fits, within `MOST_WORK`.
+
+    All are tried without offload first, which is quick. What fits so fits with offload too, which may do with a smaller value.
+
+    Attributes:
         args: parsed flags of a command that plans.
         lengths: tokens of every sequence of the batch.
+        found: flag, least value that is known to fit, and bytes of the fullest rank, of each setting.
+        tried: settings of which all values were tried.
+        late: settings of which no value is known to fit, and not all were tried.
     """
-    if not error.least_cap_bytes:
-        return error
-    with progress("looking for what would fit"):
-        found = list(_fitting(args, lengths))
-    memory_gb = None if (cluster := cluster_of(args)) is None else cluster.device_memory_gb
-    beyond = memory_gb is not None and error.least_cap_bytes > memory_gb * 2**30
-    names = names_of(args.parser)
-    line = f"Would fit, each by itself: {', '.join(found)}."
-    if not found:
-        tried = ", ".join(names[setting] for setting in _TRIED if setting in names)
-        line = f"No change of one of {tried} was found to do; `megatron-epp advise` tries them together."
-    if beyond:
-        line = f"A device of {memory_gb:g} GiB has less. {line}"
-    kept = error.without(*_TRIED, *(("cap_bytes",) if beyond else ()))
-    return kept.within(after=f" {line}" if kept.remedies else f"\n{line}")
+
+    def __init__(self, args: Namespace, lengths: tuple[int, ...]) -> None:
+        self.args, self.lengths = args, lengths
+        self.found: dict[str, str] = {}
+        self.tried: list[str] = []
+        self.late: list[str] = []
+
+    def run(self) -> None:
+        """Search, and fill `found` and `late`."""
+        tries = {next(iter(changes[0])): changes for changes in _changes(self.args) if changes}
+        tries |= {"context": []} if self.args.context is None else {}
+        self.late = list(tries)
+        with suppress(WorkSpentError), limited(MOST_WORK):
+            for setting in filter("offload".__ne__, tries):
+                self._try(setting, tries[setting], offload=False)
+                if self.args.offload == "off":
+                    self.late.remove(setting)
+            for setting in sorted(self.late, key=self.found.__contains__):  # first those of which nothing fits yet
+                self._try(setting, tries[setting], offload=True)
+                self.late.remove(setting)
+        self.tried = [setting for setting in tries if setting not in self.late]
+        self.found = {setting: self.found[setting] for setting in tries if setting in self.found}
+        self.late = [setting for setting in self.late if setting not in self.found]
+
+    def _try(self, setting: str, changes: list[Change], *, offload: bool) -> None:
+        """Find the least value of a setting, or the longest context, with which the batch fits, without offload or with it."""
+        if setting == "context":
+            self._longest(offload)
+            return
+        flags = [_flags(change, names_of(self.args.parser)) for change in changes]
+        known = self.found.get(setting, "").partition(" (")[0]
+        most = flags.index(known) if known else len(flags)
+        if most == 0 or (not known and _peak_bytes(_changed(self.args, changes[-1]), self.lengths, offload) is None):
+            return
+        for change, named in zip(changes[:most], flags[:most], strict=True):
+            if (peak_bytes := _peak_bytes(_changed(self.args, change), self.lengths, offload)) is not None:
+                self.found[setting] = f"{named} ({format_gib(peak_bytes)})"
+                return
+
+    def _longest(self, offload: bool) -> None:
+        """Find a context that fits, without offload or with it, from the longest on that would for one sequence and the others.
+
+        A shorter context makes more sequences of a document, whose messages may need more room.
+        """
+        problem, costs, options = _planned(self.args, self.lengths)
+        if not problem.has_one_stage_per_rank or max(static_bytes(problem, costs)) > min(problem.cap_bytes):
+            return
+        with suppress(EppError):
+            limits = Limits(problem, lambda _: costs, replace(options, offload=offload))
+            found = limits.context(sorted(self.lengths)[:-1])
+            if found.value is None or found.value >= max(self.lengths):
+                return
+            step = max(found.step, problem.token_multiple)
+            for context in range(found.value, 0, -step)[:_MOST_CONTEXTS]:
+                changed = _changed(self.args, {"context": context})
+                if _peak_bytes(changed, batches.limited(self.lengths, changed), offload) is not None:
+                    self.found["context"] = f"{names_of(self.args.parser)['context']} {context}"
+                    return
 
 
-def _fitting(args: Namespace, lengths: tuple[int, ...]) -> Iterator[str]:
-    """Yield flags with their least value that fits, and the bytes of the fullest rank."""
-    names = names_of(args.parser)
-    for changes in _changes(args):
-        largest = changes[-1] if changes else None
-        if largest is None or not _may_fit(_changed(args, largest), lengths):
-            continue
-        for change in changes:
-            if (needed_bytes := _needed_bytes(_changed(args, change), lengths)) is not None:
-                flags = (names[setting] if value is True else f"{names[setting]} {value}" for setting, value in change.items())
-                yield f"{' '.join(flags)} ({format_gib(needed_bytes)})"
-                break
-    if args.context is None and (context := _longest(args, lengths)):
-        yield f"{names['context']} {context}"
+def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int | None:
+    """Return the peak of the fullest rank of a plan under the caps; None if none is found, or flags do not go together."""
+    try:
+        problem, costs, options = _planned(args, lengths)
+        if max(static_bytes(problem, costs)) > min(problem.cap_bytes):
+            return None
+        options = replace(options, offload=offload)
+        made = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
+    except EppError:
+        return None
+    return max(made.predicted.peak_bytes)
 
 
 def _changes(args: Namespace) -> Iterator[list[Change]]:
@@ -93,6 +193,10 @@ def _changes(args: Namespace) -> Iterator[list[Change]]:
         yield [{"offload": "on"}]
 
 
+def _flags(change: Change, names: Names) -> str:
+    return " ".join(names[setting] if value is True else f"{names[setting]} {value}" for setting, value in change.items())
+
+
 def _doubled(value: int, most: int) -> list[int]:
     found = []
     while (value := 2 * value) <= most:
@@ -107,49 +211,3 @@ def _changed(args: Namespace, change: Change) -> Namespace:
 def _planned(args: Namespace, lengths: tuple[int, ...]) -> tuple[Problem, PipelineCosts, Options]:
     layout = chosen_layout(args, [lengths]).layout
     return problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout), options_from(args, planner="greedy")
-
-
-def _may_fit(args: Namespace, lengths: tuple[int, ...]) -> bool:
-    """Return False if no plan under the caps exists, which is quicker to know than a plan, or the flags do not go together."""
-    try:
-        problem, costs, options = _planned(args, lengths)
-        cap = min(problem.cap_bytes)
-        if max(static_bytes(problem, costs)) > cap:
-            return False
-        return not is_told_by_one_order(problem, options) or least_cap_bytes(problem, costs, options, cap) <= cap
-    except EppError:
-        return False
-
-
-def _needed_bytes(args: Namespace, lengths: tuple[int, ...]) -> int | None:
-    """Return the peak of the fullest rank of a plan under the caps; None if there is none."""
-    if not _may_fit(args, lengths):
-        return None
-    problem, costs, options = _planned(args, lengths)
-    try:
-        made = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
-    except EppError:
-        return None
-    return max(made.predicted.peak_bytes)
-
-
-def _longest(args: Namespace, lengths: tuple[int, ...]) -> int | None:
-    """Return a context that fits, from the longest on that would for one sequence of it and the others; None if none is found.
-
-    A shorter context makes more sequences of a document, whose messages may need more room.
-    """
-    problem, costs, options = _planned(args, lengths)
-    if not problem.has_one_stage_per_rank or max(static_bytes(problem, costs)) > min(problem.cap_bytes):
-        return None
-    try:
-        found = Limits(problem, lambda _: costs, options).context(sorted(lengths)[:-1])
-    except EppError:
-        return None
-    if found.value is None or found.value >= max(lengths):
-        return None
-    step = max(found.step, problem.token_multiple)
-    for context in range(found.value, 0, -step)[:_MOST_CONTEXTS]:
-        changed = Namespace(**vars(args) | {"context": context})
-        if _needed_bytes(changed, limited(lengths, changed)) is not None:
-            return context
-    return None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 import megatron_epp
-from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
+from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
 from megatron_epp.plan.errors import EppError
 
 MODULES = {
@@ -78,16 +78,16 @@ def _refused(error: Exception, parser: Parser) -> int:
         from megatron_epp.mcore.arguments.parser import names_of
 
         tell_error(error.text(names_of(parser)))
-        return 2
+        return ERROR
     if isinstance(error, OSError):
         tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-        return 2
+        return ERROR
     if isinstance(error, MemoryError):
         tell_error(f"no memory left{f': {error}' if str(error) else ''}")
-        return 2
+        return ERROR
     if isinstance(error, ImportError):
         tell_error(f"{error}; `{PROGRAM} doctor` says what is missing here")
-        return 2
+        return ERROR
     what = " ".join(f"{type(error).__name__}: {error}".split())
     tell_error("; ".join([f"unforeseen {what}", *getattr(error, "__notes__", ()), _REPORT]))
     return _UNFORESEEN

@@ -5,16 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megatron_epp.cli.alternatives import with_alternatives
+from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import chosen_for
-from megatron_epp.cli.terminal import EXACT, PROGRAM, Command, Parser, add_output, latest_message, output, progress, say, tell
+from megatron_epp.cli.terminal import (
+    ERROR,
+    EXACT,
+    PROGRAM,
+    Command,
+    Parser,
+    add_output,
+    latest_message,
+    output,
+    progress,
+    say,
+    tell,
+    tell_error,
+)
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
-from megatron_epp.mcore.arguments.parser import add, options_from
+from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
@@ -70,7 +83,8 @@ def _plan(args: argparse.Namespace) -> int:
     chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
-    made = _planned(problem, costs, args)
+    if (made := _planned(problem, costs, args)) is None:
+        return ERROR
     if args.output:
         save(made, args.output)
     if args.layout_out:
@@ -84,14 +98,17 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan:
-    """Plan. Raises `InfeasibleError` with what would fit."""
+def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan | None:
+    """Plan; None if nothing fits, once that and what would fit is told."""
     try:
         what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
         with latest_message(EXACT) as latest, progress(what, latest):
             made = plan(problem, costs, options_from(args))
     except InfeasibleError as error:
-        raise with_alternatives(error, args, problem.lengths) from None
+        tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer
+        if line := alternatives(error, args, problem.lengths):
+            tell(line)
+        return None
     if message := latest():
         tell(message)
     return made

@@ -25,6 +25,8 @@ from megatron_epp.plan.reading import printable
 from megatron_epp.report.table import clip
 
 PROGRAM = "megatron-epp"
+ERROR = 2
+"""Exit code of a command that ended with an error that it told."""
 EXACT = "megatron_epp.planner.exact"
 """Package of the exact planner, whose last message commands print."""
 _WIDEST = 2000

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron_epp.cli import alternatives, plan
 from megatron_epp.cli.doctor import OK, PROBLEM, Finding, text
 from megatron_epp.cli.main import MODULES
 from megatron_epp.cost.library import load_costs
@@ -78,7 +79,9 @@ def test_a_sequence_that_is_too_long_is_refused_with_the_context_that_fits(capsy
 
 def test_a_cap_that_the_device_could_have_may_be_raised(capsys):
     assert exit_code([*SMALL[:5], "--memory-gb", "72", "--stages", "1"]) == 2
-    assert "\nRaise --memory-cap-gb to 136.52. Would fit, each by itself: " in capsys.readouterr().err
+    _, raised, *_, would_fit = capsys.readouterr().err.splitlines()
+    assert raised == "Raise --memory-cap-gb to 136.52."
+    assert would_fit.startswith("Would fit, each by itself: ")
 
 
 def test_the_parallelism_that_a_models_file_assumes_is_told(capsys):
@@ -136,3 +139,29 @@ def test_only_the_module_of_a_command_is_imported():
     program += "; print('megatron_epp.cli.advise' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+OFFLOADED = [*SMALL[:2], "60000,300", *SMALL[3:-1], "8", "--slices", "4", "--offload", "--memory-gb", "28.5"]
+
+
+def test_a_refusal_comes_before_what_would_fit(capsys, monkeypatch):
+    def later(*_):
+        assert "error: no plan fits a memory cap of 28.50 GiB" in capsys.readouterr().err
+        return "Would fit, each by itself: nothing."
+
+    monkeypatch.setattr(plan, "alternatives", later)
+    assert exit_code(OFFLOADED) == 2
+    assert capsys.readouterr().err == "Would fit, each by itself: nothing.\n"
+
+
+def test_what_was_not_tried_within_the_limit_of_work_is_named(capsys, monkeypatch):
+    assert exit_code(OFFLOADED) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("Would fit, each by itself: --stages 16 (")
+    assert "Not tried" not in said
+    monkeypatch.setattr(alternatives, "MOST_WORK", 0)
+    assert exit_code(OFFLOADED) == 2
+    late = "--stages, --tensor-parallel, --vocab-parallel, --data-parallel, --context"
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("No change of one of its flags was found to do")
+    assert said.endswith(f"Not tried, since plans of this batch take long: {late}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,17 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.memory import messages
 from megatron_epp.planner.memory.messages import MessageRoomError, with_room
+from megatron_epp.planner.problem import static_bytes
+from megatron_epp.planner.search import greedy as greedy_module
 from megatron_epp.planner.search import least
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.least import has_plan, least_cap_bytes, least_plan
+from megatron_epp.planner.search.passes import search
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
+from megatron_epp.planner.work import WITH_COPIES, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 LENGTHS = (*web_lengths(20, seed=5, longest=20_000), 40_000)
@@ -73,3 +79,46 @@ def test_where_the_messages_of_every_fast_plan_are_too_many_the_plan_is_that_of_
     with pytest.raises(InfeasibleError) as named:
         plan(lower, costs, options)
     assert named.value.least_cap_bytes == refused.value.least_cap_bytes
+
+
+def test_a_refusal_with_offload_takes_one_search_where_that_was_long_and_names_a_cap_that_does(monkeypatch):
+    searches = []
+    monkeypatch.setattr(greedy_module, "search", lambda *args: searches.append(args) or search(*args))
+    asked, costs, options = problem(LENGTHS, 4), pipeline(4, 2), Options(offload=True, slices=4)
+    tight = replace(asked, cap_bytes=(int(max(static_bytes(asked, costs)) * 1.001),) * 4)
+    with pytest.raises(InfeasibleError) as thorough:
+        plan(tight, costs, options)
+    several = len(searches)
+    monkeypatch.setattr(messages, "MOST_WORK", 0)
+    searches.clear()
+    with pytest.raises(InfeasibleError, match=r"That would do without offload\. With it less may do") as refused:
+        plan(tight, costs, options)
+    assert len(searches) == 1 < several
+    assert "offload" not in {remedy.setting for remedy in refused.value.remedies}
+    assert refused.value.least_cap_bytes >= thorough.value.least_cap_bytes
+    enough = replace(asked, cap_bytes=(refused.value.least_cap_bytes,) * 4)
+    assert check(plan(enough, costs, options)) == []
+
+
+def test_work_is_counted_up_to_its_limit_and_within_that_of_the_block_around_it():
+    with limited(100) as outer:
+        with limited(math.inf) as inner:
+            spend(10, WITH_COPIES)
+            with pytest.raises(WorkSpentError):
+                spend(21)
+        assert inner.steps == outer.steps == 10 * WITH_COPIES
+        spend(20)
+        with pytest.raises(WorkSpentError):
+            spend(1)
+    spend(1_000)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(offload=True)], ids=str)
+def test_equal_batches_take_equal_work(options: Options):
+    asked, costs = problem(LENGTHS, 4, 60 * GIB), pipeline(4, 2)
+    found = []
+    for _ in range(2):
+        with limited(math.inf) as work:
+            plan(asked, costs, options)
+        found.append(work.steps)
+    assert found[0] == found[1] > 0
