@@ -54,6 +54,14 @@ class Configuration:
         return self.tensor, self.context, self.expert
 
     @property
+    def kinds(self) -> int:
+        """Number of kinds of parallelism, but for replicas; several stages on a rank, unequal layers and a divided output
+        layer count as one each.
+        """
+        sizes = (self.tensor, self.context, self.pipeline, self.expert, self.virtual, len(set(self.layers)))
+        return sum(size > 1 for size in sizes) + self.shards_vocabulary
+
+    @property
     def num_stages(self) -> int:
         return self.pipeline * self.virtual
 
@@ -157,20 +165,9 @@ class Question:
         )
 
     def rates(self, config: Configuration) -> Rates:
-        """Rates of the cluster, with the links between the configuration's ranks.
-
-        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
-        Stages are assumed to be on different nodes, unless there is only one node.
-        """
-        rates, node = self.cluster.rates, self.cluster.devices_per_node
-        if self.devices <= node:
-            return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
-        sharing, shape = config.tensor * max(config.context, config.expert), self.shape(config)
-        if sharing <= node or not shape.exchanged_bytes_per_token:
-            return rates
-        inside = shape.tensor_exchanged_bytes_per_token / shape.exchanged_bytes_per_token
-        abroad = (1 - inside) * (1 - node / sharing)
-        return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
+        """Rates of the cluster, with the links between the configuration's ranks."""
+        sharing = config.tensor * max(config.context, config.expert)
+        return self.cluster.linked(self.devices, sharing, self.shape(config))
 
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""

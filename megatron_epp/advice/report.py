@@ -9,13 +9,11 @@ from typing import Any
 
 from megatron_epp.advice.judge import Entry, Parts
 from megatron_epp.advice.question import Question
-from megatron_epp.advice.search import TIE, WORTH, Advice
+from megatron_epp.advice.search import CLOSE, TIE, Advice
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.report.table import format_us, table
 
-CLOSE = 0.02
-"""Share of the best step's time by which a configuration may be slower and still be called as good."""
 _NOTICED = 0.005
 """Share of the best step's time that a part must take longer to be named as the reason."""
 _WIDTH = 128
@@ -34,6 +32,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     parts = [
         _asked(advice),
         fits + f"{sum(one.config is not None for one in advice.refused)} do not fit.",
+        *([_wrapped(advice.of_offload)] if advice.of_offload else []),
         "\n".join(_table(advice, show)),
         _wrapped(
             f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
@@ -45,7 +44,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]
     slower = [entry for entry in others if entry.parts.step_us > (1 + CLOSE) * best.parts.step_us]
     if len(slower) < len(others):
-        parts.append(_close_text(advice, len(others) - len(slower)))
+        parts.append(_close_text(advice, [entry for entry in others if entry not in slower]))
     if slower:
         lines = [(entry.config.name, why_slower(question, entry, best)) for entry in slower]
         parts.append("\n".join(_listed("Slower:", lines, limit)))
@@ -118,13 +117,14 @@ def _plain_text(advice: Advice) -> str:
     return f"{head}: {where}"
 
 
-def _close_text(advice: Advice, count: int) -> str:
-    """Describe the configurations that are as good as the first one or even faster."""
-    best = advice.best[0]
+def _close_text(advice: Advice, close: list[Entry]) -> str:
+    """Describe the configurations that are as good as the first one or even faster, with the differences of their steps."""
+    count, best_us = len(close), advice.best[0].parts.step_us
     text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE:.0%}."
-    if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
-        text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH:.0%}."
-    return _wrapped(text)
+    if any(entry.parts.step_us < best_us for entry in close):
+        text += " The first has the fewest kinds of parallelism."
+    steps = [f"{entry.config.name} {entry.parts.step_us / best_us - 1:+.1%}" for entry in close[:_LINES]]
+    return _wrapped(f"{text} Their steps, relative to the first's: {', '.join(steps)}{', ...' * (count > _LINES)}.")
 
 
 def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iterator[str]:
@@ -184,6 +184,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "devices": question.devices,
         "cluster": question.cluster.name,
         "cap_bytes": question.cap_bytes,
+        "offload": question.options.offload,
+        "of_offload": advice.of_offload,
         "context": question.context,
         "sequences": len(question.lengths),
         "tokens": question.tokens,

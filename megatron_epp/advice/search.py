@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from megatron_epp.advice.candidates import candidates, variants
 from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.layouts.search import choose
@@ -22,8 +21,10 @@ PLANNED = 12
 """Number of configurations that are evaluated exactly."""
 TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
-WORTH = 0.01
-"""Share of time that several stages on a rank, or unequal layers, must save to be ranked above the same sizes without them."""
+CLOSE = 0.02
+"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
+LIMITED = 0.05
+"""Share of the best's step in recompute from which memory limits it, so that offload is tried where that is left open."""
 _NEAR = 8
 """Number of refused configurations among which the one nearest to fitting is searched."""
 
@@ -38,6 +39,7 @@ class Advice:
         slower: configurations ruled out by a rough plan, the best first.
         refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
         plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
+        of_offload: what trying offload has shown; empty where it was not tried.
     """
 
     question: Question
@@ -45,6 +47,7 @@ class Advice:
     slower: tuple[Entry, ...]
     refused: tuple[Refusal, ...]
     plain: Plain | None
+    of_offload: str = ""
 
     @property
     def plain_is_as_good(self) -> bool:
@@ -58,8 +61,45 @@ class NothingFitsError(InfeasibleError):
     """No configuration fits. The message names the smallest changes with which one would fit."""
 
 
-def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best, deterministically; `say` is told the progress. Raises `NothingFitsError` if none can run."""
+def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, may_offload: bool = False) -> Advice:
+    """Search for the best, deterministically.
+
+    Args:
+        question: input of the search.
+        say: told the progress.
+        may_offload: search with offload too, where nothing fits without or where recompute takes `LIMITED` of the best's step.
+
+    Raises:
+        NothingFitsError: no configuration can run.
+    """
+    if not may_offload or question.options.offload or not question.cluster.rates.host_bytes:
+        return _advise(question, say)
+    offloaded = replace(question, options=replace(question.options, offload=True))
+
+    def tell(so_far: str) -> None:
+        say(f"with offload: {so_far}")
+
+    try:
+        found = _advise(question, say)
+    except NothingFitsError as error:
+        if not error.least_cap_bytes:
+            raise
+        try:
+            return replace(_advise(offloaded, tell), of_offload="Without offload nothing fits, so all this is with it.")
+        except NothingFitsError:
+            raise error.within(after=". With offload nothing was found to fit either.") from None
+    best = found.best[0].parts
+    if best.recompute_us < LIMITED * best.step_us:
+        return found
+    with_offload = _advise(offloaded, tell)
+    spared = 1 - with_offload.best[0].parts.step_us / best.step_us
+    limited = f"Memory limits plans without offload: {best.recompute_us / best.step_us:.0%} of the best's step is recompute."
+    if spared <= CLOSE:
+        return replace(found, of_offload=f"{limited} Offload was tried and saves no more than {CLOSE:.0%}, so it is off.")
+    return replace(with_offload, of_offload=f"{limited} All this is with offload, which saves {spared:.0%} of that step.")
+
+
+def _advise(question: Question, say: Callable[[str], None]) -> Advice:
     configs, refused = candidates(question)
     search = _Search(question, say)
     search.look_at(configs, "configurations")
@@ -74,7 +114,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     slower = [entry for entry in search.entries if entry.config not in planned]
     return Advice(
         question=question,
-        best=tuple(_plainest_first(search.exact)),
+        best=tuple(_simplest_first(search.exact)),
         slower=tuple(sorted(slower, key=_speed)),
         refused=(*sorted(search.refused, key=lambda one: one.needed_bytes), *refused),
         plain=best,
@@ -150,16 +190,12 @@ def _speed(entry: Entry) -> tuple[float, Configuration]:
     return entry.parts.step_us, entry.config
 
 
-def _plainest_first(entries: list[Entry]) -> list[Entry]:
-    """Sort entries by time, but put the plain configuration of the fastest's sizes first if it is at most `WORTH` slower."""
+def _simplest_first(entries: list[Entry]) -> list[Entry]:
+    """Sort entries by time, but put the simplest of those that are at most `CLOSE` slower than the fastest first."""
     ranked = sorted(entries, key=_speed)
-    fastest = ranked[0]
-    for entry in ranked:
-        has_its_sizes = replace(fastest.config, virtual=1, placement="looped", layers=entry.config.layers) == entry.config
-        is_even = entry.config.layers == even_layers(int(sum(entry.config.layers)), entry.config.pipeline)
-        if has_its_sizes and is_even and entry.parts.step_us <= (1 + WORTH) * fastest.parts.step_us:
-            return [entry, *(other for other in ranked if other is not entry)]
-    return ranked
+    close = [entry for entry in ranked if entry.parts.step_us <= (1 + CLOSE) * ranked[0].parts.step_us]
+    simplest = min(close, key=lambda entry: (entry.config.kinds, _speed(entry)))
+    return [simplest, *(entry for entry in ranked if entry is not simplest)]
 
 
 def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Entry
@@ -17,19 +17,22 @@ from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import add_optimizer, add_shape, cap_of, flags_of
-from megatron_epp.cli.lengths import SOURCES, limited, read_lengths
-from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
+from megatron_epp.cli.inputs import OPTIMIZER_FLAGS, SHAPE_FLAGS, add_optimizer, add_shape, cap_of, flags_of
+from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
+from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.mcore.arguments.flag import COUNT, DEVICES
+from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
+from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, shown, whole
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options
+from megatron_epp.report.table import format_us
 
 _EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
@@ -41,14 +44,12 @@ _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_s
 """Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens")
 """Model settings in which a pipeline may differ from the model that was measured."""
-_SAMPLE = 65536
-"""Smallest number of lengths drawn as a sample of a distribution."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--devices", type=DEVICES, required=True, metavar="N", help="to use, in all")
+    add(machine, "devices", required=True, help="to use, in all")
     rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
     add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
     share = f"{100 * DEVICE_SHARE:.0f}%%"
@@ -75,7 +76,9 @@ def add_arguments(parser: Parser) -> None:
         help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
         "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
     )
-    add(plans, "offload", "split_weight", "vocab_parallel")
+    offload = "on or off as in training (default: on where nothing fits without, or where memory limits plans and it pays)"
+    add(plans, "offload", default=None, help=offload)
+    add(plans, "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=COUNT, default=5, metavar="N", help="configurations in the table (default: %(default)s)")
     out.add_argument("--all", action="store_true", help="say of every configuration why it loses, not only of the nearest")
@@ -89,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     check_devices(question)
     where = [""]
     with progress("advising", lambda: where[0]):
-        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
-    best: Entry = advice.best[0]
+        advice = advise(question, lambda so_far: where.__setitem__(0, so_far), may_offload=args.offload is None)
+    question, best = advice.question, advice.best[0]
     if args.json:
         settings: dict[str, Any] = {
             "megatron": megatron_settings(question, best.config),
@@ -100,11 +103,62 @@ def run(args: argparse.Namespace) -> int:
     else:
         say(as_text(advice, args.show, args.all))
         say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.config), "  "))
+        say("\n" + "\n".join(_again(args, question, best)))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
         text = recipe_text(question, best.config, model, f"--lengths {args.lengths}")
         write_text(args.output, text)
     return 0
+
+
+def _again(args: argparse.Namespace, question: Question, best: Entry) -> Iterator[str]:
+    """Yield the commands that plan the best configuration again, and show what it holds, behind a line that says so."""
+    made, config = best.plan, best.config
+    if len(config.lockstep_groups[0]) > 1:
+        yield "Replicas that share experts are planned together, which no other command does."
+        return
+    whose = "The plan of the slowest replica" if config.data > 1 else "Its plan"
+    yield f"{whose}, {format_us(made.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
+    for command in ("plan", "memory"):
+        yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
+
+
+def plan_flags(args: argparse.Namespace, question: Question, best: Entry) -> list[str]:
+    """Return the flags with which `plan` makes the plan of an evaluated configuration.
+
+    Args:
+        args: parsed flags of `advise`.
+        question: that was asked by them, with offload as it was chosen.
+        best: the evaluated configuration, whose replicas share no experts.
+    """
+    config = best.config
+    lengths = [",".join(map(str, best.plan.lengths))]
+    if is_distribution(args.lengths) and config.data == 1:
+        lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
+    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *OPTIMIZER_FLAGS)]
+    flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
+    flags |= {
+        "context": question.context,
+        "cluster": args.cluster,
+        "devices": question.devices,
+        "stages": config.pipeline,
+        "layout": ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers),
+        "tensor_parallel": config.tensor,
+        "context_parallel": config.context,
+        "expert_parallel": config.expert if config.expert > 1 else None,
+        "sequence_parallel": config.tensor > 1,
+        "data_parallel": config.data,
+        "token_multiple": config.tensor * config.context,
+        "vocab_parallel": "on" if config.shards_vocabulary else None,
+        "offload": "on" if question.options.offload else None,
+        "split_weight": question.options.split_weight,
+        "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),
+        "seed": args.seed or None,
+        "costs": question.costs_files.get(config.sharing),
+    }
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value not in (None, False)]
+    words = [word for flag, value in given for word in ([flag] if value is True else [flag, str(value)])]
+    return ["--lengths", *lengths, *words]
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:
@@ -117,8 +171,8 @@ def _is_as_shipped(model: str | None, question: Question) -> bool:
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that parsed flags ask. Raises `EppError`."""
     cluster = load_cluster(args.cluster)
-    lengths = read_lengths(args.lengths, max(_SAMPLE, args.global_batch_size), args.seed)
-    context = args.context or max(lengths)
+    sample = sampled(args.lengths, args, args.global_batch_size)
+    context = args.context or max(sample)
     flags = flags_of(args)
     if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
         raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
@@ -127,12 +181,12 @@ def question_of(args: argparse.Namespace) -> Question:
         cluster=cluster,
         devices=args.devices,
         cap_bytes=cap_of(args.memory_cap_gb, cluster),
-        lengths=_drawn(limited(lengths, args), args.global_batch_size, args.seed),
+        lengths=drawn(sample, args.global_batch_size, args.seed),
         context=context,
         fixed={name.partition("_")[0]: value for name in _SIZES if (value := getattr(args, name)) is not None},
         documents=args.documents,
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
-        options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
+        options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight, seed=args.seed),
     )
     measured, files = {}, {}
     for name in args.costs or ():
@@ -157,12 +211,6 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
                 "give the model that was measured"
             )
     return (tensor, context, expert), profile
-
-
-def _drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
-    """A batch, each length as often as any other before one is drawn again."""
-    order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
-    return tuple(lengths[order[at % len(order)]] for at in range(size))
 
 
 _PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"

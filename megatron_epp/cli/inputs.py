@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -31,7 +31,10 @@ from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.problem import check_amounts
 
 _SHAPE = tuple(row.setting for row in SHAPE)
-_OPTIMIZER = tuple(row.setting for row in OPTIMIZER)
+SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
+"""Settings of the flags that `add_shape` adds."""
+OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
+"""Settings of the flags that `add_optimizer` adds."""
 _SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
@@ -63,7 +66,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     )
     add(costs, "costs_file")
     add_model(costs)
-    add(costs, "cluster", "rates", "data_parallel")
+    add(costs, "cluster", "devices", "rates", "data_parallel")
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
 
 
@@ -81,7 +84,7 @@ def add_shape(costs: argparse._ArgumentGroup) -> None:
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
     """Add the flags that change the bytes of gradients and of the optimizer's states."""
-    add(group, *_OPTIMIZER)
+    add(group, *OPTIMIZER_FLAGS)
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
     if args.costs is None:
         with of_model(args):
             shape = shape_of(flags | {"seq_length": args.context or longest})
-        return analytic_profile(shape, _rates(args)), shape.num_layers
+        return analytic_profile(shape, _rates(args, shape)), shape.num_layers
     stored = load_costs(args.costs)
     if isinstance(stored, PipelineCosts):
         return stored, sum(stored.num_layers)
@@ -214,8 +217,14 @@ def cluster_of(args: argparse.Namespace) -> Cluster | None:
     return None if args.cluster is None else load_cluster(args.cluster)
 
 
-def _rates(args: argparse.Namespace) -> Rates:
+def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
     if args.cluster is not None and args.rates is not None:
         raise EppError("--cluster and --rates both name a machine; give one of them")
     cluster = cluster_of(args)
-    return RATES[args.rates or "h100"] if cluster is None else cluster.rates
+    if cluster is None:
+        if args.devices is not None:
+            raise EppError("--devices says how the devices of a --cluster are linked: name one, or leave it out")
+        return RATES[args.rates or "h100"]
+    if args.devices is None:
+        return cluster.rates
+    return cluster.linked(args.devices, shape.tensor_parallel * max(shape.context_parallel, shape.expert_parallel), shape)

@@ -22,6 +22,8 @@ from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
 from megatron_epp.report.table import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
+KINDS = ("looped", "v")
+"""Placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``."""
 _STAGES = 4
 """Pipeline ranks where neither ``--stages`` nor a layout says how many."""
 _SEVERAL = frozenset({"greedy", "milp"})
@@ -150,7 +152,12 @@ def _vocabulary(setting: str, num_ranks: int) -> tuple[bool, ...]:
 
 def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     """Return the layout of a list of layers or of a file, which must be of the model and of the ranks that flags name."""
-    text, halves = args.layout, parse_layers(args.layout)
+    kind, colon, words = args.layout.rpartition(":")
+    text, halves = args.layout, parse_layers(words if kind in KINDS else args.layout)
+    if halves is not None and colon:
+        layout = Layout(halves, _several(kind, len(halves), pipeline_ranks(args)))
+        layout.check(num_layers, pipeline_ranks(args))
+        return layout
     if halves is not None:
         ranks = args.stages or len(halves)
         if len(halves) != ranks or sum(halves) != 2 * num_layers:
@@ -174,6 +181,14 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
             )
         layout.check(num_layers, layout.placement.num_ranks)
     return layout
+
+
+def _several(kind: str, num_stages: int, ranks: int) -> Placement:
+    """Return the placement of so many stages on ranks. Raises `EppError` unless all ranks have equally many, two in a V."""
+    if num_stages % ranks or (kind == "v" and num_stages != 2 * ranks):
+        wanted = f"{2 * ranks} stages, two on each" if kind == "v" else "a multiple of as many stages"
+        raise EppError(f"--layout {kind}: has {num_stages} stages for {ranks} ranks (--stages): give {wanted}")
+    return Placement("v" if kind == "v" else "looped", ranks, num_stages // ranks)
 
 
 def _wanted(ranks: int, num_layers: int) -> str:

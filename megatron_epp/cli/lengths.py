@@ -19,6 +19,8 @@ from megatron_epp.plan.reading import MOST_BYTES, in_units, naming, nearest, rea
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
+_SAMPLE = 65536
+"""Smallest number of documents of a distribution of which a batch is drawn."""
 MOST_TOKENS = (1 << 31) - 1
 """Largest number of tokens of a sequence."""
 SOURCES = (
@@ -55,7 +57,10 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
     """The one batch. Raises `EppError`."""
-    return limited(read_lengths(args.lengths, args.batch_size), args, args.lengths)[: args.batch_size]
+    if is_distribution(args.lengths):
+        size = args.batch_size or _DRAWN
+        return drawn(sampled(args.lengths, args, size), size, args.seed)
+    return sampled(args.lengths, args)[: args.batch_size]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
@@ -63,7 +68,10 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     batches = []
     for source in args.lengths:
         size = args.batch_size
-        lengths = limited(read_lengths(source, size and size * args.batches), args, source)
+        count = _DRAWN if size is None else size * args.batches
+        lengths = sampled(source, args, count)
+        if is_distribution(source):
+            lengths = drawn(lengths, count, args.seed)
         if size is None:
             batches.append((source, lengths))
             continue
@@ -71,6 +79,35 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
             part = lengths[number * size : (number + 1) * size]
             batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
     return batches
+
+
+def is_distribution(source: str) -> bool:
+    """True if ``--lengths`` names a distribution to draw from, and no file."""
+    return source in LIKE and not Path(source).is_file()
+
+
+def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
+    """Lengths of all sequences of a source, of a distribution so many that a batch of them can be `drawn`. Raises `EppError`.
+
+    Args:
+        source: as for `read_lengths`.
+        args: parsed flags; ``--seed`` is that of the draw.
+        size: sequences of the batch.
+    """
+    count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
+    return limited(read_lengths(source, count, seed), args, source)
+
+
+def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
+    """Draw a batch, each length as often as any other before one is drawn again.
+
+    Args:
+        lengths: to draw from.
+        size: of the batch.
+        seed: of the draw.
+    """
+    order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
+    return tuple(lengths[order[at % len(order)]] for at in range(size))
 
 
 def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
@@ -84,7 +121,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     Raises:
         EppError: it is none of these, or holds no lengths.
     """
-    if source in LIKE and not Path(source).is_file():
+    if is_distribution(source):
         return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
         with naming(f"--lengths {shown(source)}"):

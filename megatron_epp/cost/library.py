@@ -70,6 +70,26 @@ class Cluster:
     device_memory_gb: float | None
     devices_per_node: int = DEVICES_PER_NODE
 
+    def linked(self, devices: int, sharing: int, shape: ModelShape) -> Rates:
+        """Rates with the links between the ranks of a run.
+
+        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
+        Stages are assumed to be on different nodes, unless there is only one node.
+
+        Args:
+            devices: of the run, in all.
+            sharing: neighbouring devices that share a layer, with its experts.
+            shape: of the model, with its parallel sizes.
+        """
+        rates, node = self.rates, self.devices_per_node
+        if devices <= node:
+            return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
+        if sharing <= node or not shape.exchanged_bytes_per_token:
+            return rates
+        inside = shape.tensor_exchanged_bytes_per_token / shape.exchanged_bytes_per_token
+        abroad = (1 - inside) * (1 - node / sharing)
+        return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
+
 
 def parse_yaml(text: str, what: str) -> Any:
     """Read the value of a YAML text.

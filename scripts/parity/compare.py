@@ -133,7 +133,7 @@ def _lengths(source: str) -> tuple[int, ...]:
     from megatron_epp.plan import EppError
 
     try:
-        return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None))
+        return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None, seed=0))
     except EppError as error:
         raise SystemExit(f"parity: {error}") from None
 

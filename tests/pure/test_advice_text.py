@@ -7,7 +7,7 @@ import pytest
 from megatron_epp.advice.judge import Entry, Parts, Plain, Refusal
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text, why_slower
-from megatron_epp.advice.search import Advice
+from megatron_epp.advice.search import Advice, _simplest_first
 from megatron_epp.cost import H100
 from megatron_epp.cost.library import Cluster
 from tests.support.plan.small_plans import one_f_one_b
@@ -153,3 +153,27 @@ def test_json_has_the_same_figures():
     assert found["refused"] == [{"name": "TP 4", "why": "too wide", "needed_bytes": 0}]
     assert (found["plain_1f1b"]["step_us"], found["plain_1f1b"]["is_as_good"]) == (2000.0, False)
     assert as_json(advice())["plain_1f1b"] is None
+
+
+def test_the_simplest_of_close_ones_leads_and_how_close_the_others_are_is_told():
+    simple = entry(Configuration(2, 1, 1, 2, layers=(8,)), bubble_us=15.0)
+    several = entry(Configuration(1, 2, 2, 1, virtual=2, layers=(2, 2, 2, 2)))
+    far = entry(Configuration(1, 1, 1, 4, layers=(8,)), bubble_us=30.0)  # simpler still
+    assert _simplest_first([several, simple, far]) == [simple, several, far]
+    text = words(as_text(advice([simple, several, far]), 3, everything=False))
+    assert "2 others are as good within 2%. The first has the fewest kinds of parallelism." in text
+    assert "Their steps, relative to the first's: TP 1 CP 2 PP 2 DP 1 VPP 2 looped -1.5%, TP 1 CP 1 PP 1 DP 4 +1.5%." in text
+
+
+def test_of_equally_simple_ones_the_fastest_leads():
+    fast, slow = entry(Configuration(2, 1, 1, 2, layers=(8,))), entry(Configuration(1, 2, 1, 2, layers=(8,)), bubble_us=5.0)
+    assert _simplest_first([slow, fast]) == [fast, slow]
+    uneven = entry(Configuration(1, 1, 2, 2, layers=(5, 3)))
+    even = entry(CONFIG, bubble_us=19.0)
+    assert _simplest_first([uneven, even])[0] is even
+
+
+def test_what_trying_offload_has_shown_is_told():
+    tried = replace(advice(), of_offload="Offload was tried.")
+    assert "Offload was tried." in as_text(tried, 1, everything=False)
+    assert as_json(tried)["of_offload"] == "Offload was tried."

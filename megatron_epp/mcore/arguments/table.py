@@ -15,6 +15,7 @@ from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
     COUNT,
+    DEVICES,
     GIVEN,
     LAYERS,
     RECOMPUTED,
@@ -63,7 +64,15 @@ _PLANNING = (
     Flag("steps", "", "--steps", WHOLE, default=0).described(
         "Of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
-    Flag("seed", "", "--seed", SEED, "Of the planner's search (default: 0).", default=0, metavar="S"),
+    Flag(
+        "seed",
+        "",
+        "--seed",
+        SEED,
+        "Of the planner's search, and of lengths that are drawn (default: 0).",
+        default=0,
+        metavar="S",
+    ),
 )
 _BATCH = (
     Flag("microbatches", "--epp-microbatches", choices=("plan", "user"), default="plan").described(
@@ -176,7 +185,8 @@ _RUNNING = (
         "layers of every stage. auto: those with which batches like these take least time, found by planning some of them, "
         "with several stages on a rank where that is faster; balanced: fewer where the vocabulary's work comes on top, for "
         "sequences as long as these; a file that `plan --layout-out` wrote; or a list, where 7.5 means that the stage ends "
-        "with a layer's attention, or begins with its MLP (default: even)",
+        "with a layer's attention, or begins with its MLP, and which v: or looped: begins where each of the --stages ranks has "
+        "several (default: even)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
@@ -320,6 +330,11 @@ _COSTS = (
     ),
     Flag("cluster", "", "--cluster", metavar="NAME|FILE").described(
         f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)."
+    ),
+    Flag("devices", "", "--devices", DEVICES).described(
+        "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too, and if ranks of several "
+        "nodes share a layer, a part of their exchanges is slower, as `megatron-epp advise` assumes (default: stages are on "
+        "different nodes, and ranks that share a layer are in one)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("costs_file", "", "--costs", metavar="FILE").described(

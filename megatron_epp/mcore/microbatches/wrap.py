@@ -39,8 +39,8 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
             ``order="given"``; and ``distributed_timeout_minutes``.
 
     Raises:
-        EppError: there is no such setting or value, or it needs this package's own data or layers; or a function of the installed
-            Megatron takes other arguments. A release that is not tested causes a warning.
+        EppError: there is no such setting or value, or it needs this package's own data or layers; or a function of the
+            installed Megatron takes other arguments. A release that is not tested causes a warning.
     """
     defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
     minutes = settings.pop("distributed_timeout_minutes", _MINUTES)

@@ -1,0 +1,113 @@
+"""What `advise` prints can be had again: its commands plan the same batches with the same costs, to the same figures."""
+
+import json
+import shlex
+
+import pytest
+
+from megatron_epp.advice.judge import exactly
+from megatron_epp.advice.question import Configuration
+from megatron_epp.advice.search import advise
+from megatron_epp.cli import main as cli
+from megatron_epp.cli.advise import plan_flags, question_of
+from megatron_epp.cli.lengths import batches_of, lengths_of
+from megatron_epp.cli.main import main
+from megatron_epp.plan.serialize import load
+
+SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
+CHATS = ["--lengths", "chat", "--context", "8192", "--global-batch-size", "16"]
+
+
+def parsed(command, *argv):
+    return cli._parser([command]).parse([command, *argv])
+
+
+@pytest.fixture
+def again(tmp_path, capsys):
+    """Return the plan of printed flags, and the peaks that `memory` tells for them."""
+
+    def run(flags):
+        path = tmp_path / "plan.json"
+        assert main(["plan", *flags, "-o", str(path)]) == 0
+        capsys.readouterr()
+        assert main(["memory", *flags, "--quick", "--no-megatron", "--json"]) == 0
+        return load(path), [rank["peak_bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--memory-cap-gb", "2.05"], ["--memory-cap-gb", "1.2", "--offload", "on", "--vocab-parallel", "auto"], ["--seed", "7"]],
+    ids=["tight", "offload", "seed"],
+)
+def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again):
+    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags)
+    question = question_of(args)
+    advice = advise(question)
+    assert len({entry.config.virtual for entry in advice.best}) == 2
+    for entry in advice.best:
+        made, peaks = again(plan_flags(args, question, entry))
+        assert sorted(made.lengths) == sorted(entry.plan.lengths)
+        assert made.predicted.makespan_us == entry.plan.predicted.makespan_us
+        assert made.predicted.peak_bytes == entry.plan.predicted.peak_bytes == tuple(peaks)
+
+
+@pytest.mark.parametrize("devices", [4, 16])
+def test_links_are_those_that_are_advised_with(devices, again):
+    args = parsed("advise", *SMALL, "--devices", str(devices), *CHATS)
+    question = question_of(args)
+    config = Configuration(1, 2, 2, devices // 4, layers=(4, 4))
+    entry = exactly(question, config)
+    flags = plan_flags(args, question, entry)
+    assert again(flags)[0].predicted.makespan_us == entry.plan.predicted.makespan_us
+    at = flags.index("--devices")
+    without = again([*flags[:at], *flags[at + 2 :]])[0]
+    assert (without.predicted.makespan_us == entry.plan.predicted.makespan_us) == (devices == 16)
+
+
+def test_the_commands_are_printed_and_run(capsys):
+    assert main(["advise", *SMALL, "--devices", "2", *CHATS, "--pipeline-parallel", "2", "--context-parallel", "1"]) == 0
+    said = capsys.readouterr().out
+    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  megatron-epp ")]
+    assert [words[1] for words in commands] == ["plan", "memory"]
+    assert "--lengths chat --batch-size 16" in said
+    figure = said.split("Its plan, ")[1].split(" and ")[0]
+    assert main(commands[0][1:]) == 0
+    assert f"makespan {figure}" in capsys.readouterr().out
+
+
+def test_a_distribution_is_drawn_alike_by_all_commands_and_as_the_seed_says():
+    advised = {seed: question_of(parsed("advise", "--devices", "8", *CHATS, "--seed", seed)).lengths for seed in ("0", "1")}
+    for seed, lengths in advised.items():
+        plan = parsed("plan", "--lengths", "chat", "--context", "8192", "--batch-size", "16", "--seed", seed)
+        compare = parsed("compare", "--lengths", "chat", "--context", "8192", "--batch-size", "16", "--seed", seed)
+        assert lengths_of(plan) == batches_of(compare)[0][1] == lengths
+    assert advised["0"] != advised["1"]
+    assert len(lengths_of(parsed("plan", "--lengths", "chat"))) == 512
+
+
+def test_devices_say_nothing_without_a_cluster(capsys):
+    assert main(["plan", "--lengths", "5", "--devices", "8"]) == 2
+    assert "--devices says how the devices of a --cluster are linked: name one, or leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "placement"), [("v:2,2,2,2", (0, 1, 1, 0)), ("looped:2,2,2,2", (0, 1, 0, 1)), ("looped:4,4", (0, 1))]
+)
+def test_a_list_of_layers_may_say_where_several_stages_of_a_rank_are(layout, placement, again):
+    made, _ = again([*SMALL, "--lengths", "900,300", "--stages", "2", "--layout", layout])
+    assert made.placement == placement
+
+
+@pytest.mark.parametrize(
+    ("layout", "refusal"),
+    [
+        ("v:4,4", "--layout v: has 2 stages for 2 ranks (--stages): give 4 stages, two on each"),
+        ("looped:3,3,2", "--layout looped: has 3 stages for 2 ranks (--stages): give a multiple of as many stages"),
+        ("v:2,2,2,1", "7"),
+    ],
+)
+def test_a_list_that_does_not_fit_the_ranks_is_refused(layout, refusal, capsys):
+    assert main(["plan", *SMALL, "--lengths", "900", "--stages", "2", "--layout", layout]) == 2
+    assert refusal in capsys.readouterr().err
