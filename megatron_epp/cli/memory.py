@@ -15,7 +15,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.reach import look, makespan_us, reach_table
+from megatron_epp.cli.reach import Found, look, makespan_us, reach_table
 from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.cost import PipelineCosts
@@ -27,7 +27,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.search.limits import Limit, Limits, Reach
+from megatron_epp.planner.search.limits import Limit, Limits
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.page.data import Shown
@@ -64,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print each part as soon as it is known. Raises `EppError`."""
-    end_s = time.monotonic() + args.seconds
+    start_s = time.monotonic()
     lengths, options = lengths_of(args), options_from(args)
     tell_sharing(args)
     estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
@@ -88,12 +88,12 @@ def run(args: Namespace) -> int:
             save_memory_picture(account, args.output)
     if not args.json:
         _say_blocks(_plan_blocks(args, account, refusal))
-    reaches = {} if args.quick else _reaches(args, problem, chosen.layout, options, end_s)
-    if reaches and not args.json:
-        _say_blocks([reach_table(reaches)])
-    megatron = None if args.no_megatron else _megatrons(args, problem, estimator, end_s)
+    found = Found({}, "") if args.quick else _reaches(args, problem, chosen.layout, options, start_s)
+    if found.reaches and not args.json:
+        _say_blocks([[*reach_table(found.reaches), *filter(None, [found.hint])]])
+    megatron = None if args.no_megatron else _megatrons(args, problem, estimator, start_s + args.seconds)
     if args.json:
-        say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
+        say(json.dumps(_figures(account, refusal, found, megatron), indent=1))
         return 0
     if megatron is not None:
         _say_blocks([[megatron] if isinstance(megatron, str) else _megatron_lines(account, megatron)])
@@ -107,7 +107,7 @@ def _say_blocks(blocks: list[list[str]]) -> None:
     say("\n".join("\n".join([*lines, ""]) for lines in blocks), flush=True)
 
 
-def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, end_s: float) -> dict[str, Reach]:
+def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, start_s: float) -> Found:
     """Look for what else would fit, without offload and, if it is allowed, with it."""
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
@@ -115,7 +115,8 @@ def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options
     def costs_for(longest: int) -> PipelineCosts:
         return costs_of(uncut, problem.lengths, layout, longest)
 
-    return look({name: Limits(problem, costs_for, allowed) for name, allowed in choices.items()}, end_s)
+    limits = {name: Limits(problem, costs_for, allowed) for name, allowed in choices.items()}
+    return look(limits, start_s + args.seconds, start_s)
 
 
 def _is_unknown_to_megatron(args: Namespace) -> bool:
@@ -172,9 +173,7 @@ def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(
-    account: Account, refusal: str, reaches: dict[str, Reach], megatron: dict[str, Any] | str | None
-) -> dict[str, Any]:
+def _figures(account: Account, refusal: str, found: Found, megatron: dict[str, Any] | str | None) -> dict[str, Any]:
     def limit(one: Limit | None) -> dict[str, Any] | None:
         return None if one is None else asdict(one)
 
@@ -186,9 +185,9 @@ def _figures(
             "smallest_cap_bytes": limit(reach.cap),
             "smallest_cap_makespan_us": makespan_us(reach),
         }
-        for name, reach in reaches.items()
+        for name, reach in found.reaches.items()
     }
-    return {"refusal": refusal, "ranks": figures(account), "limits": limits, "megatron": megatron}
+    return {"refusal": refusal, "ranks": figures(account), "limits": limits, "hint": found.hint, "megatron": megatron}
 
 
 _PURPOSE = "say what memory a batch takes on every rank, of what and when, and what else would fit"

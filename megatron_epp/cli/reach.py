@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -19,6 +20,8 @@ from megatron_epp.report.table import format_us, table
 _COARSE = 8
 """A limit is coarse if what does not fit is farther from it than this part of it: there was no time to look between them."""
 _LATE = "not found in time (--seconds)"
+_SOME = 3
+"""Multiple of the seconds so far that is named where none of the sizes was tried to its end."""
 
 Answer = tuple[Limit, Plan | None]
 _UNKNOWN: Answer = (Limit(None), None)
@@ -33,7 +36,19 @@ class _Question(NamedTuple):
     pipe: Connection
 
 
-def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
+class Found(NamedTuple):
+    """What was found in time.
+
+    Attributes:
+        reaches: the limits of each choice.
+        hint: how long all would take, by the sizes that were tried so far; empty if nothing is missing.
+    """
+
+    reaches: dict[str, Reach]
+    hint: str
+
+
+def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Found:
     """Return the limits of each choice as they are known at a time of `time.monotonic`.
 
     Every limit is looked for in a process forked from this one, in which no other threads may run.
@@ -41,12 +56,13 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
     Args:
         choices: where to look, by name.
         end_s: when to end.
+        start_s: when the command was started, for the hint.
 
     Raises:
         EppError: there is no limit, whatever the memory.
     """
     known = {choice: dict.fromkeys(limits.questions(), _UNKNOWN) for choice, limits in choices.items()}
-    asked = list[_Question]()
+    asked, tried, begin_s = list[_Question](), dict[Connection, int](), time.monotonic()
     if time.monotonic() < end_s:
         asked += [_asked(choice, name, choices[choice]) for choice, names in known.items() for name in names]
     waiting = {one.pipe: one for one in asked}
@@ -55,7 +71,9 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
             while waiting and (ready := connection.wait(list(waiting), max(0, end_s - time.monotonic()))):
                 for one in [waiting[pipe] for pipe in ready if isinstance(pipe, Connection)]:
                     answer, is_last = _heard(one.pipe)
-                    if answer is not None:
+                    if answer is None:
+                        tried[one.pipe] = tried.get(one.pipe, 0) + (not is_last)
+                    else:
                         known[one.choice][one.name] = answer
                     if is_last:
                         del waiting[one.pipe]
@@ -68,7 +86,36 @@ def look(choices: Mapping[str, Limits], end_s: float) -> dict[str, Reach]:
         alone, batch = (answers[name][0] if name in answers else None for name in ("alone", "batch"))
         with_rest = answers["with_rest"][0] if "with_rest" in answers else alone
         found[choice] = Reach(alone, with_rest, batch, *answers["cap"])
-    return found
+    unknown = [(choices[one.choice].tries(one.name), tried.get(one.pipe, 0)) for one in waiting.values()]
+    if not asked:
+        unknown = [(1, 0)] * len(known)
+    return Found(found, _hint(unknown, begin_s - start_s, end_s - begin_s))
+
+
+def _hint(unknown: Sequence[tuple[int, int]], before_s: float, took_s: float) -> str:
+    """Say how long the limits would take that were not found in time.
+
+    Args:
+        unknown: of each of them, how many sizes are tried as a rule, and were tried.
+        before_s: seconds of the command before it looked for limits.
+        took_s: seconds for which it looked.
+    """
+    if not unknown:
+        return ""
+    if any(tried == 0 for _, tried in unknown):
+        wanted_s = _SOME * (before_s + max(0.0, took_s))
+        return (
+            f"Not one size was tried in time for some of these limits, since planning alone took {before_s:.0f} s: give "
+            f"--seconds {_rounded(wanted_s)} or more, or leave them out (--quick)."
+        )
+    wanted_s = before_s + took_s * max(max(tries, tried + 1) / tried for tries, tried in unknown)
+    return f"By the sizes that were tried so far, --seconds {_rounded(wanted_s)} would do for all of these limits."
+
+
+def _rounded(seconds: float) -> int:
+    """Round up to two digits."""
+    unit = 10 ** max(0, len(str(math.ceil(seconds))) - 2)
+    return math.ceil(seconds / unit) * unit
 
 
 def _asked(choice: str, name: str, limits: Limits) -> _Question:
@@ -94,7 +141,8 @@ def _heard(pipe: Connection) -> tuple[Answer | None, bool]:
 def _answer(limits: Limits, name: str, pipe: Connection) -> None:
     """Look for a limit, in a process of its own; send each answer, and whether it is the last."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asked: Callable[[], Answer] = replace(limits, told=lambda found: pipe.send(((found, None), False))).questions()[name]
+    told = replace(limits, told=lambda found: pipe.send(((found, None), False)), tried=lambda: pipe.send((None, False)))
+    asked: Callable[[], Answer] = told.questions()[name]
     try:
         pipe.send((asked(), True))
     except EppError as error:

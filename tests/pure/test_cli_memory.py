@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from megatron_epp.cli import memory
+from megatron_epp.cli import memory, reach
 from megatron_epp.cli.main import main
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner.search import limits
@@ -113,6 +113,39 @@ def test_when_time_is_over_it_prints_what_it_knows_and_leaves_no_process(report,
     assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more,", "below", "96"]
     assert row_of(text, "smallest cap for this batch (--memory-gb)") == ["not", "found", "in", "time", "(--seconds)"]
     assert multiprocessing.active_children() == []
+    assert "Not one size was tried in time for some of these limits, since planning alone took " in text
+    assert "or more, or leave them out (--quick)." in text
+
+
+def test_the_seconds_that_would_do_follow_from_the_sizes_that_were_tried(report, monkeypatch):
+    def questions(self):
+        def some():
+            for _ in range(limits.TRIES["cap"]):
+                self.tried()
+            threading.Event().wait()
+
+        return {"cap": some}
+
+    monkeypatch.setattr(limits.Limits, "questions", questions)
+    assert "By the sizes that were tried so far, --seconds " in report("--seconds", "2")
+    monkeypatch.setattr(limits.Limits, "questions", answering(alone=Limit(1), with_rest=Limit(1), batch=Limit(1), cap=Limit(1)))
+    assert "--seconds" not in report()
+
+
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ([], ""),
+        ([(12, 3), (3, 3)], "By the sizes that were tried so far, --seconds 25 would do for all of these limits."),
+        ([(12, 12)], "By the sizes that were tried so far, --seconds 8 would do"),
+        ([(12, 3), (12, 0)], "since planning alone took 1 s: give --seconds 21 or more, or leave them out (--quick)."),
+        ([(1200, 3)], "--seconds 2500 would do"),
+    ],
+)
+def test_the_longest_that_is_not_found_decides(unknown, hint):
+    said = reach._hint(unknown, 1.0, 6.0)
+    assert hint in said
+    assert bool(said) == bool(unknown)
 
 
 def test_an_estimator_that_is_late_is_not_waited_for(capsys, monkeypatch):

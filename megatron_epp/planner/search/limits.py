@@ -26,6 +26,8 @@ LARGE = 640
 """Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: plans take 2 s."""
 CAP_BITS = 11
 """Significant bits of the smallest cap with offload: it is found to about a thousandth."""
+TRIES = {"alone": 12, "with_rest": 12, "batch": 8, "cap": 3}
+"""Sizes that are tried for each limit, as a rule; by hand. With offload about twice as many."""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
@@ -73,12 +75,18 @@ class Limits:
         costs_for: costs for a number of tokens of the longest sequence.
         options: the settings of the user.
         told: called with each answer that is better than the one before, until the last one is returned.
+        tried: called after each size that was tried.
     """
 
     problem: Problem
     costs_for: Callable[[int], Costs]
     options: Options
     told: Callable[[Limit], None] = lambda _: None
+    tried: Callable[[], None] = lambda: None
+
+    def tries(self, name: str) -> int:
+        """Return how many sizes are tried for a limit, as a rule."""
+        return TRIES[name] * (2 if self.options.offload else 1)
 
     def questions(self) -> dict[str, Callable[[], tuple[Limit, Plan | None]]]:
         """Return functions that find the limits of a `Reach` by name, each with its plan if it has one.
@@ -193,6 +201,11 @@ class Limits:
             offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for those of the problem.
         """
+        found = self._is_planned(lengths, offload, cap_bytes)
+        self.tried()
+        return found
+
+    def _is_planned(self, lengths: tuple[int, ...], offload: bool, cap_bytes: int | None) -> bool:
         problem, options = self._problem(lengths, cap_bytes), replace(self.options, offload=offload, steps=0)
         if is_told_by_one_order(problem, options):
             return has_plan(problem, self.costs_for(max(lengths)), options)
@@ -208,7 +221,9 @@ class Limits:
 
     def _least_cap(self, lengths: tuple[int, ...], enough_bytes: int = 0) -> int:
         problem = replace(self.problem, lengths=lengths)
-        return least_cap_bytes(problem, self.costs_for(max(lengths)), self.options, enough_bytes)
+        found = least_cap_bytes(problem, self.costs_for(max(lengths)), self.options, enough_bytes)
+        self.tried()
+        return found
 
     def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
         """Prove that a number fits, and lower it by its step where messages need more than was set aside for them."""
@@ -223,7 +238,9 @@ class Limits:
         return problem if cap_bytes is None else replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
 
     def _plan(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
-        return plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), self.options)
+        made = plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), self.options)
+        self.tried()
+        return made
 
 
 def _largest(
