@@ -66,9 +66,11 @@ H100 = Rates(
 
 Peaks are those of NVIDIA's datasheet of the H100 SXM, and the shares of them that a training sustains are assumed:
 989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 %, between the 35 % of FlashAttention-2 and the
-75 % of FlashAttention-3 there (arXiv 2407.08608); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of
-the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer and the half-saturation of matrix
-products are assumed too. `megatron-epp profile` measures all of them but memory and the exchange.
+75 % of FlashAttention-3 there (arXiv 2407.08608; its figures have 335, 539 and 616 TFLOP/s for FlashAttention-2, cuDNN and
+FlashAttention-3 forward, with causal masks, heads of 128 and 16K tokens, and 322, 516 and 561 backward, so with the latter two
+long sequences take less time than is planned: `python -m scripts.bench.public`); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink
+each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer and the
+half-saturation of matrix products are assumed too. `megatron-epp profile` measures all of them but memory and the exchange.
 """
 
 H100_NODE = replace(H100, launch_forward_us=600.0, launch_backward_us=850.0)

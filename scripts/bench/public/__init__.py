@@ -1,0 +1,1 @@
+"""Public measurements next to plans of the same training."""

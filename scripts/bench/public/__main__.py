@@ -1,0 +1,6 @@
+"""Runs the comparison."""
+
+from scripts.bench.public.bench import main
+
+if __name__ == "__main__":
+    main()

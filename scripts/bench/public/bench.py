@@ -1,0 +1,201 @@
+"""Public measurements of training next to plans with the same sizes and recompute, and next to what `advise` finds best.
+
+Nothing is fitted to them: they show how far times by formula are off, and in which part.
+
+    python -m scripts.bench.public
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.advice.search import Advice, advise
+from megatron_epp.cli.inputs import cap_of
+from megatron_epp.cost import H100
+from megatron_epp.cost.library import load_cluster
+from megatron_epp.plan import Plan
+from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
+from megatron_epp.report.table import table
+
+GIB = 2**30
+KERNELS = (
+    ("FlashAttention-2", 335.0, 322.0),
+    ("cuDNN", 539.0, 516.0),
+    ("FlashAttention-3", 616.0, 561.0),
+)
+"""TFLOP/s of kernels in attention on an H100 SXM5, forward and backward, with heads of 128 and sequences of 16K tokens in bf16.
+They are from the figures of the FlashAttention-3 paper (arXiv 2407.08608): forward with a causal mask, backward without one.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A public measurement of one step of training one sequence, every layer recomputed.
+
+    Attributes:
+        name: of the run.
+        source: where it was published.
+        flags: Megatron's flags of the model.
+        cluster: of the machine.
+        devices: all of which share the sequence (CP).
+        tokens: of the sequence.
+        step_s: seconds of a step.
+        memory_gb: of each device, in 10^9 bytes.
+        remarks: what differs from plans, in words.
+    """
+
+    name: str
+    source: str
+    flags: dict[str, Any]
+    cluster: str
+    devices: int
+    tokens: int
+    step_s: float
+    memory_gb: float
+    remarks: str
+
+
+QWEN3_8B: dict[str, Any] = {
+    "num_layers": 36,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 12288,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "vocab_size": 151936,
+    "untie_embeddings_and_output_weights": True,
+    "swiglu": True,
+    "bf16": True,
+}
+FOUND = (
+    Measured(
+        name="Qwen3-8B, 1M tokens, TRL",
+        source="Hugging Face TRL, pull request 6846",
+        flags=QWEN3_8B,
+        cluster="h100x8",
+        devices=8,
+        tokens=1 << 20,
+        step_s=380.0,
+        memory_gb=56.2,
+        remarks="weights, gradients and optimizer divided over all devices (FSDP), layers' inputs offloaded, ring attention",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A measurement and a plan of the same training.
+
+    Attributes:
+        name: of the measurement.
+        measured_s, planned_s: of a step; the plan's without the reduction of gradients.
+        measured_gb, planned_gb: of the fullest device, in 10^9 bytes; the plan has no cap.
+        attention_tflops: in attention, of each device, recompute included, in 10^12 operations.
+        rest_s: what the plan takes for all but attention.
+        recomputed: every layer of the plan is recomputed.
+    """
+
+    name: str
+    measured_s: float
+    planned_s: float
+    measured_gb: float
+    planned_gb: float
+    attention_tflops: float
+    rest_s: float
+    recomputed: bool
+
+    @property
+    def measured_rate(self) -> float:
+        """TFLOP/s in attention that the measurement implies, if all the rest takes as long as planned."""
+        return self.attention_tflops / (self.measured_s - self.rest_s)
+
+    @property
+    def planned_rate(self) -> float:
+        """TFLOP/s in attention of the plan, forward and backward."""
+        return self.attention_tflops / (self.planned_s - self.rest_s)
+
+
+def question_of(one: Measured) -> Question:
+    """Return the question of which parallel sizes are best for the measured batch on the measured devices."""
+    cluster = load_cluster(one.cluster)
+    options = Options(context=one.tokens)
+    return Question(one.flags, cluster, one.devices, cap_of(None, cluster), (one.tokens,), one.tokens, options=options)
+
+
+def planned(one: Measured) -> Plan:
+    """Plan the measured batch with the measured sizes, every layer recomputed, without a memory cap."""
+    asked, layers = question_of(one), int(one.flags["num_layers"])
+    config = Configuration(1, one.devices, 1, 1, layers=(layers,))
+    problem = replace(asked.problem(config, asked.lengths), cap_bytes=(UNLIMITED_BYTES,))
+    return plan(problem, asked.costs(config), replace(asked.options, recompute=layers))
+
+
+def compared(one: Measured) -> Compared:
+    """Compare a measurement with its plan."""
+    made, layers = planned(one), int(one.flags["num_layers"])
+    pairs = one.tokens * (one.tokens + 1) / 2 / one.devices
+    width = int(one.flags["num_attention_heads"]) * int(one.flags["kv_channels"])
+    forward, backward = 4 * width * pairs * layers, 10 * width * pairs * layers
+    attention_s = 2 * forward / H100.attention_forward_flops + backward / H100.attention_backward_flops
+    planned_s = made.predicted.makespan_us / 1e6
+    return Compared(
+        name=one.name,
+        measured_s=one.step_s,
+        planned_s=planned_s,
+        measured_gb=one.memory_gb,
+        planned_gb=max(made.predicted.peak_bytes) / 1e9,
+        attention_tflops=(2 * forward + backward) / 1e12,
+        rest_s=planned_s - attention_s,
+        recomputed=all(recompute.num_layers == layers for row in made.recompute for recompute in row),
+    )
+
+
+def lines(one: Measured, found: Compared, advice: Advice | None) -> Iterator[str]:
+    """Yield a table, and what the difference comes from.
+
+    Args:
+        one: the measurement.
+        found: its comparison.
+        advice: for its batch and devices; None leaves the row out.
+    """
+    rows = [
+        [f"measured ({one.source})", f"CP {one.devices}", f"{one.step_s:.0f} s", f"{one.memory_gb:.1f} GB"],
+        ["planned, every layer recomputed", f"CP {one.devices}", f"{found.planned_s:.0f} s", f"{found.planned_gb:.1f} GB"],
+    ]
+    if advice is not None:
+        best = advice.best[0]
+        offload = ", offload" * advice.question.options.offload
+        step, peak = f"{best.parts.step_us / 1e6:.0f} s", f"{best.peak_bytes / 1e9:.1f} GB"
+        rows.append(["best that advise finds", f"{best.config.name}{offload}", step, peak])
+    yield from table((one.name, "sizes", "step", "fullest device"), rows, left=(0, 1))
+    yield ""
+    yield (
+        f"Attention is {found.attention_tflops / 1e3:,.0f} PFLOP of each device. If the rest takes the {found.rest_s:.0f} s "
+        f"that are planned for it, it ran at {found.measured_rate:.0f} TFLOP/s, and the plan has {found.planned_rate:.0f}: "
+        f"{H100.attention_forward_flops / 1e12:.0f} forward and {H100.attention_backward_flops / 1e12:.0f} backward."
+    )
+    yield f"In the measured run: {one.remarks}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-advice", action="store_true", help="leave out the search for the best sizes")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    args = parser.parse_args()
+    for one in FOUND:
+        found = compared(one)
+        if args.json:
+            print(json.dumps(asdict(found) | {"measured_rate": found.measured_rate, "planned_rate": found.planned_rate}))
+            continue
+        advice = None if args.no_advice else advise(question_of(one), may_offload=True)
+        print("\n".join(lines(one, found, advice)))
+    if not args.json:
+        print("\nRates that were published for attention on an H100 (arXiv 2407.08608), TFLOP/s:")
+        rows = [[kernel, f"{forward:.0f}", f"{backward:.0f}"] for kernel, forward, backward in KERNELS]
+        print("\n".join(table(("heads of 128, 16K tokens", "forward", "backward"), rows)))
