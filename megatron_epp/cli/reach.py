@@ -37,7 +37,7 @@ class _Question(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was found in time.
+    """Limits that were found in time.
 
     Attributes:
         reaches: the limits of each choice.

@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import replace
 from itertools import product
-from math import ceil
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from megatron_epp.cost import memory as item
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
+from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, for_table, plan
 from megatron_epp.planner.assemble import build_plan, predicted_us
 from megatron_epp.planner.chunks.align import Aligned
@@ -202,7 +202,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
     assert f"GiB ({host} bytes)" in str(refused.value).split("in host memory, where it may have ")[1]
     wanted = named_host_bytes(refused.value)
-    assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in refused.value.text(TRAINING)
+    assert f"or --epp-host-memory-gb to {enough_gib(wanted)}" in refused.value.text(TRAINING)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
     assert max(host_peaks(simulate(made))) <= wanted
     with pytest.raises(InfeasibleError) as refused:
