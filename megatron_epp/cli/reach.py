@@ -114,7 +114,7 @@ def _hint(unknown: Sequence[tuple[int, int]], before_s: float, took_s: float) ->
 
 def _rounded(seconds: float) -> int:
     """Round up to two digits."""
-    unit = 10 ** max(0, len(str(math.ceil(seconds))) - 2)
+    unit = int(10 ** max(0, len(str(math.ceil(seconds))) - 2))
     return math.ceil(seconds / unit) * unit
 
 
