@@ -85,11 +85,7 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
         parser = entry.megatron_parser()
         argv = argv_of(settings, parser)
         parsed = entry.check(parser, argv)
-        entry.check_run(parsed, world_size)
-        if wants_files and parsed.epp:
-            from megatron_epp.mcore.data.documents import check_files_of
-
-            check_files_of(parsed)
+        entry.check_start(parsed, world_size, wants_files=wants_files)
     return argv
 
 

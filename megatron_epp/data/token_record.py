@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming, parse_json, read_text, shown, whole
+from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown, whole
 from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
@@ -52,6 +53,34 @@ class Tokenizer:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))
+
+
+_OF_A_HUB = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"})
+_OF_A_FILE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"})
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def missing_tokenizer(kind: str, model: str) -> str | None:
+    """Return which file or folder of a tokenizer is missing; None if nothing is, or if it may be the name of one on a hub.
+
+    Args:
+        kind: Megatron's ``tokenizer_type``.
+        model: its name or path.
+    """
+    if os.path.exists(model) or "://" in model:
+        return None
+    if kind in _OF_A_FILE:
+        return f"--tokenizer-model: there is no file {model}"
+    parent, slash, _ = model.rpartition("/")
+    if kind not in _OF_A_HUB or (_HUB_NAME.fullmatch(model) and not (slash and os.path.isdir(parent))):
+        return None
+    beside = os.listdir(parent or "/") if os.path.isdir(parent or "/") else []
+    return f"--tokenizer-model: there is no folder {model}{nearest(os.path.basename(model), beside)}"
+
+
+def is_of_hub(kind: str, model: str | None) -> bool:
+    """True if a tokenizer is no file or folder of this machine but may be the name of one on a hub."""
+    return model is not None and kind in _OF_A_HUB and not os.path.exists(model) and not missing_tokenizer(kind, model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,10 @@ def prepare() -> None:
     features.check_megatron(allow_unknown)
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
+    install.apply(allow_unknown=allow_unknown)
+    # Around those: the flags that they check ask for what is installed.
     patching.apply(environment.patches(), allow_unknown=allow_unknown)
     patching.apply((environment.STARTED_PROCESSES,), level=logging.DEBUG)
-    install.apply(allow_unknown=allow_unknown)
 
 
 @contextlib.contextmanager
@@ -82,16 +83,41 @@ def check_run(args: argparse.Namespace, world_size: int) -> None:
     Raises:
         EppError: there is no model, or `--epp` cannot honour a flag, or sizes do not divide.
     """
-    if args.use_checkpoint_args:  # sizes are in the checkpoint
-        return
+    if not args.use_checkpoint_args:  # else sizes are in the checkpoint
+        _refuse_no_model(args)
+        _as_of_first_rank(args, world_size)
+        prepare_epp_args(args)
+
+
+def check_start(args: argparse.Namespace, world_size: int, *, wants_files: bool) -> None:
+    """Refuse flags as `check_run` does, and those that Megatron would refuse; with `wants_files` files and folders, too.
+
+    Raises:
+        EppError: the message has a line per problem.
+    """
+    from megatron_epp.mcore.arguments import start
+
+    knows_sizes = not args.use_checkpoint_args  # else they are in the checkpoint
+    if knows_sizes:
+        _refuse_no_model(args)
+    _as_of_first_rank(args, world_size)
+    start.check_start(args, wants_flags=knows_sizes, wants_files=wants_files)
+    if knows_sizes and args.yaml_cfg is None:
+        start.validate(args)
+
+
+def _as_of_first_rank(args: argparse.Namespace, world_size: int) -> None:
+    args.rank, args.world_size = 0, world_size
+    environment.ask_for_installed(args)
+
+
+def _refuse_no_model(args: argparse.Namespace) -> None:
     missing = [name for name in ("hidden_size", "num_attention_heads") if getattr(args, name) is None]
     missing += ["num_layers"] * (args.num_layers is None and args.hybrid_layer_pattern is None)
     if missing:
         raise SettingsError(
             f"there is no model, {', '.join(missing)} missing: include one, as in `include: [models/llama3-8b]`, or set them"
         )
-    args.rank, args.world_size = 0, world_size
-    prepare_epp_args(args)
 
 
 class Fit(NamedTuple):

@@ -196,7 +196,8 @@ def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypat
     text = tmp_path / "text.txt"
     text.write_text("a document\n" * 20)
     prepare([text], tmp_path / "text")
-    settings = [f"data_path={tmp_path / 'text'}", f"save={tmp_path / 'run'}", "launch.environment={EPP_TEST_PLAIN: a}"]
+    settings = [f"data_path={tmp_path / 'text'}", f"save={tmp_path / 'run'}", "save_interval=5"]
+    settings.append("launch.environment={EPP_TEST_PLAIN: a}")
     assert main(["train", "-c", "recipes/tiny-cpu", *settings]) == 0
     ((program, command, environment),) = became
     assert program == command[0]

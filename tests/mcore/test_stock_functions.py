@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,8 @@ def test_all_changes_are_told_at_once_with_what_to_do(script: Import) -> None:
     loss, helper, remedy = str(refusal.value).splitlines()
     assert "loss_func" in loss
     assert "core_gpt_dataset_config_from_args" in helper
-    assert remedy.startswith("Start without --epp, or undo the change")
+    assert remedy.startswith("To train with the script's own functions, add --epp-microbatches user")
+    assert remedy.endswith("undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions")
 
 
 def call_of(module: ModuleType, **more: Any) -> dict[str, Any]:
@@ -261,6 +263,27 @@ def test_where_megatron_parses_flags_in_pretrain_they_are_refused_then(script: I
     ):
         stock_functions.check_call(args)
     stock_functions.check_call(args)  # no pretrain runs
+
+
+@pytest.mark.parametrize("edit", ["loss", "provider"])
+def test_functions_that_a_script_will_pass_are_refused_while_it_parses_its_flags(
+    script: Import, monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    args: Any = types.SimpleNamespace(epp=True, epp_microbatches="plan")
+    edited = script(EDITED[edit][1])
+    monkeypatch.setitem(sys.modules, "__main__", edited)
+    with pytest.raises(EppError, match=EDITED[edit][0]):
+        stock_functions.check_script(args)
+    args.epp_microbatches = "user"
+    stock_functions.check_script(args)
+
+
+def test_what_a_script_does_not_pass_or_is_no_script_is_left_alone(script: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    args: Any = types.SimpleNamespace(epp=True, epp_microbatches="plan")
+    not_passed = ("\n        forward_step,\n", "\n        partial(forward_step),\n")  # which is seen when it is passed
+    for main in (script(), script(EDITED["loss"][1], not_passed), types.ModuleType("__main__")):
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        stock_functions.check_script(args)
 
 
 def test_embedding_ranks_matter_where_a_placement_chooses_them(script: Import) -> None:
@@ -311,7 +334,8 @@ def test_a_run_with_a_loss_of_its_own_ends_before_it_trains(tmp_path: Path, sche
     assert finished.returncode == 1
     assert f"megatron_epp, rank 0: loss_func ({edited}:" in finished.output
     assert "which forward_step uses, is not Megatron's own (fingerprint" in finished.output
-    assert "lm loss" not in finished.output
+    assert "--epp-microbatches user, which plans its microbatches whole" in finished.output
+    assert "end of arguments" not in finished.output, "it comes before the list of all flags"
 
 
 CLONE = Path(os.environ.get("MEGATRON_LM", ""))

@@ -15,8 +15,8 @@ import torch
 
 from megatron_epp import wrap
 from megatron_epp.mcore import features
-from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.arguments.microbatches import check_order
+from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
 from megatron_epp.planner import Options

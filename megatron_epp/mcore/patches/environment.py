@@ -28,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 _FUSION, _FUSED = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
 _KERNELS = (
-    (_FUSION, _FUSED),
-    ("masked_softmax_fusion", "scaled_masked_softmax_cuda"),
-    ("apply_rope_fusion", "transformer_engine"),
+    ("transformer_impl", "transformer_engine", "transformer_engine", "local"),
+    (_FUSION, _FUSED, True, False),
+    ("masked_softmax_fusion", "scaled_masked_softmax_cuda", True, False),
+    ("apply_rope_fusion", "transformer_engine", True, False),
 )
-"""Megatron arguments that are on by default, and the module each needs: extensions of Apex, or Transformer Engine."""
+"""Megatron's arguments that by default ask for Transformer Engine or extensions of Apex, the module that each needs, the value
+that needs it, and the value without it."""
 _OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
 """Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -42,18 +44,10 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Return the patches that this environment needs; none if everything is installed."""
-    missing = [argument for argument, module in _KERNELS if importlib.util.find_spec(module) is None]
     needed = []
-    if missing:
-        needed.append(
-            Patch(
-                "megatron.training.arguments:validate_args",
-                functools.partial(_without_kernels, tuple(missing)),
-                "kernels that are not installed are not asked for",
-                wraps=True,
-            )
-        )
-    if _FUSION in missing:
+    if _missing():
+        needed.append(wrapping("megatron.training.arguments:validate_args", _without_kernels))
+    if _FUSED in _missing():
         layers = "megatron.core.tensor_parallel.layers"
         needed += [wrapping(f"{layers}:{kind}.__init__", _without_fusion) for kind in _OWN_LAYERS]
     if importlib.util.find_spec("apex") is None:
@@ -71,12 +65,35 @@ def patches() -> tuple[Patch, ...]:
     return tuple(needed)
 
 
-def _without_kernels(missing: tuple[str, ...], original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-    off = [name for name in missing if getattr(args, name, False) and not (name == _FUSION and _is_of_engine(args))]
-    for name in off:
-        setattr(args, name, False)
-    if off and os.environ.get("RANK", "0") == "0":
-        logger.warning("NVIDIA Apex or Transformer Engine is not installed: off are %s", ", ".join(off))
+@functools.cache
+def _missing() -> frozenset[str]:
+    """Return the modules in `_KERNELS` that are not installed."""
+    return frozenset(module for _, module, _, _ in _KERNELS if importlib.util.find_spec(module) is None)
+
+
+def ask_for_installed(args: Namespace) -> None:
+    """Change flags that ask for kernels which are not installed, and name them in one warning.
+
+    Layers of the script's own (``--spec``) are left to it, and so is ``transformer_impl`` then. Transformer Engine's layers add
+    weight gradients without Apex.
+    """
+    changed = []
+    for name, module, needs, instead in _KERNELS:
+        is_own = name == "transformer_impl" and getattr(args, "spec", None) is not None
+        fuses = name == _FUSION and _is_of_engine(args)
+        if module in _missing() and getattr(args, name, None) == needs and not is_own and not fuses:
+            setattr(args, name, instead)
+            changed.append(f"{name} ({instead})" if instead else name)
+    if changed and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "NVIDIA Apex or Transformer Engine is not installed, so torch's counterparts run: changed are %s",
+            ", ".join(changed),
+        )
+
+
+def _without_kernels(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Ask for no kernels that are not installed."""
+    ask_for_installed(args)
     return original(args, *rest, **kwargs)
 
 

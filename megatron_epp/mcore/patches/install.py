@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -49,13 +50,16 @@ def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
-    """Check the --epp flags."""
-    from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-    from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
+    """Check the --epp flags, and what Megatron would ask of flags, files and the script when training has begun."""
+    if not getattr(args, "epp", False):
+        return original(args, *rest, **named)
+    from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
-    (check_user_microbatches if has_user_microbatches(args) else prepare_epp_args)(args)
     stock_functions.check_call(args)
-    return original(args, *rest, **named)
+    stock_functions.check_script(args)
+    check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
+    with refusals_of_megatron():
+        return original(args, *rest, **named)
 
 
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:

@@ -116,8 +116,12 @@ def applied() -> tuple[Patch, ...]:
 
 def fingerprint(target: str) -> str:
     """Return twelve hex digits of the sha256 of the source of `target`, without our patches and functools.wraps."""
-    originals = (applied.original for applied in _applied if applied.patch.target == target)
-    return _fingerprint_of(next(originals, None) or resolve(target))
+    return _fingerprint_of(original_of(target))
+
+
+def original_of(target: str) -> Any:
+    """Return the object that a target named before it was patched. Raises EppError if there is none."""
+    return next((applied.original for applied in _applied if applied.patch.target == target), None) or resolve(target)
 
 
 @functools.cache

@@ -9,9 +9,11 @@ would not use.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -69,10 +71,45 @@ def check_call(args: argparse.Namespace) -> None:
     for name in _REFUSED:
         if _call.get(name) is not None:
             raise EppError(f"--epp cannot honour {name} of pretrain: leave it out, or start without --epp")
-    functions = {FORWARD_STEP: _call["forward_step_func"], PROVIDER: _call["train_valid_test_dataset_provider"]}
+    functions = {role: _call[parameter] for role, parameter in _PARAMETERS.items()}
     if args.epp_placement != "looped" and _call.get("get_embedding_ranks") is not None:  # the placement says which they are
         functions[EMBEDDING_RANKS] = _call["get_embedding_ranks"]
     require_stock(functions)
+
+
+_PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_dataset_provider"}
+"""Parameters of `pretrain` that take the functions of these roles."""
+
+
+def check_script(args: argparse.Namespace) -> None:
+    """Refuse functions of the main script, as `check_call` does, while it still parses its flags.
+
+    They are those that its calls of `pretrain` name; others are seen when it calls that.
+    """
+    if has_user_microbatches(args):
+        return
+    from megatron.training import training
+
+    main = sys.modules.get("__main__")
+    try:
+        tree = ast.parse(Path(str(getattr(main, "__file__", None))).read_text(encoding="utf-8"))
+        parameters = inspect.signature(training.pretrain)
+    except (OSError, ValueError, SyntaxError):
+        return
+    found = {}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "pretrain":
+            try:
+                given = parameters.bind_partial(
+                    *call.args, **{one.arg: one.value for one in call.keywords if one.arg}
+                ).arguments
+            except TypeError:
+                continue
+            for role, parameter in _PARAMETERS.items():
+                name = given.get(parameter)
+                if isinstance(name, ast.Name) and hasattr(main, name.id):
+                    found[role] = getattr(main, name.id)
+    require_stock(found)
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
@@ -87,7 +124,10 @@ def require_stock(functions: Mapping[str, Any]) -> None:
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]
     if changes:
-        remedy = "Start without --epp, or undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
+        remedy = (
+            "To train with the script's own functions, add --epp-microbatches user, which plans its microbatches whole. To cut "
+            "documents into slices, undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
+        )
         raise EppError("\n".join([*dict.fromkeys(changes), remedy]))
     _passed.extend(new.values())
 

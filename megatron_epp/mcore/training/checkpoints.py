@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_epp.mcore.arguments.start import TRACKER
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.plan.writing import write_text
@@ -27,8 +28,6 @@ from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""File with the iteration that Megatron loads, or the word "release"."""
 _MOST_DIGITS = 19
 """Number of digits from which on a tracker file has no iteration."""
 INDEX = ".metadata"

@@ -1,0 +1,298 @@
+"""What Megatron asks of flags and files only after it has started, in assertions, and is asked before: a row for each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_epp.data.token_record import missing_tokenizer
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
+from megatron_epp.mcore.features import has_user_microbatches
+from megatron_epp.mcore.patches import patching
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import one_line
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File with the iteration that Megatron loads, or the word "release"."""
+
+
+class Question(NamedTuple):
+    """A question about flags: the answer True is refused with the text, in which ``{name}`` stands for a flag's value."""
+
+    is_wrong: Callable[[Namespace], Any]
+    text: str
+
+
+def _warm_up_is_long(args: Namespace) -> bool:
+    decay = args.lr_decay_iters or args.train_iters
+    return bool(decay) and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay
+
+
+QUESTIONS = (
+    Question(
+        lambda a: a.save and not a.save_interval,
+        "--save {save} needs --save-interval: add it (in iterations), or leave out --save",
+    ),
+    Question(
+        lambda a: a.eval_iters and not a.eval_interval,
+        "--eval-iters {eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
+    ),
+    Question(
+        lambda a: not a.train_iters and not a.train_samples and not a.skip_train,
+        "--train-iters is missing: say for how many iterations to train",
+    ),
+    Question(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4"),
+    Question(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
+    Question(
+        _warm_up_is_long,
+        "--lr-warmup-iters {lr_warmup_iters} is not below --lr-decay-iters {lr_decay_iters}, by default --train-iters "
+        "{train_iters}: lower it",
+    ),
+    Question(
+        lambda a: a.lr_decay_style == "WSD" and not (a.lr_wsd_decay_iters or a.lr_wsd_decay_samples),
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
+    ),
+    Question(
+        lambda a: a.seq_length and a.max_position_embeddings and a.max_position_embeddings < a.seq_length,
+        "--max-position-embeddings {max_position_embeddings} is below --seq-length {seq_length}: raise it",
+    ),
+    Question(
+        lambda a: a.seq_length and not a.max_position_embeddings and not a.use_checkpoint_args,
+        "--max-position-embeddings is missing: set it to --seq-length {seq_length}, or more",
+    ),
+    Question(
+        lambda a: a.save_interval and a.save_retain_interval and a.save_retain_interval % a.save_interval,
+        "--save-retain-interval {save_retain_interval} is no multiple of --save-interval {save_interval}: make it one",
+    ),
+    Question(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more"),
+    Question(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
+)
+"""Combinations of flags that end in an assertion of Megatron's without a text, or after the model is built."""
+
+
+def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
+    """Refuse what Megatron would refuse later, and modify flags as training does; all problems are told at once.
+
+    Args:
+        args: parsed flags that Megatron has not validated yet.
+        wants_flags: look at flags. Without, their values may be in a checkpoint.
+        wants_files: look at files and folders, which need not be there before a run begins.
+
+    Raises:
+        ArgumentError: the message has a line per problem.
+    """
+    prepare = check_user_microbatches if has_user_microbatches(args) else prepare_epp_args
+    problems = []
+    for check in (*((prepare, _check_questions) if wants_flags else ()), *((_check_documents, *FILES) if wants_files else ())):
+        try:
+            found = check(args)
+            problems += found if isinstance(found, Iterator) else ()
+        except EppError as error:
+            problems.append(str(error))
+    if problems:
+        raise ArgumentError("\n".join(problems))
+    if args.epp and not args.eval_iters and not args.eval_interval:
+        args.eval_interval = args.train_iters  # it divides by the interval also where nothing is evaluated
+
+
+def _check_questions(args: Namespace) -> Iterator[str]:
+    return (one.text.format_map(vars(args)) for one in QUESTIONS if one.is_wrong(args))
+
+
+@contextlib.contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Translate what Megatron raises while it validates flags into an `ArgumentError` of one line."""
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"Megatron refuses these flags: {_asserted(error) or one_line(error)}") from None
+
+
+def _asserted(error: Exception) -> str:
+    """Return the condition of an assertion without a text, as its source has it; empty for other errors."""
+    if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
+        return ""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    return f"it requires {line.removeprefix('assert ').rstrip(', \\')}" if line.startswith("assert ") else ""
+
+
+def validate(args: Namespace) -> None:
+    """Let Megatron validate flags that `check_start` has accepted as it will in the run, without what it prints.
+
+    Raises:
+        ArgumentError: it refuses them.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "1")  # as `launch.environment` sets it for the run
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), refusals_of_megatron():
+            patching.original_of("megatron.training.arguments:validate_args")(args, {"tokenizer_type": "GPT2BPETokenizer"})
+    finally:
+        if not is_set:
+            del os.environ[name]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _check_documents(args: Namespace) -> None:
+    """Raise `EppError` for documents that a plan cannot be made of."""
+    if args.epp and not has_user_microbatches(args):
+        from megatron_epp.mcore.data.documents import check_files_of
+
+        check_files_of(args)
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _tokenizer(args: Namespace) -> Iterator[str]:
+    """Yield which files of the tokenizer are missing."""
+    if (
+        args.tokenizer_type
+        and args.tokenizer_model
+        and (missing := missing_tokenizer(args.tokenizer_type, args.tokenizer_model))
+    ):
+        yield missing
+    for name in ("vocab_file", "merge_file"):
+        path = getattr(args, name)
+        if path and not _is_remote(path) and not Path(path).is_file():
+            yield f"--{name.replace('_', '-')}: there is no file {path}"
+
+
+def _written_folders(args: Namespace) -> Iterator[str]:
+    """Yield which folders cannot be written."""
+    for name in ("save", "tensorboard_dir", "wandb_save_dir", "epp_report_dir"):
+        given = getattr(args, name, None)
+        if not given or _is_remote(given):
+            continue
+        path = Path(given).absolute()
+        nearest = next(one for one in (path, *path.parents) if one.exists())
+        flag = f"--{name.replace('_', '-')} {given}"
+        if not nearest.is_dir():
+            yield f"{flag}: {nearest} is a file, not a folder; choose another folder"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            yield f"{flag}: the folder {nearest} cannot be written; choose another folder"
+
+
+def _checkpoint(args: Namespace) -> Iterator[str]:
+    """Yield which checkpoints are missing, and what of the one to go on from does not fit these flags."""
+    load, pretrained = args.load, args.pretrained_checkpoint
+    if (load is None and pretrained is None) or any(_is_remote(path) for path in (load, pretrained) if path):
+        return
+    if load is not None and (Path(load) / TRACKER).is_file():
+        yield from _unlike(args, Path(load))
+    elif pretrained is not None:
+        if not (Path(pretrained) / TRACKER).is_file():
+            yield f"--pretrained-checkpoint: {_without_checkpoint(pretrained)}"
+    elif args.non_persistent_ckpt_type != "local":
+        missing = f"--load: {_without_checkpoint(load)}"
+        for flag in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
+            if getattr(args, flag):
+                yield f"{missing}; --{flag.replace('_', '-')} needs one"
+                return
+        if load != args.save:  # a run that goes on from its own checkpoints has none when it begins
+            logger.warning("%s: training begins with new weights", missing)
+
+
+def _without_checkpoint(folder: str) -> str:
+    path = Path(folder)
+    if not path.is_dir():
+        return f"there is no folder {folder}"
+    is_hugging_face = (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    why = "; its weights are in the format of Hugging Face: convert them to Megatron's" if is_hugging_face else ""
+    return f"there is no checkpoint in {folder} (no {TRACKER}){why}"
+
+
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
+"""Flags of the model that Megatron compares with those of a checkpoint."""
+
+
+def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
+    """Yield what differs from the run that saved the newest checkpoint of a folder, where Megatron would end for it."""
+    if (saved := _common_state(folder)) is None:
+        return
+    then = saved.get("args")
+    if not args.use_checkpoint_args and then is not None:
+        other = [name for name in _MODEL if hasattr(then, name) and getattr(then, name) != getattr(args, name)]
+        if other:
+            words = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}, not {getattr(then, name)}" for name in other)
+            yield f"the checkpoint in {folder} is of another model: this run has {words}"
+    schedule = saved.get("opt_param_scheduler")
+    keeps = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler or args.finetune
+    if not schedule or keeps or args.no_load_optim or args.skip_train:
+        return
+    if changed := list(dict.fromkeys(_changed(args, schedule, then))):
+        yield (
+            f"the checkpoint in {folder} was saved with another schedule of learning rates: this run has {', '.join(changed)}; "
+            "add --override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep the "
+            "old one"
+        )
+
+
+def _common_state(folder: Path) -> dict[str, Any] | None:
+    """Read what a distributed checkpoint holds besides tensors; None where it has none, or it is damaged."""
+    import torch
+
+    try:
+        named = (folder / TRACKER).read_text(encoding="utf-8").strip()
+        path = folder / ("release" if named == "release" else f"iter_{int(named):07d}") / "common.pt"
+        state = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception:  # a damaged one is named when it is loaded, or set aside then
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | None) -> Iterator[str]:
+    """Yield what differs from the schedule of learning rates that a checkpoint holds, with both values.
+
+    Args:
+        args: of this run.
+        saved: the schedule's values by Megatron's names; what it counts is samples.
+        then: flags of the run that saved it.
+    """
+    by_samples = bool(args.train_samples)
+    unit, size = ("samples", 1) if by_samples else ("iters", args.global_batch_size or 0)
+    total = args.train_samples or args.train_iters or 0
+    decay, fraction = getattr(args, f"lr_decay_{unit}") or total, args.lr_warmup_fraction
+    warm_up = getattr(args, f"lr_warmup_{unit}") if fraction is None else fraction * decay
+    batch = () if by_samples else ("global_batch_size",)
+    ends = (f"train_{unit}", *batch)
+    rows: dict[str, tuple[object, tuple[str, ...]]] = {
+        "max_lr": (args.lr, ("lr",)),
+        "min_lr": (args.min_lr, ("min_lr",)),
+        "lr_decay_style": (args.lr_decay_style, ("lr_decay_style",)),
+        "lr_warmup_steps": (warm_up * size, (f"lr_warmup_{unit}", "lr_warmup_fraction", *batch)),
+        "lr_decay_steps": (decay * size, (f"lr_decay_{unit}", *batch) if getattr(args, f"lr_decay_{unit}") else ends),
+        "wd_incr_steps": (total * size, ends),
+        "wd_incr_style": (args.weight_decay_incr_style, ("weight_decay_incr_style",)),
+    }
+    if args.weight_decay_incr_style == "constant":
+        rows |= dict.fromkeys(("start_wd", "end_wd"), (args.weight_decay, ("weight_decay",)))
+    for name, (value, flags) in rows.items():
+        if name not in saved or saved[name] == value or (name.endswith("_steps") and not size * total):
+            continue
+        other = [flag for flag in flags if then is not None and getattr(then, flag, None) != getattr(args, flag)]
+        yield from (f"--{flag.replace('_', '-')} {getattr(args, flag)}, not {getattr(then, flag, None)}" for flag in other)
+        if not other:
+            yield f"{name} {value}, not {saved[name]}"
+
+
+FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_tokenizer, _written_folders, _checkpoint)
+"""Questions about files and folders, which are asked on the first rank, and not in a dry run."""

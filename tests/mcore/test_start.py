@@ -1,0 +1,253 @@
+"""What Megatron would assert about flags and files when it has started is refused before, in a line for each problem."""
+
+import argparse
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training import training
+
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.arguments import start
+from megatron_epp.mcore.data.prepare import prepare
+from megatron_epp.mcore.patches import install
+from megatron_epp.plan import EppError
+from tests.support.mcore.launch import TINY
+
+FLAGS = shlex.split("--epp --micro-batch-size 1 --train-iters 20 --split 100,0,0")
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return entry.megatron_parser()
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "text.txt").write_text("a document\n" * 20)
+    prepare([folder / "text.txt"], folder / "text")
+    return str(folder / "text")
+
+
+class Asked:
+    """Flags of a run that is asked about before it starts."""
+
+    def __init__(self, parser: argparse.ArgumentParser, documents: str) -> None:
+        self.parser, self.documents = parser, documents
+
+    def args(self, more: str = "") -> Namespace:
+        flags = [flag for flag in TINY if flag != "--mock-data"]
+        words = [*flags, "--vocab-size", "257", "--data-path", self.documents, *FLAGS, *shlex.split(more)]
+        return entry.check(self.parser, words)
+
+    def problems(self, more: str = "", *, wants_files: bool = True) -> list[str]:
+        """Problems of the flags, a line each; none if the run may start."""
+        try:
+            entry.check_start(self.args(more), 1, wants_files=wants_files)
+        except EppError as error:
+            return str(error).splitlines()
+        return []
+
+
+@pytest.fixture
+def asked(parser: argparse.ArgumentParser, documents: str) -> Asked:
+    return Asked(parser, documents)
+
+
+def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> None:
+    assert asked.problems() == []
+    assert asked.problems(f"--save {tmp_path / 'a' / 'b'} --load {tmp_path / 'a' / 'b'} --save-interval 5") == []
+
+
+QUESTIONS = {
+    "--save somewhere": "--save somewhere needs --save-interval: add it (in iterations), or leave out --save",
+    "--eval-interval 0": "--eval-iters 1 needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
+    "--train-iters 0": "--train-iters is missing: say for how many iterations to train",
+    "--min-lr 0.1": "--min-lr 0.1 is above --lr 0.001: lower it",
+    "--lr-warmup-iters 20": "--lr-warmup-iters 20 is not below --lr-decay-iters None, by default --train-iters 20: lower it",
+    "--lr-decay-style WSD": "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
+    "--max-position-embeddings 8": "--max-position-embeddings 8 is below --seq-length 32: raise it",
+    "--save a --save-interval 4 --save-retain-interval 6": (
+        "--save-retain-interval 6 is no multiple of --save-interval 4: make it one"
+    ),
+    "--seed 0": "--seed 0 must be 1 or more",
+    "--wandb-project a": "--wandb-project needs --wandb-exp-name: add it",
+}
+
+
+@pytest.mark.parametrize("more", QUESTIONS)
+def test_flags_that_megatron_asserts_without_a_text_are_refused_in_a_line(asked: Asked, more: str) -> None:
+    assert asked.problems(more, wants_files=False) == [QUESTIONS[more]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("lr", "--lr is missing: pass a learning rate"), ("max_position_embeddings", "--max-position-embeddings is missing")],
+)
+def test_a_flag_that_is_missing_is_named(asked: Asked, missing: str, says: str) -> None:
+    args = asked.args()
+    setattr(args, missing, None)
+    with pytest.raises(EppError, match=says):
+        entry.check_start(args, 1, wants_files=False)
+
+
+def test_every_question_is_tested() -> None:
+    assert len(QUESTIONS) + 2 == len(start.QUESTIONS)
+
+
+def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
+    """Megatron divides by it all the same, and ends without one."""
+    args = asked.args("--eval-iters 0")
+    args.eval_interval = None
+    entry.check_start(args, 1, wants_files=False)
+    assert args.eval_interval == 20
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--overlap-param-gather", "--overlap-param-gather only supported with distributed optimizer"),
+        ("--weight-decay-incr-style linear", "it requires args.start_weight_decay is not None"),
+    ],
+)
+def test_what_else_megatron_refuses_is_its_own_text_or_the_condition_in_a_line(asked: Asked, more: str, says: str) -> None:
+    (problem,) = asked.problems(more, wants_files=False)
+    assert problem.startswith(f"Megatron refuses these flags: {says}")
+
+
+def test_all_problems_of_flags_and_files_are_told_at_once(asked: Asked) -> None:
+    flags, files = "--seed 0 --attention-dropout 0.1", "--data-path no/where --vocab-file nowhere.txt"
+    conflict, seed, *rest = asked.problems(f"{flags} {files}")
+    assert "--attention-dropout 0.1 (set it to 0)" in conflict
+    assert seed == "--seed 0 must be 1 or more"
+    assert rest[0].startswith("there is no file no/where.idx; --data-path takes prefixes")
+    assert rest[1:] == ["--vocab-file: there is no file nowhere.txt"]
+    assert len(asked.problems(f"{flags} {files}", wants_files=False)) == 2
+
+
+def test_a_run_asks_on_its_first_rank_before_megatron_validates(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args, validated = asked.args(f"--tensorboard-dir {tmp_path / 'file' / 'below'}"), []
+    args.rank, args.world_size = 0, 1
+    (tmp_path / "file").touch()
+    with pytest.raises(EppError, match=f"--tensorboard-dir {tmp_path}/file/below: {tmp_path}/file is a file, not a folder"):
+        install._check_flags(validated.append, args)
+    assert validated == []
+    monkeypatch.setenv("RANK", "1")
+    install._check_flags(validated.append, args)
+    assert validated == [args]
+
+
+def test_a_folder_that_cannot_be_written_is_named(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(start.os, "access", lambda path, mode: False)
+    assert asked.problems(f"--save {tmp_path / 'run'} --save-interval 5") == [
+        f"--save {tmp_path / 'run'}: the folder {tmp_path} cannot be written; choose another folder"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "says"),
+    [
+        ("SentencePieceTokenizer", "a/tokenizer.model", "there is no file a/tokenizer.model"),
+        ("HuggingFaceTokenizer", "/no/where", "there is no folder /no/where"),
+        ("HuggingFaceTokenizer", "./where", "there is no folder ./where"),
+    ],
+)
+def test_files_of_a_tokenizer_that_are_missing_are_named(asked: Asked, kind: str, model: str, says: str) -> None:
+    problems = asked.problems(f"--tokenizer-type {kind} --tokenizer-model {model}")
+    assert problems[-1] == f"--tokenizer-model: {says}"
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Path:
+    """Folder with what a checkpoint of a run with these flags holds besides tensors, the schedule as Megatron makes it."""
+    then = asked.args(more)
+    entry.check_start(then, 1, wants_files=False)
+    monkeypatch.setattr(training, "get_args", lambda: then)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    schedule = training.get_optimizer_param_scheduler(optimizer).state_dict()
+    (folder / "iter_0000010").mkdir(parents=True)
+    (folder / start.TRACKER).write_text("10")
+    torch.save({"args": then, "opt_param_scheduler": schedule}, folder / "iter_0000010" / "common.pt")
+    return folder
+
+
+def test_the_flags_of_the_run_that_saved_a_checkpoint_go_on(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    more = "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --min-lr 1e-5 --lr-decay-iters 15"
+    assert asked.problems(f"--load {checkpoint(asked, tmp_path / 'a', monkeypatch)}") == []
+    assert asked.problems(f"--load {checkpoint(asked, tmp_path / 'b', monkeypatch, more)} {more}") == []
+
+
+OTHERS = {
+    "--train-iters 30": "--train-iters 30, not 20",
+    "--lr 3e-4": "--lr 0.0003, not 0.001",
+    "--global-batch-size 16": "--global-batch-size 16, not 8",
+    "--lr-warmup-iters 3": "--lr-warmup-iters 3, not 0",
+    "--lr-decay-style cosine": "--lr-decay-style cosine, not constant",
+    "--weight-decay 0.5": "--weight-decay 0.5, not 0.01",
+    "--lr-decay-iters 7 --min-lr 1e-5": "--min-lr 1e-05, not 0.0, --lr-decay-iters 7, not 20",
+}
+
+
+@pytest.mark.parametrize("more", OTHERS)
+def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: str
+) -> None:
+    folder = checkpoint(asked, tmp_path, monkeypatch)
+    (problem,) = asked.problems(f"--load {folder} {more}")
+    assert problem == (
+        f"the checkpoint in {folder} was saved with another schedule of learning rates: this run has {OTHERS[more]}; add "
+        "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep the old one"
+    )
+    for takes in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--finetune", "--no-load-optim"):
+        assert asked.problems(f"--load {folder} {more} {takes}") == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = checkpoint(asked, tmp_path, monkeypatch)
+    assert asked.problems(f"--load {folder} --num-layers 8") == [
+        f"the checkpoint in {folder} is of another model: this run has --num-layers 8, not 4"
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_to_who_loads_it(asked: Asked, tmp_path: Path) -> None:
+    (tmp_path / start.TRACKER).write_text("10")
+    assert asked.problems(f"--load {tmp_path}") == []
+
+
+MISSING = {
+    "--pretrained-checkpoint": "--pretrained-checkpoint: ",
+    "--finetune --load": "--load: ",
+    "--exit-on-missing-checkpoint --load": "--load: ",
+}
+
+
+@pytest.mark.parametrize("flags", MISSING)
+def test_a_checkpoint_that_is_not_there_is_named(asked: Asked, tmp_path: Path, flags: str) -> None:
+    nowhere, empty, other = tmp_path / "nowhere", tmp_path / "empty", tmp_path / "other"
+    (problem,) = asked.problems(f"{flags} {nowhere}")
+    assert problem.startswith(f"{MISSING[flags]}there is no folder {nowhere}")
+    empty.mkdir()
+    (problem,) = asked.problems(f"{flags} {empty}")
+    assert problem.startswith(f"{MISSING[flags]}there is no checkpoint in {empty} (no latest_checkpointed_iteration.txt)")
+    other.mkdir()
+    (other / "config.json").touch()
+    (other / "model.safetensors").touch()
+    (problem,) = asked.problems(f"{flags} {other}")
+    assert "its weights are in the format of Hugging Face: convert them to Megatron's" in problem
+
+
+def test_a_run_that_begins_without_the_checkpoint_that_it_names_says_so(
+    asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert asked.problems(f"--load {tmp_path / 'nowhere'}") == []
+    (record,) = (one for one in caplog.records if "new weights" in one.getMessage())
+    assert record.getMessage() == f"--load: there is no folder {tmp_path / 'nowhere'}: training begins with new weights"
