@@ -16,7 +16,7 @@ from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megatron_encoder
 from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES
-from megatron_epp.mcore.data.prepare import prepare
+from megatron_epp.mcore.data.prepare import prepare, refuse_existing
 from megatron_epp.plan.errors import EppError
 
 # Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
@@ -79,12 +79,15 @@ def add_arguments(parser: Parser) -> None:
         nargs="+",
         help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(JSONL_SUFFIXES)})",
     )
-    parser.add_argument("--json-key", help="where a JSONL line holds its document (default: text; with --chat messages)")
+    parser.add_argument(
+        "--json-key", help="where a JSONL line holds its document (default: text; with --chat messages or conversations)"
+    )
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         help="end documents with a token (default: yes; with --chat no, since chat templates end them)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
     add_tokenizer_arguments(parser)
     add_chat_arguments(parser)
 
@@ -93,7 +96,8 @@ def add_chat_arguments(parser: ArgumentParser) -> None:
     """Flags of conversations, of which only some messages are trained."""
     group = parser.add_argument_group(
         "chats",
-        "lines of JSONL with a list of messages, each with role and content, for a Hugging Face tokenizer with a chat template",
+        "lines of JSONL with a list of messages, each with role and content, or as ShareGPT has them with from and value, for "
+        "a Hugging Face tokenizer with a chat template",
     )
     group.add_argument(
         "--chat", action="store_true", help=f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
@@ -108,6 +112,8 @@ def run(args: Namespace) -> int:
     """The ``megatron-epp prepare`` command: prepare, then print the summary."""
     if not args.chat and (args.train_on or args.chat_template):
         raise EppError(f"{'--train-on' if args.train_on else '--chat-template'} is for conversations: add --chat")
+    if not args.overwrite:
+        refuse_existing(args.output_prefix)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron_epp").setLevel(logging.INFO)
     with warnings.catch_warnings():

@@ -15,10 +15,12 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.cli.prepare import add_arguments, run
 from megatron_epp.data.token_record import Tokenizer, load_record
+from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
+from megatron_epp.mcore.data.inputs import chats
 from megatron_epp.mcore.data.prepare import histogram, prepare
 from megatron_epp.plan.errors import EppError
 from tests.support.failing_disk import swept
@@ -130,7 +132,11 @@ def test_any_tokenizer_of_megatrons_can_be_used(tmp_path):
     flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "70001")
     command("--input", lines, "--output-prefix", tmp_path / "corpus", *flags)
     assert documents(tmp_path / "corpus") == [[7, 8, 9, 70000], [70000, 70000]]
-    command("--input", lines, "--output-prefix", tmp_path / "corpus", "--no-append-eod", *flags)
+    again = ("--input", lines, "--output-prefix", tmp_path / "corpus", "--no-append-eod", *flags)
+    with pytest.raises(EppError, match=r"corpus\.bin exists already: add --overwrite to replace it, or give another --output"):
+        command(*again)
+    assert documents(tmp_path / "corpus") == [[7, 8, 9, 70000], [70000, 70000]]
+    command(*again, "--overwrite")
     assert documents(tmp_path / "corpus") == [[7, 8, 9], [70000]]
 
 
@@ -156,6 +162,37 @@ def test_a_sentencepiece_model_can_be_used(cats, tmp_path):
     command("--input", lines, "--output-prefix", tmp_path / "corpus", *SENTENCES, cats)
     processor = sentencepiece.SentencePieceProcessor(model_file=cats)
     assert documents(tmp_path / "corpus") == [[*processor.encode("the cat sat"), processor.eos_id()]]
+
+
+def test_a_pair_that_is_given_for_text_is_recognized(tmp_path):
+    prefix = tmp_path / "pair"
+    prepare([jsonl(tmp_path / "in.jsonl", {"text": "a" * 300})], prefix)
+    for suffix in (".idx", ".bin"):
+        raw = Path(f"{prefix}{suffix}").read_bytes()
+        (tmp_path / f"pair{suffix}").write_bytes(raw + b"\0")
+        with pytest.raises(EppError, match=rf"pair\{suffix} is not JSONL but one of a pair .*: train with --data-path .*pair$"):
+            list(chats([tmp_path / f"pair{suffix}"], None, None, None))
+
+
+@pytest.mark.parametrize("model", ["/no/where", "{folder}/tokeniser"])
+def test_a_tokenizer_folder_that_is_not_there_is_named_before_anything_is_looked_for(tmp_path, monkeypatch, model):
+    (tmp_path / "tokenizer").mkdir()
+    monkeypatch.setattr(encoders.features, "tokenizer_settings", lambda options: pytest.fail("it was looked for"))
+    name = model.format(folder=tmp_path)
+    with pytest.raises(EppError, match=f"--tokenizer-model: there is no folder {name}") as error:
+        encoders.megatron_encoder({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": name}, "")
+    assert ("did you mean 'tokenizer'?" in str(error.value)) is ("tokeniser" in name)
+
+
+def test_a_name_that_a_hub_may_have_is_looked_for_there_and_both_are_told(monkeypatch, caplog):
+    def refuse(config):
+        raise OSError("no network")
+
+    monkeypatch.setattr("megatron.core.tokenizers.utils.build_tokenizer.build_tokenizer", refuse)
+    says = "there is no folder some/model here, so the tokenizer is that of Hugging Face's hub"
+    with pytest.raises(EppError, match=f"{says}, which does not give it: no network"):
+        encoders.megatron_encoder({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "some/model"}, "")
+    assert f"{says}: it is downloaded unless it has been before" in caplog.text
 
 
 # Training knows the tokens
@@ -290,6 +327,12 @@ BEYOND = Encoder(lambda raw: np.array([300]), BYTES.tokenizer, "")
         ([{"text": "ok"}, "[" * 200_000 + "]" * 200_000], {}, r"in\.jsonl:2 has lists or objects nested deeper than 100"),
         ([{"text": "ok"}, {"txt": "ok"}], {}, r"in\.jsonl:2 has no text under 'text'; name the key with --json-key"),
         ([{"text": "ok"}, '["text"]'], {}, r"in\.jsonl:2 has no text under 'text'"),
+        (
+            ["[", "{}]"],
+            {},
+            r"in\.jsonl is a list in JSON, not JSONL, which has an object in each line; make that by: jq -c '\.\[\]'",
+        ),
+        (["{\0}"], {}, r"in\.jsonl is not JSONL: it has bytes that no text in UTF-8 has; give text"),
         ([{"text": 5}], {}, r"in\.jsonl:1 has no text under 'text'"),
         ([{"text": ""}, {"text": ""}], {}, "no documents: all 2 in the input are empty or not UTF-8"),
         ([], {}, "no documents: all 0 in the input are empty"),

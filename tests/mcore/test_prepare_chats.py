@@ -13,6 +13,7 @@ from megatron_epp.cli.prepare import add_arguments, run
 from megatron_epp.data.chat import ChatEncoder
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.encoders import BYTES, chat_encoder, megatron_encoder
+from megatron_epp.mcore.data.inputs import chats
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan.errors import EppError
 
@@ -97,6 +98,19 @@ def from_command(model, lines, *flags):
     tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model)
     assert command("--input", lines, "--output-prefix", prefix, "--chat", *tokenizer, *flags) == 0
     return prefix
+
+
+def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder, tmp_path, caplog):
+    names = {"assistant": "gpt", "user": "human"}
+    theirs = [{"conversations": [{"from": names.get(role, role), "value": text} for role, text in chat]} for chat in CHATS]
+    chat = ChatEncoder(encoder.apply_template, PLAIN)
+    files = jsonl(tmp_path / "ours.jsonl", *map(conversation, CHATS)), jsonl(tmp_path / "theirs.jsonl", *theirs)
+    made = [[(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, None)] for file in files]
+    with caplog.at_level("INFO", logger="megatron_epp"):
+        assert list(chats([files[1]], chat, None, None))
+    assert made[0] == made[1]
+    says = f"{files[1]} has conversations as ShareGPT has them: `from` is read as role, `value` as content"
+    assert [record.getMessage() for record in caplog.records] == [says]
 
 
 def documents(prefix):

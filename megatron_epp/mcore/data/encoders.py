@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
-from megatron_epp.data.token_record import Tokenizer, digest_of
+from megatron_epp.data.token_record import Tokenizer, digest_of, is_of_hub, missing_tokenizer
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import naming, read_text
+from megatron_epp.plan.reading import naming, one_line, read_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,11 +59,19 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+    kind, model = str(options.get("tokenizer_type")), options.get("tokenizer_model")
+    name = "" if model is None else str(model)
+    if missing := missing_tokenizer(kind, name) if name else None:
+        raise EppError(missing)
+    absent = f"there is no folder {name} here, so the tokenizer is that of Hugging Face's hub" if is_of_hub(kind, name) else ""
+    if absent:
+        logger.warning("%s: it is downloaded unless it has been before", absent)
     config = features.tokenizer_settings(options)
     try:
         tokenizer = build_tokenizer(config)
     except Exception as error:  # each tokenizer library raises its own kinds
-        raise EppError(f"Megatron cannot build the tokenizer {flags}: {error}") from error
+        why = f"{absent}, which does not give it" if absent else f"Megatron cannot build the tokenizer {flags}"
+        raise EppError(f"{why}: {one_line(error)}") from error
 
     def encode(raw: bytes) -> np.ndarray:
         return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.data.chat import ChatEncoder, Tokens
+from megatron_epp.data.chat import ASSISTANT, ChatEncoder, Tokens
 from megatron_epp.data.chat_fields import Fields, Message
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
@@ -79,24 +80,28 @@ def _raw_texts(files: Sequence[Path], json_key: str) -> Iterator[tuple[str, byte
             yield origin, text.encode("utf-8", errors="surrogatepass")
 
 
-def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int | None, fields: Fields) -> Documents:
+def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, end: int | None, fields: Fields) -> Documents:
     """Yield the tokens of the conversation of every line of JSONL, with the mask of those that are trained.
 
     Args:
         files: JSONL, whatever their suffix.
         encoder: converts conversations to tokens.
-        json_key: key of the messages of a line.
+        json_key: key of the messages of a line; None: `messages`, or ShareGPT's `conversations` in a file that has those.
         end: token that ends every conversation, trained if its last message is; None adds none.
         fields: counts of what the template leaves out, to which those of every conversation are added.
 
     Raises:
         EppError: a line has no conversation, or the template does not take it; or no conversation of all has a trained message.
     """
-    roles: set[str] = set()
+    roles, told = set[str](), set[Path]()
     for file in files:
         for origin, line in _lines(file):
             record = parse_json(line, origin, with_nan=True)
-            messages = messages_of(record, json_key, origin)
+            key = json_key or _key_of(record)
+            if key == _SHAREGPT and json_key is None and file not in told:
+                told.add(file)
+                logger.info("%s has conversations as ShareGPT has them: `from` is read as role, `value` as content", file)
+            messages = messages_of(record, key, origin)
             roles.update(message["role"] for message in messages)
             try:
                 json.dumps(record, ensure_ascii=False).encode("utf-8")
@@ -138,6 +143,7 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
     messages = record.get(key) if isinstance(record, dict) else None
     if not isinstance(messages, list):
         raise EppError(f"{origin} has no list of messages under {key!r}; name the key with --json-key")
+    messages = [_from_sharegpt(message) for message in messages]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise EppError(f"{origin}: message {number} has no text under 'role': {shown(message)}")
@@ -146,12 +152,45 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
     return messages
 
 
+_SHAREGPT = "conversations"
+"""Key of the messages of a line in ShareGPT's format."""
+_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+"""Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
+
+
+def _key_of(record: object) -> str:
+    """Return the key under which a line has its messages, if none is named."""
+    return _SHAREGPT if isinstance(record, dict) and "messages" not in record and _SHAREGPT in record else "messages"
+
+
+def _from_sharegpt(message: object) -> object:
+    """Return a message of ShareGPT's format with role and content; any other value unchanged."""
+    if not isinstance(message, dict) or "role" in message or "content" in message or not isinstance(message.get("value"), str):
+        return message
+    role = message.get("from")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return rest | {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
+
+
 def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the origin and the bytes of every line that is not empty."""
+    """Yield the origin and the bytes of every line that is not empty. Raises `EppError` if the file is not text."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if b"\0" in line:
+                raise EppError(_not_text(file))
+            if number == 1 and line.lstrip().startswith(b"["):
+                remedy = f"jq -c '.[]' {shlex.quote(str(file))} > documents.jsonl"
+                raise EppError(f"{file} is a list in JSON, not JSONL, which has an object in each line; make that by: {remedy}")
             if line.strip():
                 yield f"{file}:{number}", line
+
+
+def _not_text(file: Path) -> str:
+    """Format what a file of bytes that no text has seems to be."""
+    if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
+        pair = file.with_suffix("")
+        return f"{file} is not JSONL but one of a pair of documents that are prepared already: train with --data-path {pair}"
+    return f"{file} is not JSONL: it has bytes that no text in UTF-8 has; give text, with an object in each line"
 
 
 def _log_unreadable(origin: str, error: UnicodeError) -> None:

@@ -126,7 +126,7 @@ def prepare(
     if chat is None:
         documents = texts(files, encoder, json_key or "text", end)
     else:
-        documents = chats(files, chat, json_key or "messages", end, fields)
+        documents = chats(files, chat, json_key, end, fields)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         summary = _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles, fields)
@@ -136,6 +136,13 @@ def prepare(
     for warning in fields.warnings(() if chat is None else chat.roles):
         logger.warning("%s", warning)
     return summary
+
+
+def refuse_existing(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a pair already, or a file of one."""
+    for suffix in (".bin", ".idx"):
+        if os.path.exists(prefix + suffix):
+            raise EppError(f"{prefix}{suffix} exists already: add --overwrite to replace it, or give another --output-prefix")
 
 
 def _partial(prefix: str) -> str:
