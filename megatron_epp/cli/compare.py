@@ -1,4 +1,4 @@
-"""The command that sets planners side by side, over one batch or several."""
+"""The command that sets planners side by side, over one batch or several, each with its best packing size and layers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_sharing
-from megatron_epp.cli.layout import chosen_layout
+from megatron_epp.cli.inputs import add_problem, costs_of, costs_source, has_costs_of_stages, problem_of, tell_sharing
+from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, USUAL, layout_for
 from megatron_epp.cli.terminal import (
@@ -24,6 +25,8 @@ from megatron_epp.cli.terminal import (
     progress,
     say,
 )
+from megatron_epp.cost import Profile
+from megatron_epp.cost.library import balanced_layers
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
@@ -31,6 +34,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import save_picture, side_by_side
@@ -38,10 +42,21 @@ from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import comparison
 
+BEST = "best"
+"""Value of ``--layout`` with which every planner gets the faster of even and balanced layers."""
+_IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
+"""Planners that fill rows of whole sequences up to `context`, which is their size."""
+_OF_OWN_SIZE = frozenset({"seq1f1b", "chunkflow", "infinipipe", "flexsp", "helixpipe", "1f1b"})
+"""Planners that try sizes themselves, have none, or search too long to try several."""
+_MOST_SIZES = 5
+"""Most packing sizes that are tried for a planner."""
+_MOST_ACTIONS = 1 << 16
+"""Most chunks times stages of a plan of a size that is tried; those of finer sizes take long to plan."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch.
+    """Result of one planner for one batch, with the size and the layers that are best for it.
 
     Attributes:
         planner: its name.
@@ -49,6 +64,8 @@ class Entry:
         refusal: why there is none.
         planning_ms: processor time.
         note: what the exact planner says of its plan.
+        layers: which layers the stages have: even, balanced, or the given ones.
+        size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
     """
 
     planner: str
@@ -56,6 +73,12 @@ class Entry:
     refusal: str
     planning_ms: float
     note: str = ""
+    layers: str = EVEN
+    size: int | None = None
+
+    @property
+    def makespan_us(self) -> float:
+        return math.inf if self.plan is None else self.plan.predicted.makespan_us
 
 
 def add_arguments(parser: Parser) -> None:
@@ -70,6 +93,12 @@ def add_arguments(parser: Parser) -> None:
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
         f"placements with even layers on their own (default: {', '.join(USUAL)})",
     )
+    parser.set_defaults(layout=BEST)
+    for action in parser._actions:
+        if action.dest == "layout":
+            action.help = (
+                f"{str(action.help).removesuffix('(default: even)')}(default: the faster of even and balanced, by planner)"
+            )
     below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
     add_output(parser, below, type=picture_or_page)
 
@@ -90,15 +119,16 @@ def compare(args: argparse.Namespace) -> str:
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or USUAL))
-    chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
+    layouts = _layouts(args, [lengths for _, lengths in batches], names)
     tell_sharing(args)
     tokens = [length for _, lengths in batches for length in lengths]
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []
-    with progress("planning", lambda: f"{len(made)} of {total} plans"):
+    with progress("planning", lambda: f"{len(made)} of {total} plans, each with its best size and layers"):
         for _, lengths in batches:
             for name in names:
-                made.append(_entry(args, lengths, tokens, chosen.layout, name))
+                ours = next((one for one in made[len(made) // len(names) * len(names) :] if one.planner == "greedy"), None)
+                made.append(_best(args, lengths, tokens, layouts, name, ours))
     if ALL in (args.planner or ()):
         made = _ranked(made, len(names))
     if args.output:
@@ -108,8 +138,80 @@ def compare(args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps([_row(*table, entry) for table in tables for entry in table[2]], indent=1)
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
-    lines = chosen.lines()
+    used = {one.layers for one in made if one.plan is not None}
+    lines = [line for kind, chosen in layouts.items() if kind in used for line in chosen.lines()]
     return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
+
+
+def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names: Sequence[str]) -> dict[str, Chosen]:
+    """Return the layouts to try, by what they are called: the given one, or even and balanced layers."""
+    if args.layout != BEST:
+        return {args.layout: chosen_layout(args, batches, names)}
+    fixed = has_costs_of_stages(args)  # layers of their own
+    return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, *([] if fixed else [BALANCED]))}
+
+
+def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | changes)
+
+
+def _best(
+    args: argparse.Namespace,
+    lengths: tuple[int, ...],
+    tokens: list[int],
+    layouts: Mapping[str, Chosen],
+    name: str,
+    ours: Entry | None = None,
+) -> Entry:
+    """Plan one batch with one planner, with its best layers, and with these its best size; all under the same caps.
+
+    A refusal is that of the size and the layers that are tried first.
+
+    Args:
+        args, lengths, tokens, name: as for `_entry`.
+        layouts: to try, by what they are called.
+        ours: the best of the greedy planner, where it is known: the exact planner begins with that, and takes long.
+    """
+    if name == "milp":
+        like = ours or _best(args, lengths, tokens, layouts, "greedy")
+        return _entry(args, lengths, tokens, layouts[like.layers].layout, name, like.layers, like.size)
+    tried = [_entry(args, lengths, tokens, chosen.layout, name, kind) for kind, chosen in layouts.items()]
+    first = min(tried, key=lambda one: one.makespan_us)
+    tried += [
+        _entry(args, lengths, tokens, layouts[first.layers].layout, name, first.layers, size)
+        for size in sizes_of(args, lengths, layouts[first.layers].layout.placement.num_ranks, name)
+    ]
+    return min((first, *tried), key=lambda one: one.makespan_us)
+
+
+def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
+    """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
+
+    Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut,
+    and at least so long that a plan has not too many.
+
+    Args:
+        args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
+        lengths: of the batch.
+        num_ranks: of the pipeline.
+        name: of the planner.
+    """
+    longest, multiple = max(lengths), args.token_multiple
+    if args.chunk_tokens is not None or args.slices is not None or name in _OF_OWN_SIZE or name not in PLANNERS:
+        return []
+    if name in _IN_ROWS:
+        whole, most = round_up(longest, multiple), args.context or sum(lengths)
+        return sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
+    finest = max(multiple, sum(lengths) * num_ranks // _MOST_ACTIONS, 1)
+    return [size for size in _powers(finest, longest // 2) if size % multiple == 0][-_MOST_SIZES:]
+
+
+def _powers(least: int, most: int) -> Iterator[int]:
+    """Yield the powers of two from one number to another, both included."""
+    power = 1 << (least - 1).bit_length()
+    while power <= most:
+        yield power
+        power *= 2
 
 
 def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
@@ -120,21 +222,35 @@ def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
         save_picture(side_by_side(plans), path)
 
 
-def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int], layout: Layout, name: str) -> Entry:
+def _entry(
+    args: argparse.Namespace,
+    lengths: tuple[int, ...],
+    tokens: list[int],
+    layout: Layout,
+    name: str,
+    kind: str,
+    size: int | None = None,
+) -> Entry:
     """Plan one batch with one planner.
 
     Args:
         args: parsed flags.
         lengths: of the batch.
         tokens: of the sequences of all batches.
-        layout: of the command; a planner that needs another placement has even layers at that.
+        layout: of one stage per rank, or as given; a planner that needs another placement has even or balanced layers at that.
         name: of the planner.
+        kind: what the layout is called.
+        size: of its rows or chunks; None for that of the flags.
     """
     start_s = time.process_time()
     schedule = SCHEDULES.get(name)
     try:
         own = layout_for(name, layout)
+        if own != layout and kind == BALANCED:
+            own = _balanced(args, own, lengths)
         options = options_from(args, planner=name)
+        if size is not None:
+            options = replace(options, **{"context" if name in _IN_ROWS else "chunk_tokens": size})
         if schedule is not None:
             split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
             options = replace(options, split_weight=split, offload=offload)
@@ -143,21 +259,34 @@ def _entry(args: argparse.Namespace, lengths: tuple[int, ...], tokens: list[int]
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))
     note = "" if made is None else latest()
-    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note)
+    if size is None:
+        row = args.context or round_up(max(lengths), args.token_multiple)
+        size = row if name in _IN_ROWS else args.chunk_tokens
+    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note, kind, size)
+
+
+def _balanced(args: argparse.Namespace, own: Layout, lengths: tuple[int, ...]) -> Layout:
+    """Return balanced layers at the placement of a schedule; the given layout if its layers cannot be moved."""
+    source, num_layers = costs_source(args, max(lengths))
+    if own.has_separate_attention or not isinstance(source, Profile):
+        return own
+    ranks = own.placement.rank_of
+    layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=own.shards_vocabulary)
+    return Layout.of_layers(layers, own.placement, shards_vocabulary=own.shards_vocabulary)
 
 
 def _ranked(made: list[Entry], count: int) -> list[Entry]:
     """Sort the entries of each batch by makespan; those without a plan go last."""
 
-    def key(entry: Entry) -> float:
-        return math.inf if entry.plan is None else entry.plan.predicted.makespan_us
-
-    return [entry for start in range(0, len(made), count) for entry in sorted(made[start : start + count], key=key)]
+    batches = (made[start : start + count] for start in range(0, len(made), count))
+    return [entry for batch in batches for entry in sorted(batch, key=lambda one: one.makespan_us)]
 
 
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
-    lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
+    settings = [(entry.layers, "own" if entry.size is None else f"{entry.size:,}") for entry in entries]
+    lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("layers", "size"), settings))
+    lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
     planned = [entry.planner for entry in entries if entry.plan is not None]
     theirs = {name: SCHEDULES[name] for name in planned if name in SCHEDULES}
     if splits := [name for name, schedule in theirs.items() if schedule.splits_weight]:
@@ -178,6 +307,8 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         "tokens": sum(lengths),
         "planner": entry.planner,
         "planning_ms": entry.planning_ms,
+        "layers": entry.layers,
+        "size": entry.size,
     } | ({"note": entry.note} if entry.note else {})
     if entry.plan is None:
         return row | {"refusal": entry.refusal}

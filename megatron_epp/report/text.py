@@ -149,19 +149,23 @@ def _segments(segments: Sequence[Segment], plan: Plan) -> str:
     return " ".join(texts)
 
 
-def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
+def comparison(
+    plans: Sequence[tuple[str, Plan | None]], settings: Sequence[str] = (), values: Sequence[Sequence[str]] = ()
+) -> str:
     """Table with one line per plan: makespan, ratio to the shortest, bubble, highest peak and its cap, recompute, chunks.
 
     Args:
         plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
             of all ranks' compute time.
+        settings: titles of more columns, of what each plan was made with.
+        values: of these, a row for each plan.
     """
     if not plans:
         return "no plans to compare"
-    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks")
+    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks", *settings)
     best_us = min((plan.predicted.makespan_us for _, plan in plans if plan is not None), default=0.0)
     rows = []
-    for name, plan in plans:
+    for (name, plan), setting in zip(plans, values or [()] * len(plans), strict=True):
         if plan is None:
             rows.append([name, "no plan", *["-"] * (len(header) - 2)])
             continue
@@ -170,7 +174,7 @@ def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
         ratio = predicted.makespan_us / best_us if best_us else 1.0
         figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
         memory = [format_bytes(peak, cap), format_cap(cap, peak), f"{facts.recompute_share(plan):.1%}"]
-        rows.append([name, *figures, *memory, str(len(plan.chunks))])
+        rows.append([name, *figures, *memory, str(len(plan.chunks)), *setting])
     return "\n".join(table(header, rows))
 
 

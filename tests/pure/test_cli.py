@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cli.compare import sizes_of
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.main import main
@@ -218,7 +219,57 @@ def test_planners_whose_plans_training_cannot_run_are_listed_as_such_and_plan(tm
 def test_compare_prints_one_line_per_planner(capsys):
     assert main(["compare", *BATCH, "--planner", "greedy", "--planner", "1f1b"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["plan", "greedy", "1f1b"]
+    assert [line.split()[0] for line in lines[:3]] == ["plan", "greedy", "1f1b"]
+    assert (
+        lines[3] == "size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit"
+    )
+
+
+COMPARED = ["--lengths", "4096,3000,2000,300,200,100", *MODEL, "--json"]
+
+
+def compared(*flags, capsys):
+    """Rows of the planners by their names."""
+    assert main(["compare", *COMPARED, *flags]) == 0
+    return {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_every_planner_gets_its_best_layers_and_packing_size_under_the_same_caps(capsys):
+    names = ["1f1b-packed", "zb-v", "seq1f1b", "greedy", "milp"]
+    flags = [word for name in names for word in ("--planner", name)]
+    best = compared(*flags, "--context", "16384", capsys=capsys)
+    rest = ("--context", "16384", "--slices", "4")  # with which no size is tried
+    fixed = [compared(*flags, *rest, "--layout", kind, capsys=capsys) for kind in ("even", "balanced")]
+    assert {row["layers"] for row in fixed[1].values()} == {"balanced"}
+    assert {row["layers"] for row in best.values()} <= {"even", "balanced"}
+    assert best["1f1b-packed"]["makespan_us"] < min(rows["1f1b-packed"]["makespan_us"] for rows in fixed)
+    assert best["1f1b-packed"]["size"] == 4096, "rows are no longer than the longest sequence"
+    assert best["greedy"]["makespan_us"] <= min(rows["greedy"]["makespan_us"] for rows in fixed)
+    assert best["seq1f1b"]["size"] is None, "it tries sizes itself"
+    assert (best["milp"]["layers"], best["milp"]["size"]) == (best["greedy"]["layers"], best["greedy"]["size"])
+    assert len({tuple(row["cap_bytes"]) for row in best.values()}) == 1
+
+
+def test_sizes_keep_sequences_whole_where_they_are_not_cut_and_are_few(capsys):
+    args = argparse.Namespace(token_multiple=2, chunk_tokens=None, slices=None, context=None)
+    lengths = (9001, 500, 30)
+    assert sizes_of(args, lengths, 4, "1f1b-packed") == [9002]
+    args.context = 1 << 20
+    assert sizes_of(args, lengths, 4, "1f1b-padded") == [9002, 16384, 32768, 65536, 131072]
+    assert sizes_of(args, lengths, 4, "zb-v") == [256, 512, 1024, 2048, 4096]
+    assert sizes_of(args, (9001,) * 4096, 64, "greedy") == []
+    assert sizes_of(args, lengths, 4, "seq1f1b") == sizes_of(args, lengths, 4, "module:function") == []
+    for setting in ("chunk_tokens", "slices"):
+        given = argparse.Namespace(**vars(args) | {setting: 4})
+        assert sizes_of(given, lengths, 4, "greedy") == sizes_of(given, lengths, 4, "1f1b-packed") == []
+
+
+def test_the_table_of_planners_says_layers_and_size_of_each(capsys):
+    assert main(["compare", *COMPARED[:-1], "--planner", "1f1b-packed", "--planner", "greedy"]) == 0
+    header, packed, ours, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[-2:] == ["layers", "size"]
+    assert packed.split()[-1] == "4,096"
+    assert ours.split()[-2] in ("even", "balanced")
 
 
 def test_show_prints_text_and_sets_a_run_beside_it(plan_file, tmp_path, capsys):
