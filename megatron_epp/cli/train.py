@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.cost.library import find
-from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
 from megatron_epp.launch.environment import environment_to_set, exports
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.rendezvous import TOKEN_VARIABLE, wait_for_nodes
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
+from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.plan.reading import naming
 
 _EXAMPLE = """\
@@ -67,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
         tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
         wait_for_nodes(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
     os.environ.pop(TOKEN_VARIABLE, None)  # processes of the run need it no longer
+    if (log := log_of(launch, folder)) is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # of a node that saves nothing else
+        tell(f"all that Megatron prints is in {log}; here is the short form (launch.full_log=true prints all)")
+        environment[LOG_VARIABLE] = str(log)
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0
 

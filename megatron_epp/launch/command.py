@@ -27,6 +27,8 @@ OURS = "megatron_epp.mcore.pretrain_gpt"
 _ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 _ANY = 1 << 31
 _RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
+_TYPES = {"master_addr": str, "script": str, "folder": str, "name": str, "full_log": bool, "environment": dict}
+"""Types of keys that are not whole numbers."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "apex", "numpy", "numba", "omegaconf")
 """Packages whose versions are recorded."""
 
@@ -44,6 +46,7 @@ class Launch:
         script: a custom `pretrain_gpt.py`; None uses that of this package.
         folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
         name: of the run, and of its folder.
+        full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.
         environment: variables to set unless they are set already; see `launch.environment`.
     """
 
@@ -56,6 +59,7 @@ class Launch:
     script: str | None = None
     folder: str | None = None
     name: str = "train"
+    full_log: bool = False
     environment: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -66,8 +70,8 @@ class Launch:
         for key, value in section.items():
             if key not in known:
                 raise SettingsError(f"launch.{key} is unknown{nearest(key, known)}; there are {', '.join(known)}")
-            wanted = {"master_addr": str, "script": str, "folder": str, "name": str, "environment": dict}.get(key, int)
-            if not isinstance(value, wanted) or isinstance(value, bool):
+            wanted = _TYPES.get(key, int)
+            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingsError(f"launch.{key} is {value!r}; it must have no control characters")
@@ -112,6 +116,11 @@ def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]
 
 def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
     return Path(launch.folder or megatron.get("save") or Path("runs") / launch.name)
+
+
+def log_of(launch: Launch, folder: Path) -> Path | None:
+    """Return the file for all that a node of a run prints; None if all of it is printed."""
+    return None if launch.full_log else folder / ("train.log" if launch.nodes == 1 else f"train-{launch.node_rank}.log")
 
 
 def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: Mapping[str, Any]) -> None:

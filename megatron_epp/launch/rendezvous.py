@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -20,6 +22,8 @@ from megatron_epp.launch.gather import PROOF_S, Gathering, listening
 from megatron_epp.launch.handshake import Hello, hello, new_nonce, read_answer, read_greeting, receive_line
 from megatron_epp.launch.machine import PortError, usable_port
 from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
 
 WAIT_S = 300
 _PAUSE_S = 0.5
@@ -62,10 +66,23 @@ def wait_for_nodes(
     if nodes <= 1:
         return
     token = shared_token() if token is None else token
+    if _is_loopback(address):
+        logger.warning(
+            "%s is an address of this machine alone: nodes on other machines wait in vain unless MASTER_ADDR, or "
+            "launch.master_addr, is that of the first node",
+            address,
+        )
     if node_rank == 0:
         _admit(nodes, address, port, wait_s, deadline_s, token)
     else:
         _report(Hello(node_rank, nodes, new_nonce()), address, port, wait_s, deadline_s, token)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _admit(nodes: int, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:

@@ -3,7 +3,7 @@
 Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
 environment says otherwise.
 
-`python -m megatron_epp.launch.torchrun` takes what torchrun takes.
+`python -m megatron_epp.launch.torchrun` takes what torchrun takes. With `short_log.LOG_VARIABLE` set it shows the short form.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from megatron_epp.launch.lifetime import launcher_folder
 from megatron_epp.launch.machine import allocator_environment, version_of
 from megatron_epp.launch.refusal import handed_over
+from megatron_epp.launch.short_log import LOG_VARIABLE, divided
 
 
 def main() -> None:
@@ -33,16 +34,25 @@ def _run(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    path = os.environ.pop(LOG_VARIABLE, None)
+    log = None
     try:
-        torchrun(arguments)
+        with divided(path) as log:
+            torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if (refusal := handed_over(failure.message)) is not None:
             sys.stderr.write(f"{refusal.text}\n")
             sys.exit(refusal.exit_code)
+        if log is not None:
+            sys.stderr.write(log.tail())
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
+    except OSError as error:
+        if log is not None or error.filename != path:
+            raise
+        sys.exit(f"megatron-epp: {path} cannot be written ({error.strerror}): set launch.folder, or launch.full_log=true")
 
 
 if __name__ == "__main__":

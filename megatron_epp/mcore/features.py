@@ -46,7 +46,9 @@ def installed_version() -> str:
         raise EppError(f"{path.parent} has no package_info.py: it is not a Megatron that megatron-epp {SUPPORTED} knows")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.__version__)
+    # Some releases add the commit of whatever repository is around the folder, an environment's as well.
+    public, plus, commit = str(module.__version__).partition("+")
+    return public + plus + commit if plus and (path.parents[2] / ".git").exists() else public
 
 
 def matches(version: str, versions: str) -> bool:

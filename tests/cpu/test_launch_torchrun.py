@@ -1,6 +1,7 @@
 """The launcher around torchrun: a folder for its processes while it runs, and one line when one of them fails."""
 
 import os
+import subprocess
 import sys
 from signal import Signals
 
@@ -9,7 +10,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_epp.launch import refusal, torchrun
+from megatron_epp.launch import refusal, short_log, torchrun
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -97,3 +98,67 @@ def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_pri
     assert "megatron_epp, rank 0: too few layers" in str(failed).splitlines()[-2]
     monkeypatch.delenv(refusal.FILE_VARIABLE)
     assert not refusal.hand_over("without torchrun it is printed as well")
+
+
+# ---- the short form of the output ------------------------------------------------------------------------------------
+
+PRINTED = """\
+no GPU found: Megatron runs on the CPU
+WARNING:megatron_epp.mcore.patches.environment:not installed
+/site-packages/megatron/core/optimizer.py:25: UserWarning: Apex is not installed
+  epp_lookahead ................................... 3
+INFO:megatron.core.timers:(min, max) time across ranks (ms):
+INFO:megatron_epp.mcore.data:train text: 6 documents
+WARNING:megatron.core.rerun_state_machine:Result validation enabled
+WARNING: Setting args.overlap_p2p_comm to False
+ [2026-11-25 03:15:16.416518] iteration        1/       3 | consumed samples:            4 | lm loss: 5.9E+00 |
+[rank1]: ValueError: no such thing
+  successfully saved checkpoint from iteration       2 to a
+ validation loss at iteration 3 on validation set | lm loss value: 5.8E+00 |
+"""
+SHORT = (0, 1, 5, 7, 8, 10, 11)
+"""Lines of these that are shown."""
+
+
+@pytest.fixture
+def logged(launched, monkeypatch, tmp_path):
+    """Runs the launcher with a file for all output, and a stand-in for torchrun whose process prints."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+
+    def run(outcome=None, path=tmp_path / "train.log"):
+        monkeypatch.setenv(short_log.LOG_VARIABLE, str(path))
+
+        def main(arguments):
+            subprocess.run([sys.executable, "-c", f"import sys; sys.stderr.write({PRINTED!r})"], check=True)
+            assert short_log.LOG_VARIABLE not in os.environ
+            if outcome is not None:
+                raise outcome
+
+        launched(main)
+
+    return run
+
+
+def test_the_terminal_gets_the_short_form_and_a_file_everything(logged, tmp_path, capfd):
+    logged()
+    lines = PRINTED.splitlines()
+    assert capfd.readouterr().out.splitlines() == [lines[number] for number in SHORT]
+    os.write(1, b"and the terminal is there again\n")
+    assert capfd.readouterr().out == "and the terminal is there again\n"
+    logged()
+    assert (tmp_path / "train.log").read_text() == 2 * PRINTED, "a run that goes on appends"
+
+
+def test_on_a_failure_the_last_lines_are_shown_with_the_path_of_all(logged, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="megatron-epp: rank 3 failed first"):
+        logged(ChildFailedError("script", {3: ProcessFailure(local_rank=1, pid=1, exitcode=7, error_file="none")}))
+    error = capfd.readouterr().err
+    path = tmp_path / "train.log"
+    assert error == f"--- the last lines of {path} ---\n{PRINTED.rstrip()}\n--- all of it is in {path} ---\n"
+
+
+def test_a_log_that_cannot_be_written_is_refused_with_what_to_set(logged):
+    with pytest.raises(
+        SystemExit, match=r"/proc/nowhere/a.log cannot be written .*: set launch.folder, or launch.full_log=true"
+    ):
+        logged(path="/proc/nowhere/a.log")

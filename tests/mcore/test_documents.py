@@ -113,7 +113,9 @@ def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_pa
     (line,) = said(caplog, logging.INFO)
     assert "3 documents are 4 sequences, 5 skipped (fewer than 2 tokens), 1 longer than --seq-length 20 split" in line
     assert "min 1, median 6, max 20" in line
-    assert not said(caplog, logging.WARNING)
+    (warning,) = said(caplog, logging.WARNING)
+    assert "1 of 8 documents are longer than --seq-length 20 and become several sequences, which do not attend" in warning
+    assert warning.endswith("would keep all whole")
 
 
 def said(caplog, level):

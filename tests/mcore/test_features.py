@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib.machinery
 import re
 import subprocess
 import sys
@@ -30,6 +31,19 @@ def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Pa
     assert process.stdout == "0.16.1\n"
     assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.17,<0.20: pip install" in process.stderr
     assert process.returncode != 0
+
+
+def test_the_commit_of_a_version_is_that_of_the_clone_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment may lie in a repository of something else, whose commit Megatron takes for its own."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("__version__ = '0.19.2+abc1234'\n")
+    spec = importlib.machinery.ModuleSpec("megatron.core", None, is_package=True)
+    spec.submodule_search_locations = [str(core)]
+    monkeypatch.setattr(features.importlib.util, "find_spec", lambda name: spec)
+    assert features.installed_version() == "0.19.2"
+    (tmp_path / ".git").mkdir()
+    assert features.installed_version() == "0.19.2+abc1234"
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder,
     files = jsonl(tmp_path / "ours.jsonl", *map(conversation, CHATS)), jsonl(tmp_path / "theirs.jsonl", *theirs)
     made = [[(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, None)] for file in files]
     with caplog.at_level("INFO", logger="megatron_epp"):
+        caplog.clear()
         assert list(chats([files[1]], chat, None, None))
     assert made[0] == made[1]
     says = f"{files[1]} has conversations as ShareGPT has them: `from` is read as role, `value` as content"

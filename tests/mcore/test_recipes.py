@@ -19,6 +19,7 @@ from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
+from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
@@ -204,7 +205,12 @@ def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypat
     assert command[command.index("--nproc-per-node") + 1] == "2"
     assert environment["EPP_TEST_PLAIN"] == "a"
     assert "EPP_RENDEZVOUS_TOKEN" not in environment
+    assert environment[LOG_VARIABLE] == str(tmp_path / "run" / "train.log")
     out, error = capsys.readouterr()
     assert shlex.join(command) in out
     assert f"settings, command and versions are in {tmp_path / 'run'}" in error
+    assert f"all that Megatron prints is in {tmp_path / 'run' / 'train.log'}; here is the short form" in error
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"command.sh", "settings.yaml", "versions.json"}
+    assert main(["train", "-c", "recipes/tiny-cpu", *settings, "launch.full_log=true"]) == 0
+    assert LOG_VARIABLE not in became[1][2]
+    assert "short form" not in capsys.readouterr().err

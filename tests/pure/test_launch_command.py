@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import megatron_epp
-from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
 from megatron_epp.launch.machine import PortError
 from megatron_epp.launch.settings import SettingsError
 
@@ -49,6 +49,12 @@ def test_a_single_node_takes_a_free_port_and_a_taken_one_is_refused():
         assert option(other_node, "--master-port") == str(port)
 
 
+def test_every_node_has_a_log_of_its_own_unless_all_is_printed(tmp_path):
+    assert log_of(Launch(), tmp_path) == tmp_path / "train.log"
+    assert log_of(Launch(nodes=2, node_rank=1, master_port=1), tmp_path) == tmp_path / "train-1.log"
+    assert log_of(Launch(full_log=True), tmp_path) is None
+
+
 def test_mistakes_are_named():
     assert "launch.node is unknown; did you mean 'nodes'?" in refused(node=2)
     assert "launch.nodes is 'two'; it must be of type int" in refused(nodes="two")
@@ -56,6 +62,7 @@ def test_mistakes_are_named():
     assert "launch.nodes is 0; it must be 1 or more" in refused(nodes=0)
     assert "launch.master_port is 70000; it must be 0 or more, up to 65535" in refused(master_port=70000)
     assert "nodes must agree on a port" in refused(nodes=2)
+    assert "launch.full_log is 1; it must be of type bool" in refused(full_log=1)
     assert "there is no file nowhere.py" in refused(script="nowhere.py")
     assert "launch.master_addr is '--standalone'; it must be the name or the address" in refused(master_addr="--standalone")
 

@@ -253,3 +253,11 @@ def test_a_home_folder_that_cannot_hold_a_token_is_said(home):
     home.touch()
     with pytest.raises(TokenError, match=r"rendezvous-token cannot be used \(.*\): set EPP_RENDEZVOUS_TOKEN"):
         shared_token()
+
+
+@pytest.mark.parametrize(("address", "warns"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("node1", False)])
+def test_an_address_that_no_other_machine_can_reach_is_told_before_it_is_waited_for(monkeypatch, caplog, address, warns):
+    monkeypatch.setattr("megatron_epp.launch.rendezvous._report", lambda *_: None)
+    wait_for_nodes(2, 1, address, 29500, token=TOKEN)
+    says = f"{address} is an address of this machine alone: nodes on other machines wait in vain unless MASTER_ADDR"
+    assert (says in caplog.text) is warns

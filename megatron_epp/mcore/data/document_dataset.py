@@ -20,6 +20,9 @@ from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
 
+_MANY = 0.1
+"""Share of documents that are split above which a warning says so: it is then rarely meant."""
+
 
 class DocumentDataset:
     """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
@@ -67,7 +70,7 @@ class DocumentDataset:
                 f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens, so there is nothing to"
                 " predict; check how the file was made, or the --split"
             )
-        self._tell(name, long_documents, int(num_tokens.sum(dtype=np.int64)))
+        self._tell(name, long_documents, num_tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -129,8 +132,14 @@ class DocumentDataset:
         limit = self._sequences.limit if self.num_left_out else None
         return trained_labels(self.file.mask.read, before, self._num_tokens, limit)
 
-    def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
-        """Log the counts of documents and sequences, and warn of tokens that truncation leaves out."""
+    def _tell(self, name: str, long_documents: str, num_tokens: np.ndarray) -> None:
+        """Log the counts of documents and sequences, and warn of tokens that truncation leaves out and of many split documents.
+
+        Args:
+            name: of the split.
+            long_documents: what is done with documents that are too long.
+            num_tokens: of each document.
+        """
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
         log_single_rank(
             logger,
@@ -140,12 +149,21 @@ class DocumentDataset:
             f" positions min {self.lengths.min()}, median {int(np.median(self.lengths))}, max {self.lengths.max()},"
             f" sum {self.lengths.sum(dtype=np.int64)}",
         )
+        total = int(num_tokens.sum(dtype=np.int64))
+        if long_documents == "split" and self.num_long > _MANY * len(num_tokens):
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"{name} {self.file.prefix}: {self.num_long:,} of {len(num_tokens):,} documents are longer than --seq-length"
+                f" {limit:,} and become several sequences, which do not attend to each other; --seq-length"
+                f" {int(num_tokens.max()) - 1:,} would keep all whole",
+            )
         if self.num_left_out:
             log_single_rank(
                 logger,
                 logging.WARNING,
-                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {num_tokens:,} tokens"
-                f" ({self.num_left_out / num_tokens:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
+                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {total:,} tokens"
+                f" ({self.num_left_out / total:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
                 " --epp-documents split trains on all",
             )
             self._tell_cut(name)
