@@ -381,13 +381,19 @@ _DEFINED = (
     Operation(
         op=Op.RECV_F,
         text="receive of an activation",
+        colour="#8FA3B5",
         track=Track.LOWERED,
         needs=(Need(Op.SEND_F, -1),),
         side=Side(Op.SEND_F, 0),
     ),
     Operation(op=Op.SEND_B, text="send of a gradient", track=Track.LOWERED, needs=_OWN_B, side=Side(Op.SEND_B, -1)),
     Operation(
-        op=Op.RECV_B, text="receive of a gradient", track=Track.LOWERED, needs=(Need(Op.SEND_B, 1),), side=Side(Op.SEND_B, 0)
+        op=Op.RECV_B,
+        text="receive of a gradient",
+        colour="#A68A73",
+        track=Track.LOWERED,
+        needs=(Need(Op.SEND_B, 1),),
+        side=Side(Op.SEND_B, 0),
     ),
     Operation(  # of a stage's gradients over replicas; its chunk is that of the last gradient
         op=Op.REDUCE,

@@ -296,3 +296,17 @@ def test_many_narrow_boxes_are_drawn_as_shares_and_found_again_by_zooming(browse
     browser.move_to(0, 3, at)
     assert browser.text("#tooltip").startswith(f"{step.action}: ")
     assert [entry for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(browser, tmp_path):
+    plan = sliced_plan(num_ranks=2, slices=4, batched=12)
+    for shown in (Shown("one", plan), Shown("one", plan, measured_run(plan, 1.5))):
+        save_page([shown], tmp_path / "few.html")
+        browser.open(tmp_path / "few.html")
+        filled, available = browser.ask(
+            "[[...document.querySelectorAll('.pane')].reduce((sum, pane) => sum + pane.offsetHeight, 0),"
+            " document.getElementById('panes').clientHeight]"
+        )
+        assert 0.95 * available < filled <= available
+        cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
+        assert browser.ask(cut) == 0

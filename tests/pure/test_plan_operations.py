@@ -57,3 +57,7 @@ def test_an_operation_that_names_an_unknown_one_is_refused(changes):
         register(replace(SHARD, **{"needs": (), **changes}))
     with pytest.raises(PlanError):
         operation(K)
+
+
+def test_what_is_received_has_a_colour_for_each_kind() -> None:
+    assert len({operation(op).colour for op in (Op.RECV_F, Op.RECV_B, Op.F, Op.B)}) == 4

@@ -1,6 +1,7 @@
 // Panes: an iteration each, with its title, lanes and memory; what the pointer does on them, and what lies over the boxes.
 
-const MEMORY_HEIGHTS = [80, 300]; // least and most pixels of a curve of memory
+const MEMORY_HEIGHT = 80; // least pixels of a curve of memory, which gets what the lanes leave
+const MOST_LANE = 120; // most pixels of a rank's lane
 
 // Make the panes of a plan: the plan as simulated, and a run of it.
 function addPanes(plan) {
@@ -77,12 +78,9 @@ function resize() {
   const available = document.getElementById("panes").clientHeight;
   const withMemory = PANES.filter((pane) => pane.memory).length;
   const lanes = PANES.reduce((sum, pane) => sum + pane.boxes.numRanks, 0);
-  const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHTS[0];
-  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(52, Math.floor(free / lanes)));
-  const memoryHeight = Math.max(
-    MEMORY_HEIGHTS[0],
-    Math.min(MEMORY_HEIGHTS[1], MEMORY_HEIGHTS[0] + (free - height * lanes) / withMemory),
-  );
+  const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHT;
+  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(MOST_LANE, Math.floor(free / lanes)));
+  const memoryHeight = Math.max(MEMORY_HEIGHT, MEMORY_HEIGHT + (free - height * lanes) / withMemory);
   for (const pane of PANES) {
     pane.ratio = devicePixelRatio || 1;
     pane.laneHeight = height;
