@@ -74,8 +74,8 @@ def missing_tokenizer(kind: str, model: str) -> str | None:
     parent, slash, _ = model.rpartition("/")
     if kind not in _OF_A_HUB or (_HUB_NAME.fullmatch(model) and not (slash and os.path.isdir(parent))):
         return None
-    beside = os.listdir(parent or "/") if os.path.isdir(parent or "/") else []
-    return f"--tokenizer-model: there is no folder {model}{nearest(os.path.basename(model), beside)}"
+    others = os.listdir(parent or "/") if os.path.isdir(parent or "/") else []
+    return f"--tokenizer-model: there is no folder {model}{nearest(os.path.basename(model), others)}"
 
 
 def is_of_hub(kind: str, model: str | None) -> bool:

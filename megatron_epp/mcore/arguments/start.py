@@ -1,4 +1,4 @@
-"""What Megatron asks of flags and files only after it has started, in assertions, and is asked before: a row for each."""
+"""Questions about flags and files that Megatron asks only after it has started, in assertions, asked before: a row for each."""
 
 from __future__ import annotations
 
