@@ -250,7 +250,7 @@ def _entry(
             own = _balanced(args, own, lengths)
         options = options_from(args, planner=name)
         if size is not None:
-            options = replace(options, **{"context" if name in _IN_ROWS else "chunk_tokens": size})
+            options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
         if schedule is not None:
             split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
             options = replace(options, split_weight=split, offload=offload)

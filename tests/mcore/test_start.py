@@ -98,6 +98,12 @@ def test_every_question_is_tested() -> None:
     assert len(QUESTIONS) + 2 == len(start.QUESTIONS)
 
 
+def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_files(asked: Asked) -> None:
+    user = "--epp-microbatches user --load nowhere --finetune --data-path no/where --eval-interval 0 --lr-warmup-iters 20"
+    assert asked.problems(user) == []
+    assert asked.problems(f"{user} --min-lr 1") == [QUESTIONS["--min-lr 0.1"].replace("0.1", "1.0")]
+
+
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
     """Megatron divides by it all the same, and ends without one."""
     args = asked.args("--eval-iters 0")

@@ -28,10 +28,17 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Question(NamedTuple):
-    """A question about flags: the answer True is refused with the text, in which ``{name}`` stands for a flag's value."""
+    """A question about flags, whose answer True is refused.
+
+    Attributes:
+        is_wrong: the question.
+        text: of the refusal, in which ``{name}`` stands for a flag's value.
+        of_loop: Megatron's training loop asks it, which a script with its own microbatches may not run.
+    """
 
     is_wrong: Callable[[Namespace], Any]
     text: str
+    of_loop: bool = False
 
 
 def _warm_up_is_long(args: Namespace) -> bool:
@@ -47,21 +54,25 @@ QUESTIONS = (
     Question(
         lambda a: a.eval_iters and not a.eval_interval,
         "--eval-iters {eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
+        of_loop=True,
     ),
     Question(
         lambda a: not a.train_iters and not a.train_samples and not a.skip_train,
         "--train-iters is missing: say for how many iterations to train",
+        of_loop=True,
     ),
-    Question(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4"),
+    Question(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True),
     Question(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
     Question(
         _warm_up_is_long,
         "--lr-warmup-iters {lr_warmup_iters} is not below --lr-decay-iters {lr_decay_iters}, by default --train-iters "
         "{train_iters}: lower it",
+        of_loop=True,
     ),
     Question(
         lambda a: a.lr_decay_style == "WSD" and not (a.lr_wsd_decay_iters or a.lr_wsd_decay_samples),
         "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
+        of_loop=True,
     ),
     Question(
         lambda a: a.seq_length and a.max_position_embeddings and a.max_position_embeddings < a.seq_length,
@@ -75,7 +86,7 @@ QUESTIONS = (
         lambda a: a.save_interval and a.save_retain_interval and a.save_retain_interval % a.save_interval,
         "--save-retain-interval {save_retain_interval} is no multiple of --save-interval {save_interval}: make it one",
     ),
-    Question(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more"),
+    Question(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
     Question(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
 )
 """Combinations of flags that end in an assertion of Megatron's without a text, or after the model is built."""
@@ -92,9 +103,11 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     Raises:
         ArgumentError: the message has a line per problem.
     """
-    prepare = check_user_microbatches if has_user_microbatches(args) else prepare_epp_args
-    problems = []
-    for check in (*((prepare, _check_questions) if wants_flags else ()), *((_check_documents, *FILES) if wants_files else ())):
+    is_user = has_user_microbatches(args)
+    of_flags = (check_user_microbatches if is_user else prepare_epp_args, _check_questions)
+    of_files = (_written_folders,) if is_user else (_check_documents, *FILES)  # a script may read its own
+    problems: list[str] = []
+    for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
             found = check(args)
             problems += found if isinstance(found, Iterator) else ()
@@ -107,7 +120,8 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
 
 
 def _check_questions(args: Namespace) -> Iterator[str]:
-    return (one.text.format_map(vars(args)) for one in QUESTIONS if one.is_wrong(args))
+    asked = (one for one in QUESTIONS if not (one.of_loop and has_user_microbatches(args)))
+    return (one.text.format_map(vars(args)) for one in asked if one.is_wrong(args))
 
 
 @contextlib.contextmanager
@@ -152,7 +166,7 @@ def validate(args: Namespace) -> None:
 
 def _check_documents(args: Namespace) -> None:
     """Raise `EppError` for documents that a plan cannot be made of."""
-    if args.epp and not has_user_microbatches(args):
+    if args.epp:
         from megatron_epp.mcore.data.documents import check_files_of
 
         check_files_of(args)
