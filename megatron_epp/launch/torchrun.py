@@ -50,7 +50,7 @@ def _run(arguments: list[str]) -> None:
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
     except OSError as error:
-        if log is not None or error.filename != path:
+        if path is None or log is not None:
             raise
         sys.exit(f"megatron-epp: {path} cannot be written ({error.strerror}): set launch.folder, or launch.full_log=true")
 
