@@ -1,7 +1,7 @@
 // Panes: an iteration each, with its title, lanes and memory; what the pointer does on them, and what lies over the boxes.
 
 const MEMORY_HEIGHT = 80; // least pixels of a curve of memory, which gets what the lanes leave
-const MOST_LANE = 120; // most pixels of a rank's lane
+const LANES = [52, 120]; // pixels of a rank's lane that come before more memory, and most
 
 // Make the panes of a plan: the plan as simulated, and a run of it.
 function addPanes(plan) {
@@ -79,7 +79,8 @@ function resize() {
   const withMemory = PANES.filter((pane) => pane.memory).length;
   const lanes = PANES.reduce((sum, pane) => sum + pane.boxes.numRanks, 0);
   const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHT;
-  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.min(MOST_LANE, Math.floor(free / lanes)));
+  const wanted = Math.max(Math.min(LANES[0], free / lanes), Math.min(LANES[1], (0.6 * free) / lanes));
+  const height = Math.max(PANES.length > 1 ? 13 : 7, Math.floor(wanted));
   const memoryHeight = Math.max(MEMORY_HEIGHT, MEMORY_HEIGHT + (free - height * lanes) / withMemory);
   for (const pane of PANES) {
     pane.ratio = devicePixelRatio || 1;
