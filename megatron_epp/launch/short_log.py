@@ -23,7 +23,7 @@ _WAIT_S = 5.0
 _SHOWN = re.compile(
     rb"megatron[-_]epp|(?<!consumed )\biteration +\d+ */ *\d+|validation loss|exiting program|no GPU found"
     rb"|^(\[rank\d+\]:? ?)?(WARNING|ERROR|CRITICAL|Error|FATAL)\b"
-    rb"|\b(sav|load)(ing|ed) (a )?checkpoint|could not find the metadata file",
+    rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file",
 )
 """Pattern of the lines that are shown."""
 _HIDDEN = re.compile(
