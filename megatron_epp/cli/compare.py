@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, costs_source, has_costs_of_stages, problem_of, tell_sharing
@@ -50,8 +51,8 @@ _OF_OWN_SIZE = frozenset({"seq1f1b", "chunkflow", "infinipipe", "flexsp", "helix
 """Planners that try sizes themselves, have none, or search too long to try several."""
 _MOST_SIZES = 5
 """Most packing sizes that are tried for a planner."""
-_MOST_ACTIONS = 1 << 16
-"""Most chunks times stages of a plan of a size that is tried; those of finer sizes take long to plan."""
+_MOST_ACTIONS = 1 << 15
+"""Most chunks times stages, over all sizes together, that are tried for a planner: large batches take long to plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +188,8 @@ def _best(
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
     """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
 
-    Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut,
-    and at least so long that a plan has not too many.
+    Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
+    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
 
     Args:
         args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
@@ -201,9 +202,11 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
         return []
     if name in _IN_ROWS:
         whole, most = round_up(longest, multiple), args.context or sum(lengths)
-        return sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
-    finest = max(multiple, sum(lengths) * num_ranks // _MOST_ACTIONS, 1)
-    return [size for size in _powers(finest, longest // 2) if size % multiple == 0][-_MOST_SIZES:]
+        found = sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
+    else:
+        found = [size for size in _powers(max(multiple, 1), longest // 2) if size % multiple == 0][: -_MOST_SIZES - 1 : -1]
+    actions = accumulate((len(lengths) + sum(lengths) // size) * num_ranks for size in found)
+    return sorted(size for size, so_far in zip(found, actions, strict=True) if so_far <= _MOST_ACTIONS)
 
 
 def _powers(least: int, most: int) -> Iterator[int]:

@@ -257,7 +257,8 @@ def test_sizes_keep_sequences_whole_where_they_are_not_cut_and_are_few(capsys):
     args.context = 1 << 20
     assert sizes_of(args, lengths, 4, "1f1b-padded") == [9002, 16384, 32768, 65536, 131072]
     assert sizes_of(args, lengths, 4, "zb-v") == [256, 512, 1024, 2048, 4096]
-    assert sizes_of(args, (9001,) * 4096, 64, "greedy") == []
+    assert sizes_of(args, (9001,) * 4096, 64, "greedy") == [], "the work is limited"
+    assert sizes_of(args, (9001,) * 1024, 8, "greedy") == [4096], "to the coarsest"
     assert sizes_of(args, lengths, 4, "seq1f1b") == sizes_of(args, lengths, 4, "module:function") == []
     for setting in ("chunk_tokens", "slices"):
         given = argparse.Namespace(**vars(args) | {setting: 4})
