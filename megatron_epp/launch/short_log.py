@@ -28,7 +28,7 @@ _SHOWN = re.compile(
 """Pattern of the lines that are shown."""
 _HIDDEN = re.compile(
     rb"\.py:\d+: \w*Warning: |one_logger package is required|Result validation enabled|RerunStateMachine initialized"
-    rb"|GPTModel IS DEPRECATED|^INFO:megatron\.|patched megatron"
+    rb"|GPTModel IS DEPRECATED|^INFO:megatron\.|patched megatron|  File \""
 )
 """Pattern of lines among these that say nothing to a user: warnings of imports, and what Megatron tells its developers."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_epp.mcore.arguments import start
 from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, fault_of, settle_folder
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
@@ -42,6 +43,13 @@ def saved(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     finished = trained(data, "--save", folder, "--save-interval", 2)
     assert finished.returncode == 0, finished.output[-5000:]
     return folder
+
+
+def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: Path) -> None:
+    state = start._common_state(saved)
+    assert state is not None
+    assert state["iteration"] == 4
+    assert {"lr_decay_steps", "max_lr"} <= state["opt_param_scheduler"].keys()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What Megatron would assert about flags and files when it has started is refused before, in a line for each problem."""
 
 import argparse
+import json
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -180,6 +181,8 @@ def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more
     schedule = training.get_optimizer_param_scheduler(optimizer).state_dict()
     (folder / "iter_0000010").mkdir(parents=True)
     (folder / start.TRACKER).write_text("10")
+    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "iter_0000010" / "metadata.json").write_text(json.dumps(about))
     torch.save({"args": then, "opt_param_scheduler": schedule}, folder / "iter_0000010" / "common.pt")
     return folder
 

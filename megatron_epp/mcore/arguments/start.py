@@ -262,12 +262,11 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
 
 def _common_state(folder: Path) -> dict[str, Any] | None:
     """Read what a distributed checkpoint holds besides tensors; None where it has none, or it is damaged."""
-    import torch
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
         named = (folder / TRACKER).read_text(encoding="utf-8").strip()
-        path = folder / ("release" if named == "release" else f"iter_{int(named):07d}") / "common.pt"
-        state = torch.load(path, map_location="cpu", weights_only=False)
+        state = load_common_state_dict(str(folder / ("release" if named == "release" else f"iter_{int(named):07d}")))
     except Exception:  # a damaged one is named when it is loaded, or set aside then
         return None
     return state if isinstance(state, dict) else None
