@@ -13,7 +13,6 @@ import ast
 import contextlib
 import functools
 import importlib.util
-import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from megatron_epp.mcore.features import epp_args, has_user_microbatches
+from megatron_epp.mcore.features import bound, epp_args, has_user_microbatches
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS, attribute_chains, definition, digest, fingerprint, global_names
 from megatron_epp.plan.errors import EppError
 
@@ -93,7 +92,6 @@ def check_script(args: argparse.Namespace) -> None:
     main = sys.modules.get("__main__")
     try:
         tree = ast.parse(Path(str(getattr(main, "__file__", None))).read_text(encoding="utf-8"))
-        parameters = inspect.signature(training.pretrain)
     except (OSError, ValueError, SyntaxError):
         return
     found = {}
