@@ -21,7 +21,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from megatron_epp.mcore.features import bound, epp_args, has_user_microbatches
+from megatron_epp.mcore import features
+from megatron_epp.mcore.features import epp_args, has_user_microbatches
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS, attribute_chains, definition, digest, fingerprint, global_names
 from megatron_epp.plan.errors import EppError
 
@@ -98,9 +99,8 @@ def check_script(args: argparse.Namespace) -> None:
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "pretrain":
             try:
-                given = parameters.bind_partial(
-                    *call.args, **{one.arg: one.value for one in call.keywords if one.arg}
-                ).arguments
+                named = {one.arg: one.value for one in call.keywords if one.arg}
+                given = features.bound(training.pretrain, *call.args, **named).arguments
             except TypeError:
                 continue
             for role, parameter in _PARAMETERS.items():
