@@ -49,6 +49,10 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_runtime_kernel_proofs.py": (),
     "cpu/test_runtime_vocabulary_shards.py": (),
     "cpu/test_runtime_block_loss.py": ("test_ranks_that_share_the_vocabulary_get_the_same",),
+    "cpu/test_gpu_kit.py": (
+        "test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each",
+        "test_peaks_are_counted_without_a_device",
+    ),
     "cpu/test_launch_torchrun.py": (),
     "cpu/test_profile.py": (
         "test_the_command_writes_a_profile_that_plans",

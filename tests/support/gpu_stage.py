@@ -1,4 +1,4 @@
-"""One pipeline stage on a GPU in plain torch, large enough for fused attention, that never has the host wait."""
+"""One pipeline stage on a GPU, or a CPU without one, in plain torch, large enough for fused attention. No host waits in it."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS = 256, 4, 2, 64
 SCALE = CHANNELS**-0.5
 

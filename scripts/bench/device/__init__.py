@@ -1,0 +1,1 @@
+"""What one GPU shows with torch alone: see `bench.py`."""

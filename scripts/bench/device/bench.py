@@ -1,0 +1,199 @@
+"""Measures what one GPU shows with torch alone, without Megatron: numbers, copies, and memory of the runtime's own executor.
+
+Parts (`--parts`):
+
+kernels     every attention kernel that runs here, in every type, against torch's own attention in fp64
+executor    gradients of a plan in slices against those of whole sequences, in fp32 and in bf16
+copies      activations and caches copied to the host and back: gradients stay, and how much lies beside compute
+memory      peaks of plans of chunks of several sizes: planned (what autograd and caches keep, and the working memory of one
+            chunk, measured alone) against what torch's allocator has given; what it keeps for itself, and its retries
+
+One stage of plain layers runs plans written by hand, twice before it is measured. `--reduced` runs all of it tiny, on a CPU
+too, to show that the script works: its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.launch.machine import allocator_setting, machine
+from megatron_epp.plan import Plan
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.tools.kernel_proofs import prove
+from scripts.bench.gpu.runs import versions
+from tests.support.gpu_stage import DEVICE, GpuStage, apart, run
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "runs" / "bench_device"
+GOALS = {"fp32": 1e-4, "bf16": 1.5, "copies": 1e-5, "peak": 0.05}
+"""Most relative difference of gradients in fp32; most times as far from fp32 as whole sequences in bf16 are; most difference
+that copies make, for kernels may add in another order; most relative error of a planned peak."""
+_SHARE = 0.7
+"""Of every chunk's activations, that is copied to the host and back."""
+_HOST_BYTES = 1 << 32
+
+Part = dict[str, Any]
+MOVES: dict[str, Callable[[Plan], Plan]] = {
+    "in place": lambda plan: plan,
+    "activations on the host": lambda plan: offloading(plan, _SHARE),
+    "caches on the host": offloading_kv,
+}
+
+
+def plans(unit: int, recompute_layers: int) -> tuple[Plan, Plan]:
+    """The same three sequences in slices, the last of which shares its chunk, and whole; `unit` is the tokens of a slice."""
+    cut, rest = 2 * unit + unit // 2, unit // 3
+    chunks = [(0, 0, unit)], [(0, unit, 2 * unit)], [(0, 2 * unit, cut), (1, 0, rest)], [(2, 0, unit)], [(2, unit, unit + rest)]
+    sliced = by_hand(["0F0 0F1 0F2 0F3 0F4 0B4 0B3 0B2 0B1 0B0"], chunks, num_layers=4, recompute_layers=recompute_layers)
+    return sliced, by_hand(["0F0 0B0 0F1 0B1 0F2 0B2"], ([(0, 0, cut)], [(1, 0, rest)], [(2, 0, unit + rest)]), num_layers=4)
+
+
+def kernels(unit: int) -> Part:
+    proofs = list(prove(DEVICE.type, 128, 8, 2, unit))
+    wrong = [one.kernel for one in proofs if one.is_chosen and not one.holds]
+    return {"proofs": [asdict(one) for one in proofs], "met": not wrong}
+
+
+def executor(unit: int) -> Part:
+    sliced, whole = plans(unit, 0)
+    expected = run(whole)[0]
+    found: Part = {"slices in fp32": apart(run(sliced)[0], expected)}
+    found["whole in bf16"] = apart(run(whole, torch.bfloat16, "auto")[0], expected)
+    found["slices in bf16"] = apart(run(sliced, torch.bfloat16, "auto")[0], expected)
+    return found | {
+        "met": found["slices in fp32"] <= GOALS["fp32"] and found["slices in bf16"] <= GOALS["bf16"] * found["whole in bf16"]
+    }
+
+
+def copies(unit: int) -> Part:
+    rows: dict[str, Part] = {}
+    for recompute_layers in (0, 2):
+        plan, _ = plans(unit, recompute_layers)
+        stays = run(plan)[0]
+        for name, move in MOVES.items():
+            grads, recorder = run(move(plan), times=3)
+            events = [event[:3] for event in recorder.events()]
+            rows[f"{name}, {recompute_layers} layers recomputed"] = {"apart": apart(grads, stays), **_beside(events)}
+    return {"rows": rows, "met": all(row["apart"] <= GOALS["copies"] for row in rows.values())}
+
+
+def _beside(events: Sequence[tuple[str, float, float]]) -> Part:
+    """Total time of copies of activations, and the share of it in which an action computed."""
+    compute = [(start, end) for name, start, end in events if "F" in name or "B" in name]
+    moved = [(start, end) for name, start, end in events if "O" in name or "L" in name]
+    total = sum(end - start for start, end in moved)
+    hidden = sum(max(0.0, min(end, e) - max(start, s)) for start, end in moved for s, e in compute)
+    return {"copies_us": total, "beside_compute": hidden / total if total else None}
+
+
+def memory(unit: int) -> Part:
+    rows: dict[str, Part] = {}
+    for recompute_layers in (0, 2):
+        alone = peaks(by_hand(["0F0 0B0"], ([(0, 0, unit)],), num_layers=4, recompute_layers=recompute_layers))
+        for name, move in MOVES.items():
+            row = peaks(move(plans(unit, recompute_layers)[0]))
+            if row["given"] is not None:
+                row["planned"] = row["counted"] + alone["given"] - alone["counted"]
+                row["error"] = row["planned"] / row["given"] - 1
+            rows[f"{name}, {recompute_layers} layers recomputed"] = row
+    setting = allocator_setting(os.environ, torch.__version__)
+    return {
+        "allocator": setting,
+        "rows": rows,
+        "met": all(abs(row.get("error", 0.0)) <= GOALS["peak"] for row in rows.values()),
+    }
+
+
+def peaks(plan: Plan) -> Part:
+    """Peaks of a plan beside parameters and their gradients, in bytes: what autograd and caches keep, and what the device gave.
+
+    The device's are None on a CPU.
+    """
+    stage, host = GpuStage(plan, torch.bfloat16), HostMemory(DEVICE, _HOST_BYTES)
+    for parameter in stage.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    counted = given = kept = None
+    for _ in range(3):
+        gc.collect()
+        before = _begin()
+        with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
+            offload = Offload(saved, host) if any(plan.copies) else None
+            Executor(plan, 0, {0: stage}, offload=offload, host=host).run()
+        counted = saved.peak_bytes
+        if DEVICE.type == "cuda":
+            given, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] if DEVICE.type == "cuda" else None
+    return {"counted": counted, "given": given, "kept_by_the_allocator": kept, "alloc_retries": retries}
+
+
+def _begin() -> int:
+    """Empty torch's allocator, as before a first iteration; return the bytes in use."""
+    if DEVICE.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.memory_allocated())
+
+
+PARTS: Mapping[str, Callable[[int], Part]] = {
+    "kernels": kernels,
+    "executor": executor,
+    "copies": copies,
+    "memory": memory,
+}
+_UNITS = {"kernels": 1024, "executor": 2048, "copies": 4096, "memory": 8192}
+"""Tokens of a slice."""
+_REDUCED_UNIT = 48
+
+
+def measure(parts: Sequence[str], reduced: bool) -> dict[str, Part]:
+    """All parts. One that fails says so in its place, and the others go on."""
+    found: dict[str, Part] = {}
+    for name in parts:
+        start_s = time.monotonic()
+        try:
+            found[name] = PARTS[name](_REDUCED_UNIT if reduced else _UNITS[name])
+        except Exception as error:  # whatever a device or a driver raises
+            traceback.print_exc()
+            found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
+        found[name]["seconds"] = time.monotonic() - start_s
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help=f"folder for the report (default {FOLDER})")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not (arguments.reduced or DEVICE.type == "cuda"):
+        parser.error("there is no GPU here; --reduced shows on a CPU that the script works")
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's containers multiply fp32 matrices in TF32
+    parts = measure(arguments.parts, arguments.reduced)
+    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS, "parts": parts}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    for name, part in parts.items():
+        print(f"{name}: {part.get('failed') or ('met' if part['met'] else 'missed')}, {part['seconds']:.0f} s")
+    return int(any("failed" in part for part in parts.values()))

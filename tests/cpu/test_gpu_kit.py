@@ -1,0 +1,139 @@
+"""The kit for one GPU runs one command after the other, goes on when one fails, and reports all, as far as a CPU can tell."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench.device import bench, kit_report
+from scripts.bench.gpu.bench import PARTS as TRAINING_PARTS
+
+ROOT = Path(__file__).resolve().parents[2]
+KIT = ROOT / "scripts" / "gpu_kit.sh"
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+    *"import numpy"*) exit {torch} ;;
+    *is_available*) exit {gpu} ;;
+    *find_spec*pytest*) exit {pytest} ;;
+    *find_spec*megatron*) exit {megatron} ;;
+    *kit_report*) exit 0 ;;
+    *doctor*) echo "no driver"; exit 3 ;;
+    *"--parts executor"*) sleep 60 ;;
+    *) echo "ran $*" ;;
+esac
+"""
+"""Answers for a machine, 0 for what it has; one command fails on it, and one takes too long."""
+
+
+@pytest.fixture
+def kit(tmp_path):
+    def run(*options, limit="600", **lacks):
+        python = tmp_path / "python"
+        python.write_text(PYTHON.format(**{"torch": 0, "gpu": 0, "pytest": 0, "megatron": 0} | lacks))
+        python.chmod(0o755)
+        environment = {"PATH": "/usr/bin:/bin", "EPP_PYTHON": str(python), "EPP_KIT_LIMIT": limit}
+        return subprocess.run(["bash", KIT, *options], env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def commands(text):
+    return dict(line.split(maxsplit=1) for line in text.splitlines())
+
+
+def test_a_dry_run_tells_every_command_with_its_limit(kit):
+    found = kit("--dry-run")
+    assert found.returncode == 0
+    lines = commands(found.stdout)
+    assert all(line.startswith("timeout 600 ") and "--reduced" not in line for line in lines.values())
+    parts = {name for name, line in lines.items() if "scripts.bench.device" in line}
+    assert parts == {*bench.PARTS, "memory-fixed"}
+    assert {name for name in lines if name.startswith("training-")} == {f"training-{part}" for part in TRAINING_PARTS}
+    files = {word for line in lines.values() for word in line.split() if word.startswith("tests/gpu/")}
+    assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+
+
+def test_the_allocators_setting_is_on_but_for_the_control(kit):
+    lines = commands(kit("--dry-run").stdout)
+    setting = "expandable_segments:True"
+    assert {name for name, line in lines.items() if setting not in line} == {"doctor", "memory-fixed"}
+    assert "env -u PYTORCH_ALLOC_CONF -u PYTORCH_CUDA_ALLOC_CONF" in lines["memory-fixed"]
+
+
+def test_what_is_missing_is_left_out_and_named(kit):
+    lines = commands(kit("--dry-run", pytest=1, megatron=1).stdout)
+    left_out = {name: line for name, line in lines.items() if line.startswith("left out")}
+    assert left_out["tests-executor"] == "left out: pytest is not installed"
+    assert left_out["training-peaks"] == left_out["first-run"] == "left out: Megatron is not installed"
+    assert lines.keys() - left_out.keys() == {"doctor", *bench.PARTS, "memory-fixed", "profile"}
+
+
+def test_without_a_gpu_commands_are_reduced_and_tests_of_gpus_left_out(kit):
+    lines = commands(kit("--dry-run", gpu=1).stdout)
+    assert all("--reduced" in lines[name] for name in (*bench.PARTS, "first-run", "training-long"))
+    assert lines["tests-executor"] == "left out: it needs a GPU, and the full sizes"
+    assert "--model tiny-gpt" in lines["profile"]
+
+
+def test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each(kit, tmp_path):
+    folder = tmp_path / "kit"
+    found = kit("--output", str(folder), "--steps", "doctor,executor,memory,tests-megatron", limit="1", megatron=1)
+    assert found.returncode == 1
+    figures = {"parts": {"memory": {"met": False}}}
+    (folder / "memory").mkdir()
+    (folder / "memory" / "report.json").write_text(json.dumps(figures))
+    report = kit_report.joined(folder)
+    steps = {step["step"]: step for step in report["steps"]}
+    assert {name: step["exit"] for name, step in steps.items()} == {
+        "doctor": 3, "executor": 124, "memory": 0, "tests-megatron": None,
+    }  # fmt: skip
+    assert steps["doctor"]["end"] == ["no driver"]
+    assert steps["memory"]["figures"] == figures
+    assert report["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    text = kit_report.text(report)
+    for line in ("exit code 3", "took too long", "done; memory: goal missed", "left out: Megatron is not installed"):
+        assert line in text
+
+
+def test_a_mistake_is_told_in_a_line(kit):
+    for options, lacks, says in (
+        (["--fast"], {}, "unknown option --fast"),
+        (["--steps"], {}, "--steps needs a value"),
+        ([], {"torch": 1}, "set EPP_PYTHON to a Python that has both"),
+    ):
+        found = kit(*options, **lacks)
+        assert found.returncode == 2
+        assert says in found.stderr
+        assert len(found.stderr.splitlines()) == 1
+
+
+def test_the_parts_run_reduced_and_a_part_that_fails_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(bench.PARTS, "copies", lambda unit: 1 / 0)
+    found = bench.measure(["executor", "copies"], reduced=True)
+    assert found["executor"]["met"]
+    assert found["copies"]["failed"] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, peaks are those of autograd; with one, tests/gpu runs")
+def test_peaks_are_counted_without_a_device():
+    sliced, _ = bench.plans(12, 0)
+    again, _ = bench.plans(12, 4)
+    assert 0 < bench.peaks(again)["counted"] < bench.peaks(sliced)["counted"]
+
+
+def test_copies_beside_compute_are_counted_once():
+    found = bench._beside([("0F0", 0.0, 10.0), ("0O0", 5.0, 25.0), ("0B0", 20.0, 30.0)])
+    assert found == {"copies_us": 20.0, "beside_compute": 0.5}
+    assert bench._beside([("0F0", 0.0, 1.0)])["beside_compute"] is None
+
+
+def test_a_full_run_is_refused_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "there is no GPU here; --reduced shows on a CPU that the script works" in capsys.readouterr().err
