@@ -20,6 +20,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_host_limit.py": (),
     "cpu/test_runtime_background.py": ("test_a_process_ends_though_its_work_never_does",),
     "cpu/test_library_signatures.py": (),
+    "cpu/test_torch_signatures.py": (),
     "cpu/test_runtime_by_heads.py": ("test_gradients_are_those_of_all_heads_at_once",),
     "cpu/test_runtime_executor.py": (),
     "cpu/test_runtime_host.py": ("test_plans_that_fit_the_host_run_in_it_to_the_byte",),

@@ -126,7 +126,7 @@ def _hopper_obstacle(case: Case) -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         where = "python setup.py install in the folder hopper of github.com/Dao-AILab/flash-attention"
         return f"flash-attn-3 cannot be imported ({error}): {where}"
-    # One before August 2025 takes other arguments and fails its proof.
+    # One before November 2025 takes other arguments and fails its proof.
     return None if torch.cuda.get_device_capability()[0] == 9 else "it is for GPUs of compute capability 9.0 (Hopper)"
 
 
