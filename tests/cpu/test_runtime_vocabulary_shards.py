@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.autograd.weights import give_gradient
+from megatron_epp.runtime.loss import pipeline_shards
+from megatron_epp.runtime.loss.pipeline_shards import Targets, VocabularyShards
 from megatron_epp.runtime.loss.shards import Shard, Summary, logits_pass, scale_part, weight_gradient
+from megatron_epp.runtime.trace import Recorder
 
 TOKENS, WIDTH = 13, 6
 DIVISIONS = {"even": (0, 8, 16, 24), "uneven": (0, 1, 17, 24), "one rank": (0, 24)}
@@ -128,3 +134,41 @@ def test_a_gradient_passes_the_hooks_of_its_weight() -> None:
         give_gradient(weight, lambda: torch.ones(3, 2))
         give_gradient(weight, lambda: torch.ones(3, 2))
     assert [float(grad.sum()) for grad in seen] == [6.0, 12.0]
+
+
+class Broadcast:
+    """Work of a broadcast, which notes what is asked of it and calls back at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def wait(self) -> None:
+        self.asked.append("wait")
+
+    def get_future(self) -> Any:
+        self.asked.append("callback")
+        return SimpleNamespace(add_done_callback=lambda call: call(None))
+
+
+@pytest.mark.parametrize(("device", "asked", "known_before"), [("cpu", ["callback", "wait"], 1), ("meta", ["wait"], 0)])
+def test_on_a_device_the_time_of_a_broadcast_takes_no_stream_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: list[str], known_before: int
+) -> None:
+    """A callback has one, behind which all later launches stand in a single hardware queue."""
+    work = Broadcast()
+    monkeypatch.setattr(pipeline_shards.dist, "broadcast", lambda *_, **__: work)
+    monkeypatch.setattr(pipeline_shards, "logits_pass", lambda *_: None)
+    tokens = torch.zeros(TOKENS)
+    rank: Any = SimpleNamespace(
+        targets=lambda chunk: Targets((TOKENS, WIDTH), tokens, tokens, lambda x: x),
+        message=lambda: (torch.float32, torch.device(device)),
+        shard=lambda: None,
+    )
+    executor: Any = SimpleNamespace(recorder=Recorder(), plan=SimpleNamespace(forward_only=False))
+    executor.recorder.begin()
+    handlers = VocabularyShards(rank, SimpleNamespace(root=0, spread=None), None, Any).handlers()  # type: ignore[arg-type]
+    handlers[Op.SPREAD](executor, Action(Op.SPREAD, 0, 0))
+    assert len(executor.recorder.collectives()) == known_before
+    handlers[Op.S](executor, Action(Op.S, 0, 0))
+    assert work.asked == asked
+    assert [action for action, _ in executor.recorder.collectives()] == [Action(Op.SPREAD, 0, 0)]

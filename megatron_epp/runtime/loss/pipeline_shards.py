@@ -85,6 +85,7 @@ class _State:
         targets: its tokens.
         x: what is broadcast; from `S` on the input of the output layer.
         work: the broadcast, until `S`.
+        timed: called where `S` has waited for the broadcast, to end its time; None where a callback does.
         logits, losses, log_sum: results of `S` and of the reductions.
         ready: waits for the end of the reductions; None once it has been called.
         num_uses: operations of this rank that still need it, after the reductions.
@@ -93,6 +94,7 @@ class _State:
     targets: Targets
     x: Tensor
     work: dist.Work | None
+    timed: Callable[[], None] | None = None
     logits: Logits | None = None
     log_sum: Tensor | None = None
     losses: Tensor | None = None
@@ -140,10 +142,13 @@ class VocabularyShards:
             x = self._last.spread(action.chunk)
         ended = executor.recorder.collective(action)
         work = dist.broadcast(x, self._groups.root, group=self._groups.spread, async_op=True)
-        if executor.recorder.enabled:
+        # On a GPU a callback runs on a stream that waits for the broadcast, and with one hardware queue all that is launched
+        # later would wait behind it. There the time ends where S has waited for it.
+        by_callback = x.device.type == "cpu"
+        if executor.recorder.enabled and by_callback:
             work.get_future().add_done_callback(lambda _: ended())
         uses = (self._last is not None) + (not executor.plan.forward_only)
-        self._states[action.chunk] = _State(targets, x, work, num_uses=uses)
+        self._states[action.chunk] = _State(targets, x, work, None if by_callback else ended, num_uses=uses)
 
     @torch.no_grad()
     def _logits(self, executor: Executor, action: Action) -> None:
@@ -151,6 +156,8 @@ class VocabularyShards:
         assert state.work is not None  # it was started
         with executor.recorder.waiting(action._replace(op=Op.SPREAD)):
             state.work.wait()
+        if state.timed is not None:
+            state.timed()
         with executor.recorder.action(action):
             state.x = state.targets.whole(state.x)
             state.work = None
