@@ -16,11 +16,12 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, shown, whole
 
 KINDS = ("adam", "sgd", "muon", "dist_muon")
-"""Values of ``--optimizer`` whose bytes are known."""
+"""Values of Megatron's ``optimizer`` whose bytes are known."""
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of a value, by the names that Megatron's flags have for types."""
 DTYPE_FLAGS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-FLAGS = ("optimizer", "use_precision_aware_optimizer", *DTYPE_FLAGS, "optimizer_cpu_offload", "optimizer_offload_fraction")
+_PRECISE = "use_precision_aware_optimizer"
+FLAGS = ("optimizer", _PRECISE, *DTYPE_FLAGS, "optimizer_cpu_offload", "optimizer_offload_fraction")
 """Flags of Megatron's optimizer that commands take, with underscores."""
 _FP32_BYTES = 4
 
@@ -85,7 +86,7 @@ class OptimizerBytes:
         given = {name: value for name, value in flags.items() if value is not None}
         is_half = bool(given.get("bf16") or given.get("fp16"))
         weight = (2.0 if is_half else 4.0) if weight_bytes is None else weight_bytes
-        kind, is_precise = given.get("optimizer", "adam"), bool(given.get("use_precision_aware_optimizer"))
+        kind, is_precise = given.get("optimizer", "adam"), bool(given.get(_PRECISE))
         types = _types(given)
         _check(given, kind, is_precise, types)
         state = matrix_state = _adam_bytes(given, weight, is_precise, types)
@@ -142,17 +143,17 @@ def _types(given: Mapping[str, Any]) -> dict[str, str]:
 def _check(given: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
     """Raise `EppError` for flags of the optimizer that Megatron refuses together, and for an unknown optimizer."""
     if kind not in KINDS:
-        raise EppError(f"bytes of --optimizer {shown(kind)} are not known: give one of {', '.join(KINDS)}")
+        raise EppError(f"bytes of {_flag('optimizer')} {shown(kind)} are not known: give one of {', '.join(KINDS)}")
     if is_precise and kind != "adam":
-        raise EppError(f"--use-precision-aware-optimizer is for --optimizer adam, not {kind}: leave one of them out")
+        raise EppError(f"{_flag(_PRECISE)} is for {_flag('optimizer')} adam, not {kind}: leave one of them out")
     lower = [f"{_flag(name)} {value}" for name, value in types.items() if value != "fp32"]
     if lower and not is_precise:
-        raise EppError(f"{', '.join(lower)} needs --use-precision-aware-optimizer: add that, or leave it out")
+        raise EppError(f"{', '.join(lower)} needs {_flag(_PRECISE)}: add that, or leave it out")
     if given.get("optimizer_cpu_offload") and not is_precise:
-        raise EppError("--optimizer-cpu-offload needs --use-precision-aware-optimizer: add that, or leave it out")
+        raise EppError(f"{_flag('optimizer_cpu_offload')} needs {_flag(_PRECISE)}: add that, or leave it out")
     share = given.get("optimizer_offload_fraction", 1.0)
     if type(share) not in (int, float) or not 0 <= share <= 1:
-        raise EppError(f"--optimizer-offload-fraction is {shown(share)}; it must be a share, 0 to 1")
+        raise EppError(f"{_flag('optimizer_offload_fraction')} is {shown(share)}; it must be a share, 0 to 1")
 
 
 def _adam_bytes(given: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:

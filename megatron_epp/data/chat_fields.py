@@ -38,7 +38,7 @@ class Fields:
             counts = (f"{name} in {self.lost[name]:,} of {self.given[name]:,}" for name in sorted(self.lost))
             yield (
                 f"the chat template leaves out fields that messages have: {', '.join(counts)}; no token tells what they say. "
-                "Give a template that renders them (--chat-template), or put them into the content"
+                "Give a chat template that renders them, or put them into the content"
             )
         if self.num_empty:
             yield (

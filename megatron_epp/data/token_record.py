@@ -70,12 +70,12 @@ def missing_tokenizer(kind: str, model: str) -> str | None:
     if os.path.exists(model) or "://" in model:
         return None
     if kind in _OF_A_FILE:
-        return f"--tokenizer-model: there is no file {model}"
+        return f"there is no file {model}"
     parent, slash, _ = model.rpartition("/")
     if kind not in _OF_A_HUB or (_HUB_NAME.fullmatch(model) and not (slash and os.path.isdir(parent))):
         return None
     others = os.listdir(parent or "/") if os.path.isdir(parent or "/") else []
-    return f"--tokenizer-model: there is no folder {model}{nearest(os.path.basename(model), others)}"
+    return f"there is no folder {model}{nearest(os.path.basename(model), others)}"
 
 
 def is_of_hub(kind: str, model: str | None) -> bool:

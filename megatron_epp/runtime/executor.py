@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -167,7 +167,8 @@ class Executor:
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
         if self.links.uses_slots(device):
             slots = slots_of(self.plan, self.rank, self._actions)
-            self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
+            with self._telling_memory(self._actions[0]):
+                self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
     def _perform_step(self, action: Action) -> int:
         """Perform an action, with the other one of its step if the two can take turns. Returns the number of actions."""
@@ -179,8 +180,14 @@ class Executor:
         return 2
 
     def _perform(self, action: Action) -> None:
-        try:
+        with self._telling_memory(action):
             self._handlers[action.op](self, action)
+
+    @contextmanager
+    def _telling_memory(self, action: Action) -> Iterator[None]:
+        """Raise `OutOfMemoryRunError` with bytes and advice where an action, or what it needs, finds no memory."""
+        try:
+            yield
         except OUT_OF_MEMORY as error:
             text = self.out_of_memory.text(self.plan, self.rank, action, error)
             raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None

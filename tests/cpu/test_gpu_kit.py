@@ -126,9 +126,9 @@ def test_peaks_are_counted_without_a_device():
 
 
 def test_copies_beside_compute_are_counted_once():
-    found = bench._beside([("0F0", 0.0, 10.0), ("0O0", 5.0, 25.0), ("0B0", 20.0, 30.0)])
-    assert found == {"copies_us": 20.0, "beside_compute": 0.5}
-    assert bench._beside([("0F0", 0.0, 1.0)])["beside_compute"] is None
+    found = bench._hidden([("0F0", 0.0, 10.0), ("0O0", 5.0, 25.0), ("0B0", 20.0, 30.0)])
+    assert found == {"copies_us": 20.0, "hidden_by_compute": 0.5}
+    assert bench._hidden([("0F0", 0.0, 1.0)])["hidden_by_compute"] is None
 
 
 def test_a_full_run_is_refused_without_a_gpu(monkeypatch, capsys):

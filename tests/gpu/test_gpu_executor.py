@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_epp.runtime.offload.host import HostMemory
-from tests.support.gpu_stage import DEVICE, apart, run
+from tests.support.gpu_stage import DEVICE, relative_difference, run
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -29,14 +29,14 @@ def expected():
 
 @pytest.mark.parametrize("recompute_layers", [0, 2])
 def test_slices_in_fp32_give_the_gradients_of_whole_sequences(expected, recompute_layers):
-    assert apart(run(sliced(recompute_layers))[0], expected) <= 1e-4
+    assert relative_difference(run(sliced(recompute_layers))[0], expected) <= 1e-4
 
 
 @pytest.mark.parametrize("preference", ["auto", "flash", "unfused"])
 def test_slices_in_bf16_are_as_near_to_fp32_as_whole_sequences_in_bf16(expected, preference):
     whole = run(by_hand(["0F0 0B0 0F1 0B1 0F2 0B2"], WHOLE, num_layers=4), torch.bfloat16, preference)[0]
     found = run(sliced(), torch.bfloat16, preference)[0]
-    assert apart(found, expected) <= 1.5 * apart(whole, expected)
+    assert relative_difference(found, expected) <= 1.5 * relative_difference(whole, expected)
 
 
 @pytest.mark.parametrize("recompute_layers", [0, 2])
@@ -44,7 +44,9 @@ def test_slices_in_bf16_are_as_near_to_fp32_as_whole_sequences_in_bf16(expected,
 def test_copies_beside_compute_change_nothing(move, recompute_layers):
     plan = sliced(recompute_layers)
     stays = run(plan)[0]
-    assert apart(run(MOVES[move](plan), times=3)[0], stays) <= 1e-5  # kernels may add in another order; a race would be far off
+    assert (
+        relative_difference(run(MOVES[move](plan), times=3)[0], stays) <= 1e-5
+    )  # kernels may add in another order; a race would be far off
 
 
 @pytest.mark.parametrize(

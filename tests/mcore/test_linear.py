@@ -170,7 +170,9 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
 
 
 def test_the_backward_of_the_first_forward_adds_to_the_others_wherever_it_comes():
-    config = types.SimpleNamespace(delay_wgrad_compute=False, tensor_model_parallel_size=1, sequence_parallel=False)
+    config = types.SimpleNamespace(
+        delay_wgrad_compute=False, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False
+    )
     layer = FusedStandInParallelLinear(4, 4, config=config, init_method=nn.init.ones_, bias=False)
     weight = layer.weight
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 4), False

@@ -42,7 +42,8 @@ def test_the_run_ends_with_bytes_and_flags(tmp_path: Path) -> None:
         r"action 1B\d+ failed: out of memory on stage 1, chunk \d+: \d+ tokens, 2 layers, recompute: none", lines[0]
     )
     assert re.search(
-        r"planned for the rank at this action: .* GiB, with no cap; in use: .* GiB, and .* GiB more wanted", lines[1]
+        r"planned for the rank at this action: .* [KMG]iB, with no cap; in use: .* [KMG]iB, and .* [KMG]iB more wanted",
+        lines[1],
     )
     assert re.fullmatch(r"most likely to help: --epp-memory-cap-gb \S+ or --epp-chunk-tokens \d+", lines[2])
     assert "OutOfMemoryError" not in finished.output

@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.cli.prepare import add_arguments, run
+from megatron_epp.data.chat_fields import Fields
 from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
@@ -171,7 +172,7 @@ def test_a_pair_that_is_given_for_text_is_recognized(tmp_path):
         raw = Path(f"{prefix}{suffix}").read_bytes()
         (tmp_path / f"pair{suffix}").write_bytes(raw + b"\0")
         with pytest.raises(EppError, match=rf"pair\{suffix} is not JSONL but one of a pair .*: train with --data-path .*pair$"):
-            list(chats([tmp_path / f"pair{suffix}"], None, None, None))
+            list(chats([tmp_path / f"pair{suffix}"], None, None, None, Fields()))
 
 
 @pytest.mark.parametrize("model", ["/no/where", "{folder}/tokeniser"])
@@ -330,9 +331,9 @@ BEYOND = Encoder(lambda raw: np.array([300]), BYTES.tokenizer, "")
         (
             ["[", "{}]"],
             {},
-            r"in\.jsonl is a list in JSON, not JSONL, which has an object in each line; make that by: jq -c '\.\[\]'",
+            r"in\.jsonl:1 begins a list in JSON, not JSONL, which has an object in each line; make that by: jq -c '\.\[\]'",
         ),
-        (["{\0}"], {}, r"in\.jsonl is not JSONL: it has bytes that no text in UTF-8 has; give text"),
+        (["{\0}"], {}, r"in\.jsonl:1 is not JSONL: it has bytes that no text in UTF-8 has; give text"),
         ([{"text": 5}], {}, r"in\.jsonl:1 has no text under 'text'"),
         ([{"text": ""}, {"text": ""}], {}, "no documents: all 2 in the input are empty or not UTF-8"),
         ([], {}, "no documents: all 0 in the input are empty"),

@@ -11,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_epp.cli.prepare import add_arguments, run
 from megatron_epp.data.chat import ChatEncoder
+from megatron_epp.data.chat_fields import Fields
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.encoders import BYTES, chat_encoder, megatron_encoder
 from megatron_epp.mcore.data.inputs import chats
@@ -105,10 +106,13 @@ def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder,
     theirs = [{"conversations": [{"from": names.get(role, role), "value": text} for role, text in chat]} for chat in CHATS]
     chat = ChatEncoder(encoder.apply_template, PLAIN)
     files = jsonl(tmp_path / "ours.jsonl", *map(conversation, CHATS)), jsonl(tmp_path / "theirs.jsonl", *theirs)
-    made = [[(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, None)] for file in files]
+    made = [
+        [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, None, Fields())]
+        for file in files
+    ]
     with caplog.at_level("INFO", logger="megatron_epp"):
         caplog.clear()
-        assert list(chats([files[1]], chat, None, None))
+        assert list(chats([files[1]], chat, None, None, Fields()))
     assert made[0] == made[1]
     says = f"{files[1]} has conversations as ShareGPT has them: `from` is read as role, `value` as content"
     assert [record.getMessage() for record in caplog.records] == [says]
@@ -170,7 +174,7 @@ def test_other_roles_and_another_key(model, tmp_path):
 def test_an_end_of_document_is_added_where_asked_for_and_trained_behind_an_answer(model, lines, encoder):
     prefix = from_command(model, lines)
     bare = documents(prefix)
-    prefix = from_command(model, lines, "--append-eod")
+    prefix = from_command(model, lines, "--append-eod", "--overwrite")
     for number, (ids, mask) in enumerate(documents(prefix)):
         assert ids.tolist() == [*bare[number][0], encoder.tokenizer.eod]
         assert mask.tolist() == [*bare[number][1], number != 1]
@@ -233,7 +237,7 @@ def test_fields_that_the_template_ignores_are_told_by_name_and_count(encoder, tm
         (
             [CHATS[0], CHATS[2]],
             "{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
-            r"no token of 2 conversations is trained, though there are messages of assistant: check the template's "
+            r"no token of 2 conversations is trained, though there are messages of assistant: check the chat template's "
             r"\{% generation %\} \(--chat-template\), or --train-on",
         ),
     ],

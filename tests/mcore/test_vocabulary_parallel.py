@@ -201,7 +201,6 @@ ON = "--epp-vocab-parallel on"
         (ON, {"label_smoothing": 0.1}, "on does not go with --label-smoothing 0.1"),
         (ON, {"hybrid_layer_pattern": "*-|*-|*-|*-"}, "on does not go with --hybrid-layer-pattern"),
         (ON, {"init_model_with_meta_device": True}, "on does not go with --init-model-with-meta-device"),
-        (ON, {"logits_save_dir": "x"}, "on does not go with --logits-save-dir"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_a_line(flags: str, megatron: dict[str, Any], says: str) -> None:

@@ -181,7 +181,7 @@ def test_messages_are_those_under_the_key():
         ({"text": "x"}, "in:3 has no list of messages under 'messages'"),
         ({"messages": "x"}, "in:3 has no list of messages under 'messages'"),
         ({"messages": [USER, "x"]}, "in:3: message 2 has no text under 'role': 'x'"),
-        ({"messages": [{"from": "human", "value": "x"}]}, r"in:3: message 1 has no text under 'role': \{'from'"),
+        ({"messages": [{"speaker": "human", "text": "x"}]}, r"in:3: message 1 has no text under 'role': \{'speaker'"),
         ({"messages": [{"role": 1, "content": "x"}]}, "in:3: message 1 has no text under 'role'"),
         ({"messages": [{"role": "user"}]}, "in:3: message 1 has no text under 'content'"),
         ({"messages": [{"role": "user", "content": None}]}, "in:3: message 1 has no text under 'content'"),

@@ -50,7 +50,7 @@ def test_fields_that_a_template_ignores_are_counted_by_name_and_answers_without_
     assert (fields.num_empty, fields.num_null) == (1, 0)
     assert list(fields.warnings(["assistant"])) == [
         "the chat template leaves out fields that messages have: name in 1 of 1, reasoning_content in 2 of 2, tool_calls in 1 "
-        "of 1, weight in 1 of 1; no token tells what they say. Give a template that renders them (--chat-template), or put "
+        "of 1, weight in 1 of 1; no token tells what they say. Give a chat template that renders them, or put "
         "them into the content",
         "1 messages of assistant are trained as empty ones: the chat template renders nothing of them but what it puts around "
         "every message. Leave them out, or give a template that renders their fields",

@@ -40,7 +40,7 @@ def test_a_small_cap_is_told_from_the_least_that_would_do(capsys):
     cap, least = said.split("a memory cap of ")[1].split(" per rank")[0], said.split("would do is ")[1].split(" (")[0]
     assert cap == "0.00100 GiB"
     assert float(least.removesuffix(" GiB")) > 0.001
-    raised = said.split("Raise --memory-cap-gb to ")[1].split(",")[0].split(" ")[0].rstrip(".")
+    raised = said.split("Raise --memory-cap-gb to ")[1].split(",")[0].split()[0].rstrip(".")
     assert main(["plan", *small, "--lengths", "100", "--stages", "2", "--memory-gb", raised]) == 0
 
 

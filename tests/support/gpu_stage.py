@@ -102,6 +102,6 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
     return [parameter.grad.double() for parameter in stage.parameters], recorder
 
 
-def apart(found, expected):
+def relative_difference(found, expected):
     """Largest norm of a difference over the norm of what is expected."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))

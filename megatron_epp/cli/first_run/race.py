@@ -108,8 +108,8 @@ def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ours, lines = figures["elastic"], []
     for name, one in figures.items():
         if name != "elastic":
-            apart = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], one["losses"], strict=False))
+            difference = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], one["losses"], strict=False))
             speed = ours["tokens_per_second"] / one["tokens_per_second"]
-            lines.append(f"plans are {speed:.2f}x as fast as {name}; its losses differ by {apart:.1e} at most")
+            lines.append(f"plans are {speed:.2f}x as fast as {name}; its losses differ by {difference:.1e} at most")
     lines.append(f"speeds and times are of the last {_COUNTED} iterations, whose plans use learnt costs")
     return lines

@@ -183,7 +183,7 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
         and args.tokenizer_model
         and (missing := missing_tokenizer(args.tokenizer_type, args.tokenizer_model))
     ):
-        yield missing
+        yield f"--tokenizer-model: {missing}"
     for name in ("vocab_file", "merge_file"):
         path = getattr(args, name)
         if path and not _is_remote(path) and not Path(path).is_file():

@@ -16,7 +16,6 @@ FLAG = "--epp-vocab-parallel"
 _CONFLICTS = (
     MegatronFlag("--fp16", advice="use --bf16: small probabilities would leave the range of fp16"),
     MegatronFlag("--init-model-with-meta-device", advice="leave it out: the first weights are divided over ranks"),
-    MegatronFlag("--logits-save-dir", advice="leave it out: no rank has all logits of a token"),
     MegatronFlag("--logits-save-top-k", advice="leave it out: no rank has all logits of a token"),
     MegatronFlag("--fp8-output-proj", advice="leave it out: shards multiply in the type of the weights"),
     MegatronFlag("--label-smoothing", (None, 0, 0.0), "set it to 0"),

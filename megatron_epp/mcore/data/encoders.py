@@ -62,7 +62,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     kind, model = str(options.get("tokenizer_type")), options.get("tokenizer_model")
     name = "" if model is None else str(model)
     if missing := missing_tokenizer(kind, name) if name else None:
-        raise EppError(missing)
+        raise EppError(f"--tokenizer-model: {missing}")
     absent = f"there is no folder {name} here, so the tokenizer is that of Hugging Face's hub" if is_of_hub(kind, name) else ""
     if absent:
         logger.warning("%s: it is downloaded unless it has been before", absent)

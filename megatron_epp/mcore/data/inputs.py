@@ -177,20 +177,22 @@ def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if b"\0" in line:
-                raise EppError(_not_text(file))
+                raise EppError(_not_text(file, number))
             if number == 1 and line.lstrip().startswith(b"["):
                 remedy = f"jq -c '.[]' {shlex.quote(str(file))} > documents.jsonl"
-                raise EppError(f"{file} is a list in JSON, not JSONL, which has an object in each line; make that by: {remedy}")
+                raise EppError(
+                    f"{file}:1 begins a list in JSON, not JSONL, which has an object in each line; make that by: {remedy}"
+                )
             if line.strip():
                 yield f"{file}:{number}", line
 
 
-def _not_text(file: Path) -> str:
-    """Format what a file of bytes that no text has seems to be."""
+def _not_text(file: Path, number: int) -> str:
+    """Format what a file seems to be, in one of whose lines are bytes that no text has."""
     if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
         pair = file.with_suffix("")
         return f"{file} is not JSONL but one of a pair of documents that are prepared already: train with --data-path {pair}"
-    return f"{file} is not JSONL: it has bytes that no text in UTF-8 has; give text, with an object in each line"
+    return f"{file}:{number} is not JSONL: it has bytes that no text in UTF-8 has; give text, with an object in each line"
 
 
 def _log_unreadable(origin: str, error: UnicodeError) -> None:

@@ -215,7 +215,7 @@ def _write(
         if roles is not None and not any(writer.num_trained):
             raise EppError(
                 f"no token of {len(writer.lengths):,} conversations is trained, though there are messages of "
-                f"{', '.join(roles)}: check the template's {{% generation %}} (--chat-template), or --train-on"
+                f"{', '.join(roles)}: check the chat template's {{% generation %}} (--chat-template), or --train-on"
             )
         writer.builder.finalize(f"{partial}.idx")
     lengths = np.asarray(writer.lengths, dtype=np.int64)

@@ -2,8 +2,8 @@
 
 A cell is ``<stage><operation><microbatch>`` or empty: F forward, B backward, I its first half without weight gradients, W
 those; several that overlap as ``(0F1;7B0)OVERLAP_F_B``. An older notation has B for the first half and BW for the whole
-backward; a table without I in which a B has a W beside it, or which has BW, is read as that. Cells for sharded weights are left
-out, and sends and receives are launches (`launches_of`).
+backward; a table without I which has BW, or in which a B has a W next to it, is read as that. Cells for sharded weights are
+left out, and sends and receives are launches (`launches_of`).
 """
 
 from __future__ import annotations

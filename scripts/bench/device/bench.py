@@ -4,7 +4,7 @@ Parts (`--parts`):
 
 kernels     every attention kernel that runs here, in every type, against torch's own attention in fp64
 executor    gradients of a plan in slices against those of whole sequences, in fp32 and in bf16
-copies      activations and caches copied to the host and back: gradients stay, and how much lies beside compute
+copies      activations and caches copied to the host and back: gradients stay, and how much compute hides
 memory      peaks of plans of chunks of several sizes: planned (what autograd and caches keep, and the working memory of one
             chunk, measured alone) against what torch's allocator has given; what it keeps for itself, and its retries
 
@@ -35,7 +35,7 @@ from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.tools.kernel_proofs import prove
 from scripts.bench.gpu.runs import versions
-from tests.support.gpu_stage import DEVICE, GpuStage, apart, run
+from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,9 +72,9 @@ def kernels(unit: int) -> Part:
 def executor(unit: int) -> Part:
     sliced, whole = plans(unit, 0)
     expected = run(whole)[0]
-    found: Part = {"slices in fp32": apart(run(sliced)[0], expected)}
-    found["whole in bf16"] = apart(run(whole, torch.bfloat16, "auto")[0], expected)
-    found["slices in bf16"] = apart(run(sliced, torch.bfloat16, "auto")[0], expected)
+    found: Part = {"slices in fp32": relative_difference(run(sliced)[0], expected)}
+    found["whole in bf16"] = relative_difference(run(whole, torch.bfloat16, "auto")[0], expected)
+    found["slices in bf16"] = relative_difference(run(sliced, torch.bfloat16, "auto")[0], expected)
     return found | {
         "met": found["slices in fp32"] <= GOALS["fp32"] and found["slices in bf16"] <= GOALS["bf16"] * found["whole in bf16"]
     }
@@ -88,17 +88,20 @@ def copies(unit: int) -> Part:
         for name, move in MOVES.items():
             grads, recorder = run(move(plan), times=3)
             events = [event[:3] for event in recorder.events()]
-            rows[f"{name}, {recompute_layers} layers recomputed"] = {"apart": apart(grads, stays), **_beside(events)}
-    return {"rows": rows, "met": all(row["apart"] <= GOALS["copies"] for row in rows.values())}
+            rows[f"{name}, {recompute_layers} layers recomputed"] = {
+                "difference": relative_difference(grads, stays),
+                **_hidden(events),
+            }
+    return {"rows": rows, "met": all(row["difference"] <= GOALS["copies"] for row in rows.values())}
 
 
-def _beside(events: Sequence[tuple[str, float, float]]) -> Part:
+def _hidden(events: Sequence[tuple[str, float, float]]) -> Part:
     """Total time of copies of activations, and the share of it in which an action computed."""
     compute = [(start, end) for name, start, end in events if "F" in name or "B" in name]
     moved = [(start, end) for name, start, end in events if "O" in name or "L" in name]
     total = sum(end - start for start, end in moved)
     hidden = sum(max(0.0, min(end, e) - max(start, s)) for start, end in moved for s, e in compute)
-    return {"copies_us": total, "beside_compute": hidden / total if total else None}
+    return {"copies_us": total, "hidden_by_compute": hidden / total if total else None}
 
 
 def memory(unit: int) -> Part:
@@ -120,7 +123,7 @@ def memory(unit: int) -> Part:
 
 
 def peaks(plan: Plan) -> Part:
-    """Peaks of a plan beside parameters and their gradients, in bytes: what autograd and caches keep, and what the device gave.
+    """Peaks of a plan, without parameters and gradients, in bytes: what autograd and caches keep, and what the device gave.
 
     The device's are None on a CPU.
     """

@@ -46,9 +46,9 @@ def forget_training():
 
     Patches for the training loop are undone, as a framework that calls `wrap` has none.
     """
-    from megatron_epp.mcore.patches import install, patching
+    from megatron_epp.mcore.patches import environment, install, patching
 
-    patching.revert(install.patches())
+    patching.revert((*environment.patches(), *install.patches()))
     for name in list(sys.modules):
         if name.startswith(("megatron.training", "megatron_epp.mcore.")) and not name.startswith("megatron_epp.mcore.patches"):
             del sys.modules[name]
