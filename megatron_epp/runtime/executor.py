@@ -161,7 +161,7 @@ class Executor:
 
     def _open_slots(self) -> None:
         """Let the links keep as many messages as this rank has under way at one time."""
-        if self.links is None:
+        if self.links is None or not self._actions:
             return
         tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
