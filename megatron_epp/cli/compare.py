@@ -14,7 +14,7 @@ from typing import Any
 from megatron_epp.cli.inputs import add_problem, costs_of, costs_source, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.schedules import ALL, USUAL, layout_for
+from megatron_epp.cli.schedules import ALL, layout_for, usual
 from megatron_epp.cli.terminal import (
     EXACT,
     Command,
@@ -36,7 +36,6 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
-from megatron_epp.planner.schedules import SCHEDULES
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
@@ -92,7 +91,7 @@ def add_arguments(parser: Parser) -> None:
         type=lambda text: text if text == ALL else planner(text),
         metavar="NAME",
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
-        f"placements with even layers on their own (default: {', '.join(USUAL)})",
+        f"placements with even layers on their own (default: {', '.join(usual())})",
     )
     parser.set_defaults(layout=BEST)
     for action in parser._actions:
@@ -119,7 +118,7 @@ def compare(args: argparse.Namespace) -> str:
     batches = batches_of(args)
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
-    names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or USUAL))
+    names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
     layouts = _layouts(args, [lengths for _, lengths in batches], names)
     tell_sharing(args)
     tokens = [length for _, lengths in batches for length in lengths]
@@ -246,7 +245,7 @@ def _entry(
         size: of its rows or chunks; None for that of the flags.
     """
     start_s = time.process_time()
-    schedule = SCHEDULES.get(name)
+    known = PLANNERS.entry(name)
     try:
         own = layout_for(name, layout)
         if own != layout and kind == BALANCED:
@@ -254,8 +253,8 @@ def _entry(
         options = options_from(args, planner=name)
         if size is not None:
             options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
-        if schedule is not None:
-            split, offload = options.split_weight or schedule.splits_weight, options.offload or schedule.offloads
+        if known is not None:
+            split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with latest_message(EXACT) as latest:
             made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
@@ -291,12 +290,12 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("layers", "size"), settings))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
     planned = [entry.planner for entry in entries if entry.plan is not None]
-    theirs = {name: SCHEDULES[name] for name in planned if name in SCHEDULES}
-    if splits := [name for name, schedule in theirs.items() if schedule.splits_weight]:
+    known = {name: entry for name in planned if (entry := PLANNERS.entry(name)) is not None}
+    if splits := [name for name, entry in known.items() if entry.splits_weight]:
         lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
-    if copying := [name for name, schedule in theirs.items() if schedule.offloads]:
+    if copying := [name for name, entry in known.items() if entry.offloads]:
         lines.append(f"activations may be offloaded in {', '.join(copying)}; with --offload in all")
-    if joining := [name for name, schedule in theirs.items() if schedule.joins]:
+    if joining := [name for name, entry in known.items() if entry.joins]:
         lines.append(f"exchanges are overlapped in {', '.join(joining)}; with --overlap-exchanges in greedy")
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]

@@ -19,6 +19,7 @@ from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
 from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
+from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.table import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
@@ -26,8 +27,6 @@ KINDS = ("looped", "v")
 """Placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``."""
 _STAGES = 4
 """Pipeline ranks where neither ``--stages`` nor a layout says how many."""
-_SEVERAL = frozenset({"greedy", "milp"})
-"""Planners that plan several stages per rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def _sample(
         num_layers=num_layers,
         options=options_from(args, planner=planner),
         halves=profile.attention is not None,
-        placements=() if _SEVERAL.issuperset(planners) else (own.placement,),
+        placements=() if all(map(begins_with_greedy, planners)) else (own.placement,),
         vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks),
     )
 

@@ -18,23 +18,23 @@ from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, finish, t
 from megatron_epp.plan.errors import EppError
 
 MODULES = {
-    "plan": "plan",
-    "memory": "memory",
-    "check": "plan",
-    "simulate": "plan",
-    "compare": "compare",
-    "schedules": "schedules",
-    "advise": "advise",
-    "show": "show",
-    "profile": "profile",
-    "emulate": "emulate",
-    "prepare": "prepare",
-    "train": "train",
-    "quickstart": "quickstart",
-    "doctor": "doctor",
-    "first-run": "first_run",
+    "plan": "megatron_epp.cli.plan",
+    "memory": "megatron_epp.cli.memory",
+    "check": "megatron_epp.cli.plan",
+    "simulate": "megatron_epp.cli.plan",
+    "compare": "megatron_epp.cli.compare",
+    "schedules": "megatron_epp.cli.schedules",
+    "advise": "megatron_epp.cli.advise",
+    "show": "megatron_epp.cli.show",
+    "profile": "megatron_epp.cli.profile",
+    "emulate": "megatron_epp.contrib.demos.emulate_command",
+    "prepare": "megatron_epp.cli.prepare",
+    "train": "megatron_epp.cli.train",
+    "quickstart": "megatron_epp.contrib.demos.quickstart",
+    "doctor": "megatron_epp.cli.doctor",
+    "first-run": "megatron_epp.cli.first_run",
 }
-"""The file of each command, in the order of the list; only that of the command that runs is imported."""
+"""The module of each command, in the order of the list; only that of the command that runs is imported."""
 OLD_NAMES = {"rehearse": "emulate"}
 """Names of commands that work for one more release, and the new ones."""
 _HELP = frozenset({"-h", "--help"})
@@ -94,7 +94,7 @@ def _refused(error: Exception, parser: Parser) -> int:
 
 
 def _command(name: str) -> Command:
-    module = importlib.import_module(f"megatron_epp.cli.{MODULES[name]}")
+    module = importlib.import_module(MODULES[name])
     commands: Sequence[Command] = module.COMMANDS if hasattr(module, "COMMANDS") else (module.COMMAND,)
     return next(one for one in commands if one.name == name)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
@@ -35,7 +37,6 @@ from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import InfeasibleError, PlanError
-from megatron_epp.plan.foreign import SOURCES, from_table, is_table, launches_of
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
@@ -135,7 +136,7 @@ def _check(args: argparse.Namespace) -> int:
         if rows is not None and not violations:
             num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in made.ranks for step in row)
             say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
-        if made.planner in SOURCES and not violations:
+        if made.planner in foreign().SOURCES and not violations:
             peaks = made.predicted.peak_bytes
             say(
                 f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
@@ -147,12 +148,18 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if any(found) or unmatched else 0
 
 
+def foreign() -> Any:
+    """Import the readers of tables that other systems print: `SOURCES`, `is_table`, `from_table` and `launches_of`."""
+    return importlib.import_module("megatron_epp.contrib.foreign")
+
+
 def _read(path: str) -> tuple[Plan, Rows | None]:
     """Load a plan, or a table of another system as one, with the launches that the table has itself."""
     with naming(path):
         text = read_text(path)
-        if is_table(path, text):
-            return from_table(text), launches_of(text)
+        tables = foreign()
+        if tables.is_table(path, text):
+            return tables.from_table(text), tables.launches_of(text)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
             raise PlanError(
                 "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "

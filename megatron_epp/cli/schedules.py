@@ -8,19 +8,9 @@ from dataclasses import replace
 from megatron_epp.cli.layout import Chosen
 from megatron_epp.cli.terminal import Command, Parser, say
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.schedules import BASELINES, SCHEDULES
+from megatron_epp.planner.registry import PLANNERS, Entry
 from megatron_epp.report.table import table
 
-OURS = {
-    "greedy": "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
-    "1f1b": "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
-    "milp": "a solver around greedy: order, recompute, weight gradients and copies of small batches",
-}
-"""Planners of this package, with a line each."""
-SOURCES = {"milp": "OptPipe, 2510.05186"}
-"""Papers that planners of this package follow."""
-USUAL = tuple(sorted({*OURS, *BASELINES}))
-"""Planners that take the layout as it is, which `compare` runs by default."""
 ALL = "all"
 
 
@@ -34,14 +24,19 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     Raises:
         EppError: there are more stages than layers, or the schedule divides them otherwise.
     """
-    schedule = SCHEDULES.get(planner)
-    if schedule is None or schedule.order is None:
+    entry = PLANNERS.entry(planner)
+    if entry is None or entry.fixed is None:
         return layout
     placement = layout.placement
-    wanted = schedule.order.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
+    wanted = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
     if wanted.placement.rank_of == placement.rank_of:
         return layout
     return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
+
+
+def usual() -> list[str]:
+    """Return the planners that `compare` runs by default: those that take the layout as it is, and whose plans run."""
+    return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
 
 
 def chosen_for(planner: str, chosen: Chosen) -> Chosen:
@@ -58,20 +53,26 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     del args
-    rows = [[name, "any", "", SOURCES.get(name, "this package"), summary] for name, summary in OURS.items()]
-    for name, schedule in SCHEDULES.items():
-        count = 1 if schedule.order is None else schedule.order.chunks_per_rank
-        kind = "looped" if schedule.order is None else schedule.order.kind
-        stages = f"{'2 or more' if count is None else count}{', V' * (kind == 'v')}" if kind != "helix" else "one per layer"
-        uses = ["W"] * schedule.splits_weight + ["offload"] * schedule.offloads
-        summary = schedule.summary + "; planned, not run" * bool(schedule.lacks)
-        rows.append([name, stages, ", ".join(uses), schedule.source, summary])
+    entries, rows = PLANNERS.entries(), []
+    for name, entry in entries.items():
+        uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
+        summary = entry.summary + "; planned, not run" * bool(entry.lacks)
+        rows.append([name, _stages(entry), ", ".join(uses), entry.source, summary])
     say("\n".join(table(("planner", "stages per rank", "uses", "source", "what it does"), rows, left=range(5))))
-    for name, schedule in SCHEDULES.items():
-        if schedule.lacks:
-            say(f"\n{name} is planned, not run: training lacks {schedule.lacks}.")
+    for name, entry in entries.items():
+        if entry.lacks:
+            say(f"\n{name} is planned, not run: training lacks {entry.lacks}.")
     say("\n`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap.")
     return 0
+
+
+def _stages(entry: Entry) -> str:
+    """Say how many stages of a rank a planner plans for."""
+    if entry.fixed is None:
+        return "any" if entry.begins_with_greedy else "1"
+    if entry.fixed.kind == "helix":
+        return "one per layer"
+    return f"{entry.fixed.chunks_per_rank or '2 or more'}{', V' * (entry.fixed.kind == 'v')}"
 
 
 COMMAND = Command("schedules", "list the schedules and planners that plans can follow, with their papers", add_arguments, run)

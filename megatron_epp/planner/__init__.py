@@ -16,15 +16,13 @@ from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.exact.refine import milp
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
-from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search.greedy import Planner, for_table, greedy
 from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
 from megatron_epp.planner.tables import Tables
@@ -49,13 +47,6 @@ __all__ = [
     "tabulate",
     "uncollected",
 ]
-
-PLANNERS: dict[str, Planner] = {
-    **OUR_PLANNERS,
-    **{name: schedule.plan for name, schedule in SCHEDULES.items()},
-    "milp": milp,
-}
-"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
@@ -83,7 +74,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         if planner is greedy:
             planner = partial(greedy, before={})
         small = replace(options, wide_windows=False)
-        smaller = (lambda asked: _built(asked, costs, small, planner)) if options.planner in ("greedy", "milp") else None
+        smaller = (lambda asked: _built(asked, costs, small, planner)) if begins_with_greedy(options.planner) else None
         least, without_offload = (resort(problem, costs, options) for resort in (last_resort, last_resort_without_offload))
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least, without_offload)
 

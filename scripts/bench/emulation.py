@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_epp.contrib.demos.emulate import emulate
 from megatron_epp.plan import Plan
-from megatron_epp.runtime.tools.emulate import emulate
 
 TIMEOUT_S = 300.0
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_epp.cli.main import main
+from megatron_epp.contrib.demos.emulate import emulate
 from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, EppError, Op
 from megatron_epp.plan.relations import deps
@@ -14,7 +15,6 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.report.measured import Measured
-from megatron_epp.runtime.tools.emulate import emulate
 from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingOffload, host_locks
 from megatron_epp.plan import Action, EppError, Op
-from megatron_epp.runtime.tools.emulate import EmulatedRank, WaitingOffload, host_locks
 from tests.support.plan.small_plans import offload, shared_link, with_step
 
 SCALE = 1000.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
+from megatron_epp.contrib.foreign.pipelining import from_pipelining, launches_of
 from megatron_epp.plan import check, lower
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.foreign.pipelining import from_pipelining, launches_of
 
 RANKS, MICROBATCHES = 4, 8
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.cost import CPU, analytic_profile
 from megatron_epp.cost.library import shape_of
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
@@ -26,10 +26,10 @@ OF_ONE_SIZE = ("seq1f1b", "chunkflow")
 
 
 def case_of(name: str) -> dict[str, Any]:
-    schedule = SCHEDULES[name]
+    schedule = PLANNERS.entries()[name]
     cell: dict[str, Any] = {"pp": 2}
-    if schedule.order is not None and (count := schedule.order.chunks_per_rank or 2) > 1:
-        cell |= {"virtual": count, "placement": schedule.order.kind}
+    if schedule.fixed is not None and (count := schedule.fixed.chunks_per_rank or 2) > 1:
+        cell |= {"virtual": count, "placement": schedule.fixed.kind}
     if name == "stp":
         cell["tp"] = 2
     if schedule.splits_weight:
@@ -39,6 +39,8 @@ def case_of(name: str) -> dict[str, Any]:
     return {"cell": cell, "model": "llama", "plan": f"{cut} --epp-planner {name}{offload}"}
 
 
+OURS = ("greedy", "1f1b", "milp")
+"""Planners that other tests train with."""
 OVERLAPPED = "greedy, exchanges overlapped"
 
 
@@ -53,7 +55,7 @@ def overlapped_case(folder: Path) -> dict[str, Any]:
     return {"cell": {"pp": 2, "tp": 2, "split": True}, "model": "llama", "plan": plan}
 
 
-NAMES = [name for name, schedule in SCHEDULES.items() if not schedule.lacks]
+NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and not entry.lacks]
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +87,8 @@ def test_it_trains_as_the_stock_schedule_does(figures_of: Callable[[bool], dict[
     assert figures["num_losses"] == [ITERATIONS, 1]
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in plans) == (name not in WHOLE)
-    assert any(plan["weights"] > 0 for plan in plans) == SCHEDULES[name].splits_weight
-    assert any(plan["copies"] > 0 for plan in plans) == SCHEDULES[name].offloads
+    assert any(plan["weights"] > 0 for plan in plans) == PLANNERS.entries()[name].splits_weight
+    assert any(plan["copies"] > 0 for plan in plans) == PLANNERS.entries()[name].offloads
 
 
 @pytest.mark.parametrize("name", ["stp", OVERLAPPED])

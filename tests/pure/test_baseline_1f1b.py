@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 
 LENGTHS = (8000, *web_lengths(40, seed=11, longest=6000))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.schedules.chunkflow import recompute_all_but_last
-from megatron_epp.planner.schedules.common import fixed_size_chunks
+from megatron_epp.planner.baselines.contest import fixed_size_chunks
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(1)

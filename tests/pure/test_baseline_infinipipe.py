@@ -7,18 +7,18 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
+from megatron_epp.contrib.papers.infinipipe import search
+from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
+from megatron_epp.contrib.papers.infinipipe.search import Grouping, algorithm_1
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.warm_up import slice_groups
-from megatron_epp.planner.schedules.common import Contest, peaks_bytes
-from megatron_epp.planner.schedules.infinipipe import search
-from megatron_epp.planner.schedules.infinipipe.checkpoints import Effort, diagonal_checkpoints
-from megatron_epp.planner.schedules.infinipipe.integer_program import Model, Solution
-from megatron_epp.planner.schedules.infinipipe.search import Grouping, algorithm_1
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

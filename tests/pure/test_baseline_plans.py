@@ -10,9 +10,11 @@ import pytest
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
-from megatron_epp.planner.schedules import BASELINES
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default
+
+BASELINES = ("1f1b-padded", "1f1b-packed", "seq1f1b", "chunkflow", "infinipipe")
+"""Planners of one stage per rank that choose their chunks by their own rules."""
 
 
 def random_batch(seed: int) -> tuple[tuple[int, ...], int, int, int]:

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_epp.plan import Op, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.schedules.common import chunk_sizes, fixed_size_chunks
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order
+from megatron_epp.planner.baselines.contest import chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 
 LENGTHS = (50_000, 9000, *web_lengths(60, seed=2, longest=20_000))

@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.schedules.common import chunk_sizes
+from megatron_epp.planner.baselines.contest import chunk_sizes
 from scripts.bench.planner.fixed import FIXED, FixedRun, fixed_run
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 

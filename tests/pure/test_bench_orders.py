@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.bench import TIE, main
 from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims
@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 
 
 def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
-    assert set(CLAIMS) == {name for name, schedule in SCHEDULES.items() if schedule.order is not None}
+    assert set(CLAIMS) == {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
     assert claims() in PAGE.read_text()
 
 

@@ -10,8 +10,8 @@ from itertools import islice
 import pytest
 
 from megatron_epp import planner
+from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.planner.exact.oracle import oracle
 from scripts.bench.planner import small as planner_small
 from scripts.bench.planner.bench import against, large
 from scripts.bench.planner.fixed import FIXED

@@ -15,13 +15,12 @@ from megatron_epp.cli.compare import sizes_of
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.main import main
-from megatron_epp.cli.schedules import OURS, USUAL
+from megatron_epp.cli.schedules import usual
 from megatron_epp.plan.check import check
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
 from megatron_epp.plan.text import from_grid
 from megatron_epp.planner import PLANNERS
-from megatron_epp.planner.schedules import SCHEDULES
 from tests.support.plan.report_plans import measured_run
 
 MODEL = shlex.split(
@@ -181,8 +180,8 @@ def test_compare_without_solvers_has_a_row_that_says_so_for_each_planner_that_ne
         monkeypatch.setitem(sys.modules, module, None)
     assert main(["compare", *BATCH]) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(USUAL)]}
-    assert set(rows) == set(USUAL)
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(usual())]}
+    assert set(rows) == set(usual())
     assert rows["milp"][:2] == ["no", "plan"]
     assert rows["greedy"][:2] != ["no", "plan"]
     assert "milp: no plan. this planner needs OR-tools" in out
@@ -201,19 +200,19 @@ def test_all_planners_are_ranked_with_the_placements_that_they_need(capsys):
 def test_every_planner_is_listed_with_its_source(capsys):
     assert main(["schedules"]) == 0
     printed = capsys.readouterr().out
-    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == {*OURS, *SCHEDULES}
+    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == set(PLANNERS)
 
 
 def test_planners_whose_plans_training_cannot_run_are_listed_as_such_and_plan(tmp_path, capsys):
     assert main(["schedules"]) == 0
     listed = capsys.readouterr().out
     for name, flags in (("helixpipe", []), ("flexsp", ["--context-parallel-size", "4", "--model", "llama3-8b"])):
-        assert f"{name} is planned, not run: training lacks {SCHEDULES[name].lacks}." in listed
+        assert f"{name} is planned, not run: training lacks {PLANNERS.entries()[name].lacks}." in listed
         path = str(tmp_path / f"{name}.json")
         assert main(["plan", "--lengths", "9000,900,800,700", "--stages", "2", "--planner", name, "-o", path, *flags]) == 0
         assert main(["check", path]) == 0
         assert "sound" in capsys.readouterr().out
-        assert name not in USUAL
+        assert name not in usual()
 
 
 def test_compare_prints_one_line_per_planner(capsys):

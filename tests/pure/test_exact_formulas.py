@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.exact.oracle import Proven, oracle
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table
 from megatron_epp.planner.assemble import build_plan, predicted_us
-from megatron_epp.planner.exact.oracle import Proven, oracle
 from scripts.bench.orders.unit import TOKENS, Unit
 
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
@@ -56,7 +56,7 @@ def test_split_weight_gradients_wait_as_zb_h1_with_the_memory_of_1f1b(p: int, m:
 def test_no_order_of_several_stages_per_rank_is_faster_with_its_memory(name: str):
     unit = Unit(name, 2, 4)
     theirs = unit.of_paper()
-    found = best(unit, unit.peak_bytes(theirs) / TOKENS, replace(SPLIT, split_weight=unit.schedule.splits_weight))
+    found = best(unit, unit.peak_bytes(theirs) / TOKENS, replace(SPLIT, split_weight=unit.splits_weight))
     assert waits(unit, found) <= unit.waits(theirs)
 
 

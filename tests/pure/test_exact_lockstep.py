@@ -12,12 +12,12 @@ from itertools import chain
 
 import pytest
 
+from megatron_epp.contrib.exact.lockstep import LockstepRefiner, refined_together
+from megatron_epp.contrib.exact.oracle import TOLERANCE
+from megatron_epp.contrib.exact.refine import Refined
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import PlanError, check, check_lockstep
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.planner.exact.lockstep import LockstepRefiner, refined_together
-from megatron_epp.planner.exact.oracle import TOLERANCE
-from megatron_epp.planner.exact.refine import Refined
 from megatron_epp.planner.search.lockstep import found, plan_lockstep, written
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.service.background import BackgroundPlanner

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.exact.oracle import TOLERANCE, oracle
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.exact.oracle import TOLERANCE, oracle
 from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.search.greedy import greedy

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.exact.oracle import makespan_us
+from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
+from megatron_epp.contrib.exact.refiner import Refiner, faster, shape_of
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.exact.oracle import makespan_us
-from megatron_epp.planner.exact.refine import MOST_CHUNKS, milp
-from megatron_epp.planner.exact.refiner import Refiner, faster, shape_of
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
 from megatron_epp.planner.service.background import BackgroundPlanner

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.analytic import context_exchange_us
 from megatron_epp.cost.context_groups import GroupCosts
@@ -16,7 +17,6 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.schedules.flexsp import flexsp
 
 LENGTHS = (16000, 9000, 4000, *(2000,) * 6, *(500,) * 12)
 RANKS = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cli.main import main
+from megatron_epp.contrib.foreign import from_table, is_table
 from megatron_epp.plan import Action, Op, PlanError, check
-from megatron_epp.plan.foreign import from_table, is_table
 from megatron_epp.plan.placement import Placement
 
 Rows = list[list[Action]]

@@ -8,6 +8,8 @@ from itertools import product
 
 import pytest
 
+from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.helixpipe import helixpipe
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
@@ -17,8 +19,6 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.schedules.fixed_order import Batch
-from megatron_epp.planner.schedules.helixpipe import helixpipe
 from megatron_epp.report.gantt import save_gantt
 from scripts.bench.orders.unit import TOKENS, Unit, block_costs
 

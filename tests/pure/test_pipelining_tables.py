@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cli.main import main
+from megatron_epp.contrib.foreign.pipelining import from_pipelining
 from megatron_epp.plan import Op, PlanError, check
-from megatron_epp.plan.foreign.pipelining import from_pipelining
 
 TABLE = """\
 0F0,0F1,,0I0,0W0,0B1

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cli.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
-from megatron_epp.cli.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
+from megatron_epp.contrib.demos.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
+from megatron_epp.contrib.demos.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
 from megatron_epp.launch.runs import Run
 from megatron_epp.report.rounds import Occupancy, Rounds
 from tests.support.plan.report_plans import sliced_plan

@@ -20,12 +20,12 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import predicted_us
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-ORDERS = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
+ORDERS = [name for name, entry in PLANNERS.entries().items() if entry.fixed is not None]
 SIZES = [(4, 8), (8, 32), (6, 24)]
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 28000, 26000, 9000, 9000, 5000, 3000, 2000, 700, 700, 300)
@@ -208,15 +208,14 @@ def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
     """Written anew, as in `test_plan_golden.py`, with ``MEGATRON_EPP_WRITE_GOLDEN=1``."""
     path = GOLDEN / f"order_{name}.txt"
     unit = DRAWN.get(name, Unit(name, 4, max(8, fewest(name, 4))))
-    text = to_grid(unit.with_copies() if unit.schedule.offloads else unit.plan())
+    text = to_grid(unit.with_copies() if PLANNERS.entries()[name].offloads else unit.plan())
     if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
 
 
 def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
-    order = SCHEDULES[name].order
-    assert order is not None
+    order = PLANNERS[name]
     return Problem(LENGTHS, order.layout(32, 4).placement.rank_of, (cap,) * 4)
 
 
@@ -237,7 +236,7 @@ def test_skewed_batches_have_sound_plans(name: str, options: Options):
     assert check(made) == []
     assert blocked([lower(made)]) == []
     has_weights = any(step.action.op is Op.W for row in made.ranks for step in row)
-    assert has_weights == (options.split_weight and SCHEDULES[name].splits_weight)
+    assert has_weights == (options.split_weight and PLANNERS.entries()[name].splits_weight)
     if options.slices:
         assert max(len(group) for group in [[c for c in made.chunks if c.segments[0].sequence == 0]]) == 6
 

@@ -12,22 +12,22 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from megatron_epp.contrib.papers.dynapipe import sorted_microbatches
+from megatron_epp.contrib.papers.partition import least_latency
+from megatron_epp.contrib.papers.sppo import sequence_aware_shares
 from megatron_epp.cost import H100, Line, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan, PlanError, check, lower
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
-from megatron_epp.planner.schedules import SCHEDULES
-from megatron_epp.planner.schedules.dynapipe import sorted_microbatches
-from megatron_epp.planner.schedules.partition import least_latency
-from megatron_epp.planner.schedules.sppo import sequence_aware_shares
+from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.plan.planner_cases import GIB
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 28000, 26000, 9000, 9000, 5000, 3000, 2000, 700, 700, 300)
-OFFLOADING = [name for name, schedule in SCHEDULES.items() if schedule.offloads]
+OFFLOADING = [name for name, entry in PLANNERS.entries().items() if entry.offloads]
 
 
 def latency_us(times_us: np.ndarray, ends: Sequence[int], p: int) -> float:
@@ -198,14 +198,13 @@ def test_pipeoffload_keeps_less_than_half_if_half_is_offloaded(p: int):
 
 
 def two_stages_each(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
-    order = SCHEDULES[name].order
-    assert order is not None
+    order = PLANNERS[name]
     return Problem(LENGTHS, Placement(order.kind, 4, order.chunks_per_rank or 2).rank_of, (cap,) * 4)
 
 
 def sound(problem: Problem, name: str) -> Plan:
     costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
-    options = Options(planner=name, slices=6, offload=True, split_weight=SCHEDULES[name].splits_weight)
+    options = Options(planner=name, slices=6, offload=True, split_weight=PLANNERS.entries()[name].splits_weight)
     made = plan(problem, costs, options)
     assert check(made) == []
     assert blocked([lower(made)]) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
@@ -23,7 +24,6 @@ from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, f
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.layouts.search import Choice, Sample, choose, placements_of
 from megatron_epp.planner.orders.warm_up import run_ahead, slice_groups
-from megatron_epp.planner.schedules.chunkflow import recompute_all_but_last
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -304,7 +304,7 @@ def optimum(name: str, p: int, memory: float, *, copies: bool = False) -> float:
         copies: all activations of a microbatch on a rank take a unit to host memory, and one back.
     """
     pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
-    from megatron_epp.planner.exact.oracle import oracle
+    from megatron_epp.contrib.exact.oracle import oracle
 
     unit, options = Unit(name, p, p), Options(split_weight=True, offload=copies)
     costs = replace(unit.costs, host_latency_us=0.0, host_us_per_byte=1.0, offloadable_share=1.0) if copies else unit.costs

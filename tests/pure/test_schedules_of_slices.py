@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 
 from megatron_epp.cli.main import main
+from megatron_epp.contrib.papers.slimpipe import even_slices
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import even_layers, load_flags, shape_of
 from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
@@ -20,7 +21,6 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.schedules.slimpipe import even_slices
 from scripts.bench.orders.bench import LAYERS
 from scripts.bench.orders.bench import costs_of as bench_costs
 from scripts.bench.orders.random_batches import drawn

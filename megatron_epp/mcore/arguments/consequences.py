@@ -16,8 +16,7 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
-from megatron_epp.planner import PLANNERS
-from megatron_epp.planner.schedules import COPYING, SCHEDULES
+from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 
 logger = logging.getLogger(__name__)
 
@@ -303,12 +302,13 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield which of our own flags do not go together."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
-    if planner in SCHEDULES and (lacks := SCHEDULES[planner].lacks):
-        yield f"--epp-planner {planner} is planned, not run: training lacks {lacks}; use --epp-planner greedy"
+    entry = PLANNERS.entry(planner)
+    if entry is not None and entry.lacks:
+        yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
-    elif planner in PLANNERS and planner not in COPYING:
+    elif entry is not None and not entry.may_offload:
         yield f"--epp-offload is for --epp-planner greedy, milp and orders of papers, not {planner}; leave one of them out"
     elif args.epp_recompute != "auto":
         yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
@@ -357,7 +357,7 @@ def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what does not go with steps of two actions."""
     if not args.epp_overlap_exchanges:
         return
-    if args.epp_planner not in ("greedy", "milp"):
+    if not begins_with_greedy(args.epp_planner):
         yield f"--epp-overlap-exchanges is for --epp-planner greedy and milp, not {args.epp_planner}; leave one of them out"
     for flag, reason in flags_against_overlap(args):
         yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.cost.head import AUTO
 from megatron_epp.plan.reading import MOST_LAYERS, in_units, nearest, shown
-from megatron_epp.planner import PLANNERS
+from megatron_epp.planner.registry import PLANNERS
 
 MOST = (1 << 31) - 1
 """Largest whole number of a flag, where nothing smaller makes sense."""

@@ -8,6 +8,7 @@ from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
 from megatron_epp.mcore.arguments.layout import asked_chunks, hybrid_pattern
+from megatron_epp.planner.registry import begins_with_greedy
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -23,8 +24,6 @@ Attention (``*``) and MLP (``-``) layers can: keys and values are all the state 
 """
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
-LOCKSTEP = ("greedy", "milp")
-"""Planners that plan replicas together."""
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -109,10 +108,10 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
             f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
             "cannot run: use padded"
         )
-    if args.epp_schedule == "elastic" and (args.epp_planner not in LOCKSTEP or args.epp_plan_budget_ms is not None):
+    if args.epp_schedule == "elastic" and (not begins_with_greedy(args.epp_planner) or args.epp_plan_budget_ms is not None):
         raise ArgumentError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner "
-            f"{' and '.join(LOCKSTEP)} do, without --epp-plan-budget-ms"
+            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy and "
+            "milp do, without --epp-plan-budget-ms"
         )
 
 

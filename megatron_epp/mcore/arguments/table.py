@@ -31,7 +31,7 @@ from megatron_epp.mcore.arguments.flag import (
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
-from megatron_epp.planner import PLANNERS
+from megatron_epp.planner.registry import PLANNERS
 
 PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 

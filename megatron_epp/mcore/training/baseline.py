@@ -19,7 +19,7 @@ from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_sto
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.schedules.common import pack_whole
+from megatron_epp.planner.baselines.contest import pack_whole
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.context import ChunkContext

@@ -30,6 +30,7 @@ from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, Work, moved
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.registry import begins_with_greedy
 
 logger = logging.getLogger(__name__)
 
@@ -302,4 +303,4 @@ def _typical(problems: Sequence[Problem], times_us: Sequence[float]) -> tuple[Pr
 
 def _without_clock(planner: str) -> str:
     """Return the planner, or for one whose plans depend on the clock the one by which it begins."""
-    return "greedy" if planner == "milp" else planner
+    return "greedy" if begins_with_greedy(planner) else planner

@@ -18,7 +18,7 @@ from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
-from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
+from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
 from megatron_epp.planner.search.local import improve, searches
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
@@ -285,9 +285,3 @@ def baseline(schedule: Schedule) -> Planner:
         return trials.result(options.planner).only
 
     return planner
-
-
-PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": baseline(elastic_1f1b)}
-"""Planners by name. A new order of whole sequences is a function (see `Schedule`) and an entry, `baseline(it)`. A planner that
-cuts its own chunks is a function too: docs/your-own-schedule.md.
-"""

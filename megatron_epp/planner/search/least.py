@@ -23,6 +23,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.memory.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.search.grains import grain_counts, whole_bytes
 from megatron_epp.planner.search.replicas import Chunkers, Replicas
 from megatron_epp.planner.search.trials import Trials
@@ -30,7 +31,7 @@ from megatron_epp.planner.search.trials import Trials
 
 def is_told_by_one_order(problem: Problem, options: Options) -> bool:
     """Return True if a chunk table that does not fit in the order of `OrderRules.least` fits in no order."""
-    return options.planner in ("greedy", "milp") and not options.offload and problem.has_one_stage_per_rank
+    return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
 
 
 def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_bytes: int = 0) -> int:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_epp import planner
+from megatron_epp.contrib.exact.lockstep import LockstepRefiner
+from megatron_epp.contrib.exact.refiner import Refiner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
-from megatron_epp.planner.exact.lockstep import LockstepRefiner
-from megatron_epp.planner.exact.refiner import Refiner
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
@@ -142,7 +142,7 @@ def _planning(
     """
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
     better = _refining(costs, options, len(lockstep_groups[lockstep_group]) > 1)
-    exact = _Messages("megatron_epp.planner.exact")
+    exact = _Messages("megatron_epp.contrib.exact")
 
     @functools.lru_cache(KEPT)
     def repeatable(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, for_table
 from megatron_epp.planner.assemble import predicted_us
-from megatron_epp.planner.exact.oracle import oracle
 from scripts.bench.orders.unit import TOKENS, Unit
 from scripts.bench.planner.report import table
 

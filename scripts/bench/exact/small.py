@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost import Costs
 from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
@@ -31,7 +32,6 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.exact.oracle import oracle
 from megatron_epp.planner.memory.messages import with_room
 from megatron_epp.planner.search.greedy import greedy
 from scripts.bench.orders.bench import LAYERS, costs_of

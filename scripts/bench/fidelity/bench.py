@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.quickstart.documents import source_files
+from megatron_epp.contrib.demos.quickstart.documents import source_files
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train

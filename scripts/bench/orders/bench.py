@@ -31,7 +31,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan import Prediction
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.report.gantt import side_by_side
 from scripts.bench.orders.page import drawing, page, picture
 from scripts.bench.planner.suite import equal, whale
@@ -42,7 +42,7 @@ TIE = 0.005
 USUAL = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
 """One stage per rank."""
 ORDERS: dict[str, tuple[str, int]] = {
-    name: (name, schedule.order.chunks_per_rank or 2) for name, schedule in SCHEDULES.items() if schedule.order is not None
+    name: (name, entry.fixed.chunks_per_rank or 2) for name, entry in PLANNERS.entries().items() if entry.fixed is not None
 } | {"interleaved, 4": ("interleaved", 4)}
 """Planners, and the stages of each rank."""
 
@@ -130,7 +130,7 @@ def _figures(found: Prediction | None, makespan: str, prefix: str = "") -> dict[
 def layout_of(name: str) -> Layout:
     """Return the stages that an order has."""
     planner, count = ORDERS[name]
-    order = SCHEDULES[planner].order
+    order = PLANNERS.entries()[planner].fixed
     assert order is not None
     return order.layout(LAYERS, RANKS, count)
 
@@ -142,7 +142,7 @@ def draw(folder: Path) -> None:
             continue
         found = [("the default planner, one stage per rank", plan_of(case, USUAL, "greedy", False, False))]
         for name, (planner, _) in ORDERS.items():
-            schedule = SCHEDULES[planner]
+            schedule = PLANNERS.entries()[planner]
             found.append((name, plan_of(case, layout_of(name), planner, schedule.splits_weight, schedule.offloads)))
         plans = [(name, made) for name, made in found if made is not None]
         plans.sort(key=lambda one: one[1].predicted.makespan_us)
@@ -155,7 +155,7 @@ def draw(folder: Path) -> None:
 def row(case: Case, name: str) -> dict[str, Any]:
     """All figures of an order in one case."""
     planner, count = ORDERS[name]
-    schedule = SCHEDULES[planner]
+    schedule = PLANNERS.entries()[planner]
     layout = layout_of(name)
     usual = USUAL if schedule.lacks else layout
     uses = schedule.splits_weight, schedule.offloads, schedule.joins

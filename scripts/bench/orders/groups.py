@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.analytic import context_exchange_us
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
@@ -23,7 +24,6 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.schedules.flexsp import flexsp
 from scripts.bench.planner.report import table
 
 MODEL, CLUSTER, PIPELINE, CONTEXT, STATE_BYTES = "llama3-8b", "h100x8", 4, 131072, 7.5

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.report.gantt import side_by_side
 from scripts.bench.orders.unit import Unit, fewest
 from scripts.bench.planner.report import table
@@ -69,7 +69,7 @@ HEAD = """\
 Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for
 [two](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
 them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of less than 200 lines in
-`megatron_epp/planner/schedules/`, most of less than 100, except InfiniPipe, which is a folder of four. Its first lines say what
+`megatron_epp/contrib/papers/`, most of less than 100, except InfiniPipe, which is a folder of four. Its first lines say what
 it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is as short as most.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
@@ -166,7 +166,7 @@ def claims() -> str:
         unit = Unit(name, RANKS, MICROBATCHES, SLICES.get(name, 1))
         made = unit.of_paper()
         said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if kept is None else f"{memory} = {kept:.3g}"]
-        source = SCHEDULES[name].source
+        source = PLANNERS.entries()[name].source
         rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
     rows.extend(map(list, OWN_CHUNKS))
     rows.append(["`plan --layout auto`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])

@@ -24,7 +24,7 @@ from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.schedules import SCHEDULES
+from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.bench import LAYERS, ORDERS, TIE, costs_of
 
 CONTEXTS = (8192, 16384, 32768, 65536)
@@ -88,9 +88,9 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
     rows = {}
     for order in orders or ORDERS:
         planner, count = ORDERS[order]
-        schedule = SCHEDULES[planner]
-        assert schedule.order is not None
-        layout = schedule.order.layout(LAYERS, problem.num_ranks, count)
+        schedule = PLANNERS.entries()[planner]
+        assert schedule.fixed is not None
+        layout = schedule.fixed.layout(LAYERS, problem.num_ranks, count)
         usual = _even(problem.num_ranks) if schedule.lacks else layout
         theirs, ours = (
             makespan_us(layout, planner, schedule.splits_weight, schedule.joins),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -15,8 +16,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, f
 from megatron_epp.planner.assemble import build_plan, predicted_us
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
-from megatron_epp.planner.schedules import SCHEDULES
-from megatron_epp.planner.schedules.fixed_order import Batch, as_joined
+from megatron_epp.planner.registry import PLANNERS
 
 TOKENS = 96
 PASSES = 3
@@ -89,10 +89,12 @@ class Unit:
 
     def __init__(self, name: str, ranks: int, microbatches: int, slices: int = 1, link: float = math.inf) -> None:
         planner, _, count = name.partition(", ")
-        self.schedule, self.microbatches = SCHEDULES[planner], microbatches
-        assert self.schedule.order is not None
-        per_rank = int(count or self.schedule.order.chunks_per_rank or 2)
-        layout = self.schedule.order.layout(ranks * per_rank, ranks, per_rank)
+        self.splits_weight, self.microbatches = PLANNERS.entries()[planner].splits_weight, microbatches
+        order = PLANNERS[planner]
+        assert isinstance(order, FixedOrder)
+        self.order = order
+        per_rank = int(count or order.chunks_per_rank or 2)
+        layout = order.layout(ranks * per_rank, ranks, per_rank)
         self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
@@ -104,22 +106,20 @@ class Unit:
         self.tables = tabulate(self.chunks, self.problem, self.costs)
 
     def of_paper(self, which: int = 0) -> Decisions:
-        assert self.schedule.order is not None
         batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
-        order, joined = as_joined(list(self.schedule.order.orders(batch))[which])
+        order, joined = as_joined(list(self.order.orders(batch))[which])
         return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages, joined=joined)
 
     def with_copies(self, which: int = 0) -> Plan:
         """Return the plan with the copies that the schedule wants."""
-        assert self.schedule.order is not None
         options = Options(planner="fixed", split_weight=True, offload=True)
         order = self.of_paper(which).order
-        made = self.schedule.order.fit(order, self.chunks, self.problem, self.costs, options)
+        made = self.order.fit(order, self.chunks, self.problem, self.costs, options)
         return build_plan(self.problem, self.costs, options, made)
 
     def greedy(self, cap: int) -> Decisions:
         problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)
-        return for_table(self.chunks, problem, self.costs, Options(split_weight=self.schedule.splits_weight))
+        return for_table(self.chunks, problem, self.costs, Options(split_weight=self.splits_weight))
 
     def makespan_us(self, made: Decisions) -> float:
         return predicted_us(made, self.problem, self.costs)

@@ -11,8 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_epp.contrib.papers.chunkflow import budgets, recompute_all_but_last
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
+from megatron_epp.planner.baselines.contest import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order, uniform_layers
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
@@ -20,9 +23,6 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.schedules.chunkflow import budgets, recompute_all_but_last
-from megatron_epp.planner.schedules.common import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
-from megatron_epp.planner.schedules.seq1f1b import seq1f1b_order, uniform_layers
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 

@@ -20,11 +20,11 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.contrib.exact.oracle import Proven, oracle
 from megatron_epp.cost import H100, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.exact.oracle import Proven, oracle
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate

@@ -68,8 +68,8 @@ class Shards:
 
 def run_plan(rank, links, make, num_layers):
     """Run a plan with the operation on this rank; the sums, and the gradient sums of its stages."""
+    from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingStage
     from megatron_epp.runtime.executor import Executor
-    from megatron_epp.runtime.tools.emulate import EmulatedRank, WaitingStage
 
     with defined():
         plan = make(num_layers)

@@ -1,0 +1,230 @@
+"""Emulation of a plan: the real executor and real messages over gloo, with compute replaced by timed waits.
+
+Every rank is a process of this machine. Nothing heavy runs, so a few cores suffice for many ranks. The rank sleeps for the
+planned time of each action; the receiver of a message sleeps for its planned time from the moment the producer was done, which
+the message carries. So order, messages and blocking are the runtime's own, and only the times are the plan's. Copies to the
+host are timed waits overlapped with compute, one at a time if ranks share a link.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.contrib.demos.emulate_shards import WaitingShards
+from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.ways import ways
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.saved import Owner
+from megatron_epp.runtime.context import ChunkContext, prepare
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
+from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
+from megatron_epp.runtime.offload.activations import Timed
+
+Events = list[tuple[str, float, float]]
+Locks = Mapping[tuple[int, Op], Any]
+"""Locks by host link and direction (offload or load), each held by the rank that is copying."""
+
+_HEAD_START_S = 0.5
+"""Seconds from the moment the ranks agree on a start to that start."""
+_SPIN_S = 100e-6
+"""Seconds at the end of a wait that are spent spinning: sleeping overshoots by about this much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """Measurements of one emulation, in the plan's time: divided by the scale.
+
+    Attributes:
+        events: for every rank, ``(action, start_us, end_us)`` in order of start, copies included.
+        late_us: mean overhead that this machine adds to a compute action, not divided by the scale: the time from when it could
+            have started (rank free, message received, load complete) to its start, and from its due to its actual end.
+    """
+
+    events: tuple[tuple[tuple[str, float, float], ...], ...]
+    late_us: float
+
+
+@dataclass(slots=True)
+class EmulatedRank:
+    """State shared by the stages of one rank: the clock and the recorded events."""
+
+    plan: Plan
+    rank: int
+    scale: float
+    origin_s: float = 0.0
+    free_s: float = 0.0
+    offload: WaitingOffload | None = None
+    late_s: float = 0.0
+    events: Events = field(default_factory=list)
+    ended_s: dict[Action, float] = field(default_factory=dict)
+    times_us: dict[Action, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times_us = {
+            action: step.time_us / len(step.actions) for step in self.plan.ranks[self.rank] for action in step.actions
+        }
+
+    def perform(self, action: Action, arrived_s: float) -> float:
+        """Wait for the planned time of an action, from the arrival of its input. Returns when it ended, in seconds."""
+        if action.op is Op.B and self.offload is not None:
+            arrived_s = max(arrived_s, self.offload.loaded_s)
+        _wait_until(arrived_s)
+        start_s, time_s = time.monotonic(), self.times_us[action] * self.scale * 1e-6
+        _wait_until(start_s + time_s)
+        end_s = time.monotonic()
+        self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_s
+        self.free_s = self.ended_s[action] = end_s
+        self.record(action, start_s, end_s)
+        return end_s
+
+    def record(self, action: Action, start_s: float, end_s: float) -> None:
+        to_us = 1e6 / self.scale
+        self.events.append((str(action), (start_s - self.origin_s) * to_us, (end_s - self.origin_s) * to_us))
+
+
+class WaitingStage:
+    """Implements `runtime.context.Stage` by timed waits: its hidden states are the time at which they were produced."""
+
+    def __init__(self, stage: int, rank: EmulatedRank) -> None:
+        self.stage, self.rank, self.relay = stage, rank, KVRelay()
+        self._inputs: dict[int, Tensor] = {}
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        plan = self.rank.plan
+        message_us = plan.messages.activation_us[self.stage - 1][context.chunk] if self.stage > 0 else 0.0
+        if hidden is not None:
+            self._inputs[context.chunk] = hidden
+        return self._perform(Action(Op.F, self.stage, context.chunk), hidden, message_us)
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+        message_us = self.rank.plan.messages.gradient_us[self.stage][context.chunk] if grad is not None else 0.0
+        done = self._perform(Action(Op.B, self.stage, context.chunk), grad, message_us)
+        if (hidden := self._inputs.pop(context.chunk, None)) is not None:
+            hidden.backward(done)
+
+    def _perform(self, action: Action, arrived: Tensor | None, message_us: float) -> Tensor:
+        sent_s = self.rank.origin_s if arrived is None else float(arrived.detach()[0])
+        end_s = self.rank.perform(action, sent_s + message_us * self.rank.scale * 1e-6)
+        return torch.tensor([end_s], dtype=torch.float64)
+
+    def weight(self, chunk: int) -> None:
+        self._perform(Action(Op.W, self.stage, chunk), None, 0.0)
+
+    def before_last_gradient(self) -> None:
+        """Do nothing: there are no gradients to reduce."""
+
+    reduce_gradients = before_last_gradient
+
+    def release_output(self, output: Tensor) -> None:
+        """Do nothing: the output is only eight bytes."""
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        return (1,), torch.float64, torch.device("cpu")
+
+
+class WaitingOffload:
+    """Implements `runtime.context.Mover` by timed waits: each copy waits for its link, then for its planned time.
+
+    Copies run in a thread of their own, one at a time among ranks that share a link.
+    """
+
+    def __init__(self, rank: EmulatedRank, locks: Locks) -> None:
+        self.loaded_s = 0.0
+        plan, self._rank, self._locks = rank.plan, rank, locks
+        self._times_us = {copy.action: copy.time_us for copy in plan.copies[rank.rank]}
+        self._link = plan.host_links[rank.rank] if plan.host_links else rank.rank
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ended_s: dict[Action, Future[float]] = {}
+
+    def _issue(self, action: Action) -> None:
+        self._ended_s[action] = self._thread.submit(self._copy, action)
+
+    def _copy(self, action: Action) -> float:
+        with self._locks.get((self._link, action.op), nullcontext()):
+            start_s = time.monotonic()
+            time.sleep(self._times_us[action] * self._rank.scale * 1e-6)
+            end_s = time.monotonic()
+        self._rank.record(action, start_s, end_s)
+        return end_s
+
+    def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def out(self, owner: Owner, share: float, num_bytes: int, timed: Timed) -> None:
+        self._issue(Action(Op.O, *owner))
+
+    def free(self, owner: Owner) -> None:
+        self._ended_s[Action(Op.O, *owner)].result()
+
+    def back(self, owner: Owner, timed: Timed) -> None:
+        self._issue(Action(Op.L, *owner))
+
+    def before_backward(self, owner: Owner) -> None:
+        if (ended_s := self._ended_s.get(Action(Op.L, *owner))) is not None:
+            self.loaded_s = ended_s.result()
+
+    def assert_empty(self) -> None:
+        """Raise `EppError` if a copy has not ended."""
+        ended = {action for action, ended_s in self._ended_s.items() if ended_s.done()}
+        if left := [str(action) for action in self._times_us if action not in ended]:
+            raise EppError(f"copies have not ended: {' '.join(left)}")
+
+
+def host_locks(plan: Plan, context: Any) -> Locks:
+    """Return locks, from a multiprocessing context, for both directions of all host links that several ranks share."""
+    links = plan.host_links
+    return {(link, op): context.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
+
+
+def emulate(plan: Plan, scale: float, timeout_s: float) -> Emulation:
+    """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
+
+    Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
+    """
+    locks = host_locks(plan, CONTEXT)
+    done = run_ranks(_run, plan.num_ranks, plan, scale, locks, timeout_s=timeout_s)
+    late_s = sum(late for _, late in done)
+    return Emulation(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
+
+
+def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, float]:
+    everyone, placement = range(plan.num_ranks), plan.placement
+    links = None
+    if plan.num_ranks > 1:
+        links = Links.create(everyone, everyone, Groups(), ways(placement))
+        links.connect(torch.device("cpu"))
+    shared = EmulatedRank(plan, rank, scale)
+    stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}
+    if plan.copies and plan.copies[rank]:
+        shared.offload = WaitingOffload(shared, locks)
+    unstreamed = replace(plan, kv_offload=())  # what it takes to stream caches is in the steps' times
+    prepare(unstreamed, rank)
+    start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
+    dist.all_reduce(start, op=dist.ReduceOp.MAX)
+    handlers = None
+    if plan.num_ranks > 1:
+        handlers = WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
+    executor = Executor(unstreamed, rank, stages, links, offload=shared.offload, handlers=handlers)
+    shared.origin_s = shared.free_s = float(start[0])
+    _wait_until(shared.origin_s)
+    executor.run()
+    return sorted(shared.events, key=itemgetter(1, 2)), shared.late_s
+
+
+def _wait_until(when_s: float) -> None:
+    if (left := when_s - time.monotonic()) > _SPIN_S:
+        time.sleep(left - _SPIN_S)
+    while time.monotonic() < when_s:
+        pass

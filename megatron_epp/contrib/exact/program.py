@@ -1,0 +1,301 @@
+"""Constraint program of the exact planner: when every action of a chunk table runs, in whole ticks (OR-tools' CP-SAT).
+
+Compute actions of a rank are intervals that do not overlap; so are the copies of a rank, and those of a link to the host in one
+direction. What a rank holds is a set of intervals with demands, whose sum stays within the cap (`exact.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
+
+from megatron_epp.contrib.exact.added import add_actions, profile_of, rank_of
+from megatron_epp.contrib.exact.choices import Choice, Clock
+from megatron_epp.plan import Action, Chunk, Op, PlanError, Remedy
+from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.planner.tables import Tables
+
+Choices = list[list[list[Choice]]]
+"""``[stage][chunk]``, the choices of each."""
+
+
+class Span(NamedTuple):
+    """An action in the program.
+
+    Attributes:
+        start, end: its times.
+        interval: its time on its rank. A backward that may leave its weight gradient to a `W` has only the rest; the `W` has
+            that part whether the plan has the `W` or not.
+        whole: from start to end.
+        present: a literal that the plan has it, or True.
+    """
+
+    start: Any
+    end: Any
+    interval: Any
+    whole: Any
+    present: Any
+
+
+@dataclass(slots=True)
+class Program:
+    """Variables and constraints of one case, without memory.
+
+    Attributes:
+        chunks: the chunk table.
+        others: chunk tables of replicas in lockstep, whose slices stay in order, too.
+        tables: times and sizes of the chunk table.
+        choices: of every stage and chunk.
+        clock: of all times.
+        horizon: ticks by which everything ends.
+        model: CP-SAT's model.
+        chosen: ``[stage][chunk][choice]``, literals of which one is true.
+        spans: of every action, copies included.
+        makespan: the objective, in ticks.
+    """
+
+    chunks: Sequence[Chunk]
+    others: Sequence[Sequence[Chunk]]
+    tables: Tables
+    choices: Choices
+    clock: Clock
+    horizon: int
+    model: Any
+    chosen: list[list[list[Any]]] = field(default_factory=list)
+    spans: dict[Action, Span] = field(default_factory=dict)
+    makespan: Any = None
+
+    @property
+    def stages(self) -> range:
+        return range(len(self.tables.rank_of))
+
+    def write(self, least: int) -> None:
+        """Write the program.
+
+        Args:
+            least: ticks that no plan goes below.
+        """
+        self.makespan = self.model.new_int_var(least, self.horizon, "makespan")
+        for stage in self.stages:
+            self.chosen.append([self._literals(stage, c) for c in range(len(self.chunks))])
+            for c in range(len(self.chunks)):
+                self._add_compute(stage, c)
+                self._add_copies(stage, c)
+        self._add_chains()
+        add_actions(self)
+        self._add_tracks()
+        for leg in legs(self.tables.rank_of):
+            self._add_turns(leg)
+        for action, span in self.spans.items():
+            if action.op in (Op.W, *self.tables.added) or (action.op is Op.B and action.stage == 0):
+                self.model.add(self.makespan >= span.end).only_enforce_if(span.present)
+        self.model.minimize(self.makespan)
+
+    def weighed(self, stage: int, c: int, values: Sequence[int]) -> Any:
+        """Return the expression that is the value of the choice made for a stage and chunk.
+
+        Args:
+            stage, c: the stage and chunk.
+            values: of each choice.
+        """
+        least = min(values)
+        terms = zip(self.chosen[stage][c], values, strict=True)
+        return least + sum((value - least) * literal for literal, value in terms if value != least)
+
+    def any_of(self, stage: int, c: int, holds: Sequence[bool]) -> Any:
+        """Return a literal that the choice made is one of those that hold; True or False where that is known.
+
+        Args:
+            stage, c: the stage and chunk.
+            holds: of each choice.
+        """
+        if all(holds) or not any(holds):
+            return all(holds)
+        members = [literal for literal, is_one in zip(self.chosen[stage][c], holds, strict=True) if is_one]
+        if len(members) == 1:
+            return members[0]
+        found = self.model.new_bool_var("")
+        self.model.add(sum(members) == found)
+        return found
+
+    def _literals(self, stage: int, c: int) -> list[Any]:
+        count = len(self.choices[stage][c])
+        literals = [self.model.new_bool_var(f"choice {n} of {stage} {c}") for n in range(count)]
+        self.model.add_exactly_one(literals)
+        return literals
+
+    def add_span(self, action: Action, values: Sequence[int], present: Any = True) -> None:
+        """Add an action whose time depends on the choice made.
+
+        Args:
+            action: the action.
+            values: ticks with each choice.
+            present: a literal that the plan has it.
+        """
+        start, end = (self.model.new_int_var(0, self.horizon, f"{name} of {action}") for name in ("start", "end"))
+        size: Any = values[0]
+        if min(values) < max(values):
+            size = self.model.new_int_var(min(values), max(values), f"time of {action}")
+            self.model.add(size == self.weighed(action.stage, action.chunk, values))
+        interval = self.interval(start, size, end, present)
+        self.spans[action] = Span(start, end, interval, interval, present)
+
+    def interval(self, start: Any, size: Any, end: Any, present: Any = True) -> Any:
+        """Add an interval.
+
+        Args:
+            start, size, end: ticks.
+            present: a literal that there is such a time, or True.
+        """
+        if present is True:
+            return self.model.new_interval_var(start, size, end, "")
+        return self.model.new_optional_interval_var(start, size, end, present, "")
+
+    def _add_compute(self, stage: int, c: int) -> None:
+        ticks, choices = self.clock.ticks, self.choices[stage][c]
+        self.add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
+        if not any(one.split for one in choices):
+            self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
+            return
+        weight_us = self.tables.weight_us[stage][c]
+        self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us - weight_us * (not one.split)) for one in choices])
+        self.add_span(Action(Op.W, stage, c), [ticks(weight_us)])
+        self._join(stage, c, self.any_of(stage, c, [one.split for one in choices]), ticks(weight_us))
+
+    def _join(self, stage: int, c: int, split: Any, weight: int) -> None:
+        """Add that a weight gradient follows its backward at once, as a part of it, unless it is split off.
+
+        Args:
+            stage, c: the stage and chunk.
+            split: a literal that it is.
+            weight: ticks of the weight gradient.
+        """
+        backward, own = (self.spans[Action(op, stage, c)] for op in (Op.B, Op.W))
+        self.model.add(own.start >= backward.end)
+        self.model.add(own.start == backward.end).only_enforce_if(~split)
+        end = self.model.new_int_var(0, self.horizon, "")
+        self.model.add(end == backward.end + weight * ~split)
+        size = self.model.new_int_var(0, self.horizon, "")
+        whole = self.interval(backward.start, size, end)
+        self.spans[Action(Op.B, stage, c)] = backward._replace(end=end, whole=whole)
+        self.spans[Action(Op.W, stage, c)] = own._replace(present=split)
+
+    def _add_copies(self, stage: int, c: int) -> None:
+        choices = self.choices[stage][c]
+        if not any(one.moved_bytes for one in choices):
+            return
+        present = self.any_of(stage, c, [one.moved_bytes > 0 for one in choices])
+        values = [self.clock.ticks(self.tables.host_us(one.moved_bytes)) if one.moved_bytes else 0 for one in choices]
+        for op in (Op.O, Op.L):
+            self.add_span(Action(op, stage, c), values, present)
+
+    def follows(self, action: Action, before: Action, gap: int = 0) -> None:
+        """Constrain an action to start when another has ended, in the plans that have both.
+
+        Args:
+            action, before: both.
+            gap: ticks between them at least.
+        """
+        if action in self.spans and before in self.spans:
+            later, earlier = self.spans[action], self.spans[before]
+            row = self.model.add(later.start >= earlier.end + gap)
+            row.only_enforce_if(*(span.present for span in (later, earlier) if span.present is not True))
+
+    def _add_chains(self) -> None:
+        """Add what actions wait for: forwards go through the stages, backwards the other way, slices in order."""
+        links = [slice_neighbours(chunks) for chunks in (self.chunks, *self.others)]
+        for stage in self.stages:
+            for c in range(len(self.chunks)):
+                own = {op: Action(op, stage, c) for op in (Op.F, Op.B, Op.W, Op.O, Op.L)}
+                for later, earlier in ((Op.B, Op.F), (Op.O, Op.F), (Op.L, Op.O), (Op.B, Op.L)):
+                    self.follows(own[later], own[earlier])
+                if stage:
+                    hop = self.clock.ticks(self.tables.hops[stage - 1][c])
+                    self.follows(own[Op.F], Action(Op.F, stage - 1, c), hop)
+                    self.follows(Action(Op.B, stage - 1, c), own[Op.B], hop)
+                for previous in sorted({before for one in links if (before := one.previous[c]) is not None}):
+                    self.follows(own[Op.F], Action(Op.F, stage, previous))
+                    self.follows(Action(Op.B, stage, previous), own[Op.B])
+
+    def _add_tracks(self) -> None:
+        """Add that ranks compute one action at a time, copy one at a time, and take turns on a link to the host."""
+        links = self.tables.host_links
+        tracks: dict[object, list[Any]] = {}
+        for action, span in self.spans.items():
+            rank = rank_of(action, self.tables)
+            if action.op in (Op.O, Op.L):
+                tracks.setdefault(("copies", rank), []).append(span.interval)
+                if links.count(links[rank]) > 1:
+                    tracks.setdefault((action.op, links[rank]), []).append(span.interval)
+            else:
+                tracks.setdefault(rank, []).append(span.interval)
+        for intervals in tracks.values():
+            self.model.add_no_overlap(intervals)
+
+    def _add_turns(self, leg: range) -> None:
+        """Add that chunks pass the stages of a leg in one order forward and in one order backward.
+
+        Args:
+            leg: stages with messages from each to the next, which never overtake each other.
+        """
+        root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
+        whole = [root.count(one) == 1 for one in root]
+        for other in self.others:
+            roots = [chunk.segments[0].sequence for chunk in other]
+            whole = [is_whole and roots.count(one) == 1 for is_whole, one in zip(whole, roots, strict=True)]
+        for u, v in combinations(range(len(self.chunks)), 2):
+            if root[u] == root[v]:
+                continue  # slices are in order anyway
+            equal = whole[u] and whole[v] and self._profile(u) == self._profile(v)
+            for op in (Op.F, Op.B):
+                if op is Op.F and equal:
+                    for stage in leg:
+                        self.follows(Action(op, stage, v), Action(op, stage, u))
+                    continue
+                self.add_turn([(Action(op, stage, u), Action(op, stage, v)) for stage in leg])
+
+    def add_turn(self, pairs: Sequence[tuple[Action, Action]]) -> None:
+        """Add that of two actions the same one comes first everywhere.
+
+        Args:
+            pairs: both, on every site.
+        """
+        turn = self.model.new_bool_var(f"{pairs[0][0]} before {pairs[0][1]}")
+        for pair in pairs:
+            one, other = map(self.spans.__getitem__, pair)
+            self.model.add(other.start >= one.end).only_enforce_if(turn)
+            self.model.add(one.start >= other.end).only_enforce_if(~turn)
+
+    def _profile(self, c: int) -> tuple[object, ...]:
+        """All times and sizes of a chunk that the program reads."""
+        t = self.tables
+        times = *t.forward_us, *t.weight_us, *t.hops
+        sizes = *t.weight_bytes, *t.forward_alloc, *t.forward_free, *t.backward_residual
+        own = (tuple(self.choices[stage][c]) for stage in self.stages)
+        return *(row[c] for row in times), *(row[c] for row in sizes), *profile_of(t, c), *own
+
+
+def legs(rank_of: Sequence[int]) -> Iterator[range]:
+    """Yield the runs of consecutive stages on different ranks.
+
+    Args:
+        rank_of: the rank of every stage.
+    """
+    begin = 0
+    for stage, (here, there) in enumerate(pairwise(rank_of), start=1):
+        if here == there:
+            yield range(begin, stage)
+            begin = stage
+    yield range(begin, len(rank_of))
+
+
+def solver() -> Any:
+    """Import CP-SAT. Raises `PlanError` where OR-tools is not installed."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        remedy = Remedy("set", "planner", "greedy")
+        raise PlanError("this planner needs OR-tools (pip install 'megatron-epp[milp]')", remedy) from error
+    return cp_model

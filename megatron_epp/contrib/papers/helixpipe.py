@@ -1,0 +1,69 @@
+"""HelixPipe (arXiv 2507.00394, sections 4.1 and 4.2): attention of several microbatches on all ranks at once, two-fold FILO.
+
+A block is the end of one layer, from attention's output on, and the beginning of the next, up to its queries, keys and values.
+Block ``s`` is on rank ``s mod p``, the last one with the head on the first rank. Attention behind block ``s`` of the
+microbatches ``j`` = 0 to p - 1 is on the ranks ``s + j + 1 mod p``: so it takes p ranks at once, and the last of these ranks
+has the next microbatch when the block's rank is done with all. Each ``j`` stands for two microbatches, which alternate, so that
+messages of one are under way while the other computes. Backwards come in the reverse order of all forwards.
+
+Kept: the placement and the order. Changed: microbatches are chunks of whole sequences of any length, and the last round may
+have fewer than 2 p; what recomputes is what the cap requires, a layer without its attention, but the last block always runs in
+its backward alone; the residual goes straight to the next block instead of with queries, keys and values. Left out: shipping
+weights in place of queries, keys and values; a chunked MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import batched
+
+from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.planner.orders.warm_up import Order
+
+FOLDS = 2
+"""Microbatches that alternate."""
+
+_BACKWARD = {Op.F: Op.B, Op.A: Op.G}
+
+
+def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
+    """Yield the order.
+
+    Args:
+        batch: chunks of whole sequences, at the placement of blocks.
+        folds: microbatches that alternate.
+
+    Raises:
+        PlanError: the costs have attention in the stages, or a chunk is a slice.
+    """
+    if batch.costs.attention is None:
+        raise PlanError("HelixPipe needs costs of separate attention: `PipelineCosts.with_separate_attention`")
+    if batch.most_slices > 1:
+        raise PlanError(f"HelixPipe runs whole sequences; a sequence is in {batch.most_slices} slices")
+    ranks = range(batch.placement.num_ranks)
+    forwards = [list(_forwards(batch, rank, folds)) for rank in ranks]
+    backwards = ([Action(_BACKWARD[op], site, c) for op, site, c in reversed(row)] for row in forwards)
+    yield tuple((*forward, *backward) for forward, backward in zip(forwards, backwards, strict=True))
+
+
+def _forwards(batch: Batch, rank: int, folds: int) -> Iterator[Action]:
+    """Yield the forwards of a rank, of blocks and of attention.
+
+    Rounds of ``folds * p`` microbatches follow each other without a gap: the first block of a round has the place of the last
+    block of the round before it.
+    """
+    ranks, last = batch.placement.num_ranks, batch.placement.num_stages - 1
+    rounds = [list(batched(round, folds)) for round in batched(range(batch.num_chunks), folds * ranks)]
+    for turn in range(len(rounds) * last + 1):
+        done, site = divmod(turn, last)
+        if turn % ranks == rank:
+            for j in range(ranks):
+                for stage, number in ((last, done - 1), (0, done)) if site == 0 else ((site, done),):
+                    yield from (Action(Op.F, stage, c) for c in _at(rounds, number, j))
+        yield from (Action(Op.A, site, c) for c in _at(rounds, done, (rank - 1 - turn) % ranks))
+
+
+def _at(rounds: list[list[tuple[int, ...]]], number: int, j: int) -> tuple[int, ...]:
+    """Return the chunks of a place in a round; none if there is no such round, or it is short."""
+    return rounds[number][j] if 0 <= number < len(rounds) and j < len(rounds[number]) else ()

@@ -1,0 +1,57 @@
+"""SlimPipe (arXiv 2504.14519, section 4): slices of a sequence on all stages of a rank, then the next; backwards reversed.
+
+Kept: slices of equal length, at least as many as ranks, the order, and its warm-up of ``n v + 2 (p - 1 - rank)`` slices. The
+vocabulary is divided over the ranks where the costs have it in shards (operations S and T). Changed: lengths differ, so all
+sequences are cut at the same tokens as the longest, and short ones are packed to no more tokens than a slice. No attention is
+exchanged between ranks, so a slice late in a sequence takes longer than an early one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_epp.contrib.papers.fixed_order import CHUNKS_PER_RANK, Batch, ChunkTable
+from megatron_epp.cost import Costs
+from megatron_epp.plan import PlanError, Remedy
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.orders.reversed_slices import reversed_slices
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options, Problem
+
+
+def slimpipe(batch: Batch) -> Iterator[Order]:
+    """Yield the order."""
+    yield reversed_slices(batch.groups, batch.placement)
+
+
+def even_slices(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
+    """Yield tables whose slices have equal length: several multiples of the ranks, or the number of slices asked for.
+
+    Args:
+        problem, costs, options: as planners take them.
+
+    Raises:
+        PlanError: the longest sequence has, or is to have, fewer slices than there are ranks.
+    """
+    chunker, ranks, longest = Chunker.of(problem, costs, options.chunk_tokens), problem.num_ranks, max(problem.lengths)
+    most, least = -(-longest // problem.token_multiple), -(-longest // chunker.token_cap)
+    asked = max(options.slices, least) if options.slices is not None else ranks
+    if min(asked, most) < ranks:
+        raise _too_few(min(asked, most), problem)
+    counts = [asked]
+    if options.slices is None:
+        grains = (chunker.grain(chunks=share * ranks).slices for share in CHUNKS_PER_RANK)
+        counts = [max(least, ranks * max(1, round(slices / ranks))) for slices in grains]
+    for count in dict.fromkeys(min(count, most) for count in counts):
+        yield chunker.equal_table(count)
+
+
+def _too_few(slices: int, problem: Problem) -> PlanError:
+    """Return the refusal of a batch that is cut into fewer slices than there are ranks."""
+    ranks, longest, multiple = problem.num_ranks, max(problem.lengths), problem.token_multiple
+    said = (
+        f"SlimPipe needs at least {ranks} slices of the longest sequence on {ranks} ranks; its {longest} tokens have {slices}"
+    )
+    if longest <= (ranks - 1) * multiple:  # more slices than that it cannot have
+        return PlanError(f"{said}, in multiples of {multiple}: give it longer sequences or fewer ranks")
+    return PlanError(said, Remedy("raise", "slices", ranks), Remedy("lower", "num_stages"))

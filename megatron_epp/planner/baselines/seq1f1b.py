@@ -1,0 +1,84 @@
+"""1F1B (PipeDream-Flush, arXiv 2006.09503, section 3.1) over slices of sequences: Seq1F1B (2406.03488, section 3).
+
+Two planners have this order. `seq1f1b` is the paper's: chunks of one size and uniform recompute. `one_f_one_b` keeps the order
+alone: chunks are of unequal length, and chunk tables and recompute are chosen for every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, Op
+from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.orders.patterns import one_each
+from megatron_epp.planner.orders.rows import actions
+from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
+
+
+def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Cut what is longer than the chunk size, pack the rest up to it; the least uniform recompute that fits; the best size.
+
+    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline.
+    With `options.chunk_tokens` that is the size.
+
+    Args:
+        problem, costs, options: as `planner.plan` takes them.
+
+    Raises:
+        InfeasibleError: no size fits the cap, even with all layers recomputed.
+    """
+    contest = Contest(problem, costs, options)
+    for size in chunk_sizes(problem, options):
+        enter_uniform(contest, fixed_size_chunks(problem.lengths, size))
+    return contest.result()
+
+
+def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: int | None = None) -> None:
+    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
+
+    Args:
+        contest: of the batch.
+        chunks: the chunk table.
+        token_multiple: chunks are padded to a multiple of this; None for the problem's own.
+    """
+    problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
+    tables = tabulate(chunks, problem, contest.costs)
+    order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
+    fixed = 0 if problem.forward_only else contest.options.recompute
+    for count in range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,):
+        if contest.enter(Decisions(chunks, order, uniform_layers(tables, count), token_multiple=token_multiple), tables):
+            break
+
+
+def uniform_layers(tables: Tables, count: int) -> RecomputeSteps:
+    """Return the same number of recomputed layers for every chunk, or all layers where a stage has fewer."""
+    return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
+
+
+def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:
+    """Seq1F1B's order: ``num_stages - rank - 2 + n`` warm-up forwards, then one forward, one backward, then what is left.
+
+    With one chunk per group this is 1F1B. Most chunks alive on a rank: ``num_stages - rank - 1 + n``.
+
+    Args:
+        groups: for each sequence, its chunks in token order; n is the most chunks of any. Batched chunks stand alone.
+        num_stages: of the pipeline, one per rank.
+        forward_only: leave the backwards out.
+
+    Returns:
+        The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.
+    """
+    window = max(map(len, groups))
+    ascending = [c for group in groups for c in group]
+    backwards = [] if forward_only else descending(groups)
+    return tuple(
+        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, backwards), num_stages - stage - 2 + window)
+        for stage in range(num_stages)
+    )

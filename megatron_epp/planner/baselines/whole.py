@@ -1,0 +1,52 @@
+"""Stock 1F1B of whole sequences: each padded to the context length, or packed up to it."""
+
+from __future__ import annotations
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.baselines.contest import Contest, context_tokens, pack_whole
+from megatron_epp.planner.baselines.seq1f1b import enter_uniform
+from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.problem import Options, Problem, require_whole
+
+
+def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """One sequence per micro-batch, in batch order, each padded to `options.context`; the least uniform recompute that fits.
+
+    The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
+    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
+
+    Args:
+        problem, costs, options: as `planner.plan` takes them.
+
+    Raises:
+        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
+            or the context than `chunk_tokens`.
+    """
+    contest = Contest(problem, costs, options)
+    row = context_tokens(problem, options)
+    require_whole(options, row)
+    enter_uniform(contest, whole_sequences(problem.lengths), row)
+    return contest.result()
+
+
+def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Rows of whole sequences up to `options.context` tokens (first fit, longest first); the least uniform recompute that fits.
+    With `options.chunk_tokens` no row is longer than that.
+
+    Kinder than the original: rows are not padded to the context, and sequences of a row do not attend to each other.
+
+    Args:
+        problem, costs, options: as `planner.plan` takes them.
+
+    Raises:
+        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context or
+            `chunk_tokens`.
+    """
+    contest = Contest(problem, costs, options)
+    row = context_tokens(problem, options)
+    require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
+    if options.chunk_tokens is not None:
+        row = min(row, options.chunk_tokens // problem.token_multiple * problem.token_multiple)
+    enter_uniform(contest, pack_whole(problem.lengths, row))
+    return contest.result()

@@ -1,0 +1,147 @@
+"""Planners by name: the package's own, and those of tables that are imported when a name is looked up in them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan.layout import Layout
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b
+from megatron_epp.planner.baselines.whole import packed_1f1b, padded_1f1b
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.search.greedy import Planner, baseline, greedy
+
+
+@runtime_checkable
+class FixedPlacement(Protocol):
+    """Planner of a schedule that is defined for one kind of placement.
+
+    Attributes:
+        kind: ``looped``, ``v`` or ``helix``.
+        chunks_per_rank: stages of each rank; None for two or more.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def chunks_per_rank(self) -> int | None: ...
+
+    def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
+        """Return even layers at the placement, with `count` stages per rank where the schedule takes any number."""
+        ...
+
+    def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A planner and what commands and training need to know of it.
+
+    Attributes:
+        plan: the planner.
+        summary: one line on what it does.
+        source: paper or code that it follows.
+        begins_with_greedy: it starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes.
+        splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
+        may_offload: its plans may have copies to the host, with `Options.offload`.
+        offloads: copies are part of its method, so that comparisons give it `Options.offload`.
+        joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
+        lacks: why training does not run its plans; empty if it does.
+    """
+
+    plan: Planner
+    summary: str = ""
+    source: str = "this package"
+    begins_with_greedy: bool = False
+    splits_weight: bool = False
+    may_offload: bool = False
+    offloads: bool = False
+    joins: bool = False
+    lacks: str = ""
+
+    @property
+    def fixed(self) -> FixedPlacement | None:
+        """The planner, if its schedule is defined for one kind of placement; otherwise None."""
+        return self.plan if isinstance(self.plan, FixedPlacement) else None
+
+
+class Planners(MutableMapping[str, Planner]):
+    """Planners by name. Tables are imported when a name is not known without them, or all names are listed.
+
+    Args:
+        own: entries that are there from the start.
+        tables: modules with more of them, each a mapping `PLANNERS`.
+    """
+
+    def __init__(self, own: Mapping[str, Entry], tables: tuple[str, ...]) -> None:
+        self._entries, self._tables = dict(own), tables
+
+    def entry(self, name: str) -> Entry | None:
+        """Return what is known of a planner; None if no planner has the name."""
+        if name not in self._entries and ":" not in name:
+            self._import()
+        return self._entries.get(name)
+
+    def entries(self) -> dict[str, Entry]:
+        """Return all planners, the package's own first."""
+        self._import()
+        return dict(self._entries)
+
+    def __getitem__(self, name: str) -> Planner:
+        found = self.entry(name)
+        if found is None:
+            raise KeyError(name)
+        return found.plan
+
+    def __setitem__(self, name: str, planner: Planner) -> None:
+        self._entries[name] = Entry(planner)
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries())
+
+    def __len__(self) -> int:
+        return len(self.entries())
+
+    def _import(self) -> None:
+        tables, self._tables = self._tables, ()
+        for module in tables:
+            self._entries |= importlib.import_module(module).PLANNERS
+
+
+PLANNERS = Planners(
+    {
+        "greedy": Entry(
+            greedy,
+            "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
+            begins_with_greedy=True,
+            may_offload=True,
+        ),
+        "1f1b": Entry(
+            baseline(elastic_1f1b), "1F1B of whole sequences in the order of the batch, recompute as the cap requires"
+        ),
+        "1f1b-padded": Entry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
+        "1f1b-packed": Entry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
+        "seq1f1b": Entry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
+    },
+    ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers"),
+)
+"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here.
+
+A new order of whole sequences is a function (see `Schedule`) and an entry, `baseline(it)`. A planner that cuts its own chunks
+is a function too: docs/your-own-schedule.md.
+"""
+
+
+def begins_with_greedy(name: str) -> bool:
+    """Return True for "greedy", and for planners that improve its plans."""
+    entry = PLANNERS.entry(name)
+    return entry is not None and entry.begins_with_greedy
