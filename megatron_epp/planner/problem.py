@@ -94,7 +94,7 @@ class Options:
         steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
-        plan_limit_s: seconds for which the planner "milp" looks for a better plan of a batch; None for its default.
+        plan_limit_s: seconds for which the planner "milp" looks for a better plan; None for its default.
         seed: of a planner's search; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
             computes while the other exchanges activations between tensor-parallel ranks.

@@ -17,8 +17,8 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
     ("given", "says"),
     [
         (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be a whole number from 1"),
-        (["--epp-plan-limit-seconds", "9"], "--epp-plan-limit-seconds is for --epp-planner milp, not greedy"),
-        (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
+        (["--epp-planner", "milp"], "milp is planned, not run: training lacks the time that its solver takes for every batch"),
+        (["--epp-plan-budget-ms", "9", "--epp-planner", "1f1b"], "--epp-plan-budget-ms is for --epp-planner greedy, not 1f1b"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
         (
@@ -32,7 +32,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         ),
         (
             ["--epp-offload", "--epp-planner", "1f1b"],
-            "--epp-offload is for --epp-planner greedy, milp and orders of papers, not 1f1b",
+            "--epp-offload is for --epp-planner greedy and orders of papers, not 1f1b",
         ),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
@@ -53,7 +53,7 @@ def test_what_cannot_be_is_refused(given, says):
     ("given", "megatron", "says"),
     [
         ([], {"tensor_model_parallel_size": 1}, "does not go with --tensor-model-parallel-size 1: there is no exchange"),
-        (["--epp-planner", "stp"], {}, "is for --epp-planner greedy and milp, not stp; leave one of them out"),
+        (["--epp-planner", "stp"], {}, "is for --epp-planner greedy, not stp; leave one of them out"),
         ([], {"hidden_dropout": 0.25}, "does not go with --hidden-dropout 0.25: both would draw"),
         ([], {"tp_comm_overlap": True}, "does not go with --tp-comm-overlap: its buffers"),
         ([], {"timing_log_level": 2}, "does not go with --timing-log-level 2: its timers"),
@@ -88,14 +88,11 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
     "given",
     [
         [],
-        ["--epp-planner", "milp"],
-        ["--epp-plan-limit-seconds", "2.5", "--epp-planner", "milp"],
         ["--epp-plan-budget-ms", "500"],
         ["--epp-loss-block-tokens", "0"],
-        ["--epp-offload", "off", "--epp-planner", "milp"],
+        ["--epp-offload", "off", "--epp-planner", "zb-v"],
         ["--epp-offload", "--epp-planner", "sppo"],
-        ["--epp-offload", "--epp-planner", "milp"],
-        ["--epp-recompute", "1", "--epp-planner", "milp"],
+        ["--epp-recompute", "1", "--epp-planner", "1f1b"],
         ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-modes", "full"],
     ],
 )
@@ -117,7 +114,7 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
         ([], {"moe_router_load_balancing_type": "global_aux_loss"}, "--moe-router-load-balancing-type global_aux_loss"),
         ([], {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "type quantile_balancing; there are"),
         (["--epp-schedule", "packed"], {}, "--epp-schedule packed .*: use padded"),
-        (["--epp-planner", "stp"], {}, "replicas are planned together, which only --epp-planner greedy and milp do"),
+        (["--epp-planner", "stp"], {}, "replicas are planned together, which only --epp-planner greedy does"),
         (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
     ],
 )
@@ -128,7 +125,7 @@ def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
 
 @pytest.mark.parametrize(
     "megatron",
-    [{}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"epp_schedule": "stock", "epp_planner": "milp"}],
+    [{}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"epp_schedule": "stock", "epp_planner": "stp"}],
 )
 def test_other_experts_are_not(megatron):
     args = arguments(**EXPERTS)

@@ -178,10 +178,10 @@ def test_a_plan_above_its_cap_is_shown_with_a_warning(plan_file, capsys):
 def test_compare_without_solvers_has_a_row_that_says_so_for_each_planner_that_needs_it(capsys, monkeypatch):
     for module in ("scipy", "ortools", "ortools.sat.python"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert main(["compare", *BATCH]) == 0
+    assert main(["compare", *BATCH, *(word for name in ("milp", *usual()) for word in ("--planner", name))]) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(usual())]}
-    assert set(rows) == set(usual())
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 2 + len(usual())]}
+    assert set(rows) == {"milp", *usual()}
     assert rows["milp"][:2] == ["no", "plan"]
     assert rows["greedy"][:2] != ["no", "plan"]
     assert "milp: no plan. this planner needs OR-tools" in out

@@ -1,19 +1,16 @@
-"""Greedy at once, refined when the batch comes again."""
+"""Plans of the greedy planner, refined by the exact one."""
 
 from __future__ import annotations
 
 import logging
 import random
-import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from megatron_epp.contrib.exact.oracle import makespan_us
 from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
-from megatron_epp.contrib.exact.refiner import Refiner, faster, shape_of
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
@@ -21,8 +18,6 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
-from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 
 pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
@@ -40,28 +35,6 @@ def shared(tensor_parallel: int, shares: tuple[float, ...] = ()) -> PipelineCost
     return analytic_profile(shape, H100).costs([8, 8], state_bytes_per_parameter=7.5, vocabulary_shares=shares)
 
 
-@pytest.fixture
-def refiner() -> Iterator[Refiner]:
-    made = Refiner(COSTS, OPTIONS)
-    yield made
-    made.close()
-
-
-def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner):
-    first = refiner.plan(problem(LENGTHS, 2))
-    assert first.predicted.makespan_us == plan(problem(LENGTHS, 2), COSTS, Options(slices=2)).predicted.makespan_us
-    assert refiner.queue.worker._connection.poll(60)
-    shuffled = LENGTHS[2], LENGTHS[0], LENGTHS[1]
-    second = refiner.plan(problem(shuffled, 2))
-    assert refiner.solved.recall(canonical(problem(LENGTHS, 2))[0]) is not None
-    assert second.lengths == shuffled
-    assert check(second) == []
-    assert second.predicted.makespan_us <= first.predicted.makespan_us
-    asked, sequences = canonical(problem(shuffled, 2))
-    refined = relabelled(milp(asked, COSTS, OPTIONS), sequences)
-    assert second == build_plan(problem(shuffled, 2), COSTS, OPTIONS, refined)
-
-
 def test_what_only_offload_makes_fit_is_refined_too():
     costs, options = pipeline(2), replace(OPTIONS, offload=True, slices=8, plan_limit_s=1)
     with pytest.raises(InfeasibleError) as error:
@@ -75,46 +48,10 @@ def test_what_only_offload_makes_fit_is_refined_too():
     assert made.predicted.makespan_us <= before.predicted.makespan_us
 
 
-def test_what_fits_nothing_is_said_at_once(refiner: Refiner):
-    with pytest.raises(InfeasibleError):
-        refiner.plan(problem(LENGTHS, 2, max(stage.static_bytes for stage in COSTS.stages)))
-
-
-def test_a_solver_that_has_ended_surfaces_with_the_next_batch(refiner: Refiner):
-    refiner.plan(problem(LENGTHS, 2))
-    refiner.queue.worker._process.kill()
-    refiner.queue.worker._connection.poll(60)
-    with pytest.raises(WorkerError, match="has ended"):
-        refiner.plan(problem((500, 600), 2))
-
-
 def test_a_fixed_recompute_is_kept():
     options = replace(OPTIONS, recompute=1, plan_limit_s=5)
     made = milp(problem(LENGTHS, 2), COSTS, options)
     assert {num_steps for row in made.recompute_steps for num_steps in row} == {1}
-
-
-def test_a_batch_of_like_shape_tries_the_refined_order():
-    """Its plan is never slower than greedy's, and as fast as a solve of its own where the batches are equal."""
-    options = Options(slices=2, split_weight=True, plan_limit_s=5)
-    asked, other = (problem(lengths, 2, 14 << 30) for lengths in (LENGTHS, (8900, 690, 16_000)))
-    like = milp(canonical(asked)[0], COSTS, options)
-    other = canonical(other)[0]
-    start = greedy(other, COSTS, options)
-    assert shape_of(other, start) == shape_of(canonical(asked)[0], like)
-    times_us = [makespan_us(other, COSTS, options, one) for one in (faster(start, like, other, COSTS, options), start)]
-    assert times_us[0] <= times_us[1]
-    again = canonical(asked)[0]
-    first = greedy(again, COSTS, options)
-    found = faster(first, replace(like, chunks=first.chunks), again, COSTS, options)
-    assert makespan_us(again, COSTS, options, found) <= makespan_us(again, COSTS, options, like)
-
-
-def test_closing_ends_the_solver_in_the_middle_of_a_batch():
-    refiner = Refiner(pipeline(4, 2), Options(planner="milp", slices=4, plan_limit_s=600))
-    refiner.plan(problem((9000, 700, 16_000), 4))
-    refiner.close()
-    assert refiner.queue.worker._process.returncode is not None
 
 
 def test_relabelling_undoes_the_sorting():
@@ -151,35 +88,18 @@ def test_what_the_exact_planner_does_not_know_stays_as_greedy_plans_it_and_a_lin
     assert why in said
 
 
-@pytest.mark.parametrize("why", STAYING)
-def test_in_training_it_is_said_once_and_not_sent_to_the_solver(why: str, caplog: pytest.LogCaptureFixture):
-    asked, costs, options = STAYING[why]
-    refiner = Refiner(costs, options)
-    with caplog.at_level(logging.INFO):
-        plans = [refiner.plan(asked) for _ in range(2)]
-    (said,) = caplog.messages
-    refiner.close()
-    assert why in said
-    assert not refiner.queue.waiting
-    assert plans[0] == plans[1] == plan(asked, costs, options)
-
-
 SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_shards_of_the_vocabulary_are_refined_and_batches_of_like_shape_take_their_order(split: bool):
-    asked, other = (problem(lengths, 2) for lengths in ((9000, 4000, 2000), (8990, 3990, 2000)))
+def test_shards_of_the_vocabulary_are_refined(split: bool):
+    asked = problem((9000, 4000, 2000), 2)
     options = Options(chunk_tokens=9500, split_weight=split, plan_limit_s=20)
     start, like = greedy(asked, SHARDED, options), milp(asked, SHARDED, options)
     assert {action.op for row in like.order for action in row} >= {Op.S, Op.N, Op.T}
     assert check(build_plan(asked, SHARDED, options, like)) == []
     times_us = [makespan_us(asked, SHARDED, options, one) for one in (like, start)]
     assert times_us[0] < times_us[1]
-    before = greedy(other, SHARDED, options)
-    assert shape_of(other, before) == shape_of(asked, like)
-    found = faster(before, like, other, SHARDED, options)
-    assert makespan_us(other, SHARDED, options, found) < makespan_us(other, SHARDED, options, before)
 
 
 def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped(caplog: pytest.LogCaptureFixture):
@@ -201,20 +121,6 @@ def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptu
     assert made == milp(asked, COSTS, steady)
     assert makespan_us(asked, COSTS, options, made) < makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
     assert "greedy's" not in caplog.text
-
-
-def test_the_gap_of_a_refined_batch_is_logged_by_the_process_that_trains(caplog: pytest.LogCaptureFixture):
-    planner = BackgroundPlanner(COSTS, replace(OPTIONS, plan_limit_s=1))
-    with caplog.at_level(logging.INFO):
-        for _ in range(100):
-            planner.plan(problem(LENGTHS, 2))
-            if caplog.messages:
-                break
-            time.sleep(0.2)
-    planner.close()
-    assert re.fullmatch(
-        r"refined a batch of 3 sequences: [\d.]+ ms, [\d.]+ % less than greedy's, gap [\d.]+ %", caplog.messages[0]
-    )
 
 
 def test_the_solver_stops_after_the_time_that_is_given():

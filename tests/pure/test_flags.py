@@ -22,7 +22,6 @@ GIVEN = [
     ("offload", "on", "offload", True),
     ("offload", "off", "offload", False),
     ("plan-budget-ms", "70", "budget_ms", 70),
-    ("plan-limit-seconds", "2.5", "plan_limit_s", 2.5),
     ("planner", "seq1f1b", "planner", "seq1f1b"),
 ]
 

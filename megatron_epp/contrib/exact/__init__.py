@@ -1,12 +1,13 @@
-"""Exact plans of small chunk tables by integer programming, and refinement of plans in the background.
+"""Exact plans of small chunk tables by integer programming.
 
-This is the manner of OptPipe (arXiv 2510.05186): its mixed-integer program, its cached schedules and its online scheduling.
+This is the manner of OptPipe (arXiv 2510.05186).
 
 Kept: the order of F, B and W of every microbatch and stage, and which activations are copied to host memory and when, are the
 unknowns of one program, which minimises the makespan under the memory of every rank; a rank runs one action at a time, a link
 one copy, and ranks that share a link take turns. It starts from a plan that fits (`refine.milp`: the greedy plan; there
-AdaOffload), and stops with the best found in time and a bound. In training the solver works on processors meanwhile, and what
-it finds runs when the batch comes again, or one with a chunk table of the same shape (`refine.Refiner`).
+AdaOffload), and stops with the best found in time and a bound.
+
+Left out: OptPipe's refinement during training. Batches of unequal documents hardly ever come again.
 
 Changed: chunks are of unequal length, and recompute by stage and chunk is an unknown as well. Intervals without overlap, for
 CP-SAT (OR-tools), stand in place of order variables, large constants and cuts for a mixed-integer solver. Activations are
@@ -25,6 +26,7 @@ PLANNERS = {
         "OptPipe, 2510.05186",
         begins_with_greedy=True,
         may_offload=True,
+        lacks="the time that its solver takes for every batch",
     )
 }
 """By their names in `Options.planner`."""

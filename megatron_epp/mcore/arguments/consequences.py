@@ -309,7 +309,7 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
     elif entry is not None and not entry.may_offload:
-        yield f"--epp-offload is for --epp-planner greedy, milp and orders of papers, not {planner}; leave one of them out"
+        yield f"--epp-offload is for --epp-planner greedy and orders of papers, not {planner}; leave one of them out"
     elif args.epp_recompute != "auto":
         yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
     if budget_ms is not None and planner != "greedy":
@@ -319,8 +319,6 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
-    if args.epp_plan_limit_seconds is not None and planner != "milp":
-        yield f"--epp-plan-limit-seconds is for --epp-planner milp, not {planner}; leave one of them out"
     if args.epp_documents == "stream" and (resets := _given(IMPLIED[:3], args)):
         yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
     if args.epp_order == GIVEN:
@@ -358,7 +356,7 @@ def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
     if not args.epp_overlap_exchanges:
         return
     if not begins_with_greedy(args.epp_planner):
-        yield f"--epp-overlap-exchanges is for --epp-planner greedy and milp, not {args.epp_planner}; leave one of them out"
+        yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
     for flag, reason in flags_against_overlap(args):
         yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"
 

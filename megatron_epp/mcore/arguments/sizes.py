@@ -110,8 +110,8 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
         )
     if args.epp_schedule == "elastic" and (not begins_with_greedy(args.epp_planner) or args.epp_plan_budget_ms is not None):
         raise ArgumentError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy and "
-            "milp do, without --epp-plan-budget-ms"
+            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
+            "without --epp-plan-budget-ms"
         )
 
 

@@ -31,9 +31,8 @@ from megatron_epp.mcore.arguments.flag import (
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
-from megatron_epp.planner.registry import PLANNERS
 
-PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
+PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
 
 _PLANNING = (
     Flag("epp", "--epp", "", SWITCH, "Plan every iteration from the lengths of its sequences and run the plan."),
@@ -43,10 +42,8 @@ _PLANNING = (
         "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic)."
     ),
     Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
-        "Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
-        "one of your own. milp: greedy, while during training a solver works on small batches for when their lengths, or "
-        "chunks of the same shape, come again; which plan runs depends on timing, so a resumed run repeats losses only to "
-        "rounding.",
+        "Who makes the plans (default: greedy): a planner that `megatron-epp schedules` lists, or module:function for one of "
+        "your own.",
         f"who plans: {PLANNER_NAMES} (default: greedy)",
     ),
     Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(
@@ -56,10 +53,8 @@ _PLANNING = (
         "time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
         "machine, unlike with --steps (default: none)",
     ),
-    Flag("plan_limit_s", "--epp-plan-limit-seconds", "--plan-limit-seconds", AMOUNT, metavar="S").described(
-        "With --epp-planner milp, time for which the solver looks for a better plan of one batch, in the background "
-        "(default: 60).",
-        "with --planner milp, time for which the solver looks for a better plan (default: 10)",
+    Flag("plan_limit_s", "", "--plan-limit-seconds", AMOUNT, metavar="S").described(
+        "With --planner milp, time for which the solver looks for a better plan (default: 10)."
     ),
     Flag("steps", "", "--steps", WHOLE, default=0).described(
         "Of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
@@ -155,7 +150,7 @@ _MEMORY = (
     ).described(
         "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
         "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). For "
-        "the planners greedy and milp and orders of papers; KV offload is chosen by greedy, and milp keeps it."
+        "the planner greedy and orders of papers; KV offload is chosen by greedy."
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
         "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
@@ -199,7 +194,7 @@ _RUNNING = (
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
         "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
-        "activations between tensor-parallel ranks. For the planners greedy and milp; such steps have not run on GPUs yet."
+        "activations between tensor-parallel ranks. For the planner greedy; such steps have not run on GPUs yet."
     ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|learn|FILE").described(
         "Where predicted times come from: formulas, a short measurement at start-up, the first iterations of training, which "

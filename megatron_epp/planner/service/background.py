@@ -9,11 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron_epp import planner
-from megatron_epp.contrib.exact.lockstep import LockstepRefiner
-from megatron_epp.contrib.exact.refiner import Refiner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.problem import Options, Problem
@@ -37,23 +34,11 @@ KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
 
 
-class Answer(NamedTuple):
-    """Reply of the planning process for a batch.
-
-    Attributes:
-        plans: of the replicas that it plans for.
-        messages: what the exact planner logged meanwhile.
-    """
-
-    plans: PackedPlans
-    messages: tuple[str, ...] = ()
-
-
 class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas, from any thread, one at a time.
 
-    Without a budget and with any planner but "milp", equal problems get equal plans, on every machine and after a resume. The
-    division over replicas is the same for equal problems in any case.
+    Without a budget, equal problems get equal plans, on every machine and after a resume. The division over replicas is the
+    same for equal problems in any case.
 
     Args:
         costs: of every replica's pipeline.
@@ -83,7 +68,7 @@ class BackgroundPlanner:
     def plan(self, problem: Problem) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order.
 
-        A process that has ended is started again, without the plans that a budget or "milp" had refined.
+        A process that has ended is started again, without the plans that a budget had refined.
 
         Args:
             problem: with the lengths of the whole global batch.
@@ -94,14 +79,12 @@ class BackgroundPlanner:
         with self._lock:
             for restarts_left in range(RESTARTS, -1, -1):
                 try:
-                    answer: Answer = self._worker.call(problem)
+                    plans: PackedPlans = self._worker.call(problem)
                     break
                 except EndedError as ended:
                     if not (restarts_left and self._restarted(ended)):
                         raise
-        for message in answer.messages:
-            logger.info("%s", message)
-        return answer.plans
+        return plans
 
     def _restarted(self, ended: EndedError) -> bool:
         """Start the process again. Return False if the planner is closed."""
@@ -109,7 +92,7 @@ class BackgroundPlanner:
             if self._is_closed:
                 return False
             logger.warning("%s; it is started again, and plans as before", ended)
-            self._worker.close()  # where the process of a solver has ended, this one has not
+            self._worker.close()
             self._worker = self._start()
             return True
 
@@ -132,7 +115,7 @@ def _load(options: Options) -> None:
 
 def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
-) -> Callable[[Problem], Answer]:
+) -> Callable[[Problem], PackedPlans]:
     """Make the function that the process calls for every batch.
 
     Args:
@@ -140,9 +123,8 @@ def _planning(
         lockstep_group: number of the replica's group.
         lockstep_groups: the replicas of each group.
     """
-    steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
-    better = _refining(costs, options, len(lockstep_groups[lockstep_group]) > 1)
-    exact = _Messages("megatron_epp.contrib.exact")
+    steady = replace(options, budget_ms=None)
+    better = Anytime(costs, options) if options.budget_ms else None
 
     @functools.lru_cache(KEPT)
     def repeatable(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
@@ -158,52 +140,15 @@ def _planning(
 
         return divide(problem, costs, lockstep_groups, slowest_us)
 
-    def packed(problem: Problem) -> Answer:
+    def packed(problem: Problem) -> PackedPlans:
         start_s = time.perf_counter()
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
         problems = tuple(map(problem.part, shares))
-        plans = repeatable(problems) if better is None else better(problems)
+        plans = repeatable(problems) if better is None else (better.plan(problems[0]),)
         planning_us = (time.perf_counter() - start_s) * 1e6
-        made = (PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True))
-        return Answer(tuple(made), exact.taken())
+        return tuple(
+            PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
+        )
 
     return packed
-
-
-def _refining(costs: Costs, options: Options, is_lockstep: bool) -> Callable[[tuple[Problem, ...]], tuple[Plan, ...]] | None:
-    """Return what plans better the more time it has; None where plans are to be the same in every run.
-
-    Args:
-        costs, options: as for `plan`.
-        is_lockstep: there are several replicas, which share experts.
-    """
-    if options.planner == "milp" and is_lockstep:
-        return LockstepRefiner(costs, options).plan
-    if options.planner != "milp" and not options.budget_ms:
-        return None
-    one = Refiner(costs, options) if options.planner == "milp" else Anytime(costs, options)
-    return lambda problems: (one.plan(problems[0]),)
-
-
-class _Messages(logging.Handler):
-    """Messages that the loggers of a package have had at INFO since they were last taken.
-
-    Args:
-        name: of the package.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-        source = logging.getLogger(name)
-        source.addHandler(self)
-        source.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def taken(self) -> tuple[str, ...]:
-        """Return the messages, and forget them."""
-        taken, self.messages = tuple(self.messages), []
-        return taken

@@ -12,16 +12,8 @@ from scripts.parity.runs import train
 ITERATIONS = 6
 PLANNERS = {
     "greedy": "",
-    "milp": "--epp-planner milp",
     "budget": "--epp-plan-budget-ms 200",
-    "milp with shards": "--epp-planner milp --epp-vocab-parallel on --epp-split-weight-gradient",
 }
-SHARING_EXPERTS = {"greedy": "", "milp": "--epp-planner milp --epp-plan-limit-seconds 0.5"}
-EXPERTS = shlex.split(
-    "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-router-topk 2 "
-    "--moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear --epp-split-weight-gradient "
-    "--train-iters 40"  # the solver's process needs seconds to start
-)
 FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0 "
     "--attention-dropout 0 --transformer-impl local --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 "
@@ -33,9 +25,8 @@ FLAGS = shlex.split(
 
 def main() -> None:
     entry.prepare()
-    reports, has_experts = Path(os.environ["REPORTS"]), "EXPERTS" in os.environ
-    FLAGS.extend(EXPERTS if has_experts else ())
-    for name, flags in (SHARING_EXPERTS if has_experts else PLANNERS).items():
+    reports = Path(os.environ["REPORTS"])
+    for name, flags in PLANNERS.items():
         report = reports / name
         train([*FLAGS, *shlex.split(flags), "--data-path", os.environ["DATA"], "--epp-report-dir", str(report)])
         left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
