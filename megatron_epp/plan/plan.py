@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
-from megatron_epp.plan.groups import ContextGroups
+from megatron_epp.plan.extension import Extension
 from megatron_epp.plan.operations import Collective, Message
 from megatron_epp.plan.recompute import Recompute
 
@@ -168,7 +168,7 @@ class Plan:
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
         predicted: the simulator's numbers for this plan.
-        context_groups: groups of context-parallel ranks that share parts of each chunk; None if all of them share every chunk.
+        extensions: parts that other packages define; at most one of each type.
         token_multiple: chunk token counts are padded to a multiple of this.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
@@ -196,7 +196,7 @@ class Plan:
     message_bytes: tuple[int, ...] = ()
     half_layers: tuple[int, ...] = ()
     loss_groups: tuple[tuple[int, ...], ...] = ()
-    context_groups: ContextGroups | None = None
+    extensions: tuple[Extension, ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"

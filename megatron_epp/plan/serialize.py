@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.groups import ContextGroups, Group
+from megatron_epp.plan.extension import FIELDS, read_extension
 from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
 from megatron_epp.plan.reading import infinite_at, naming, number, of_type, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
@@ -119,8 +120,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         optional["half_layers"] = _ints(plan.half_layers)
     if plan.loss_groups:
         optional["loss_groups"] = [_ints(group) for group in plan.loss_groups]
-    if plan.context_groups is not None:
-        optional["context_groups"] = _groups(plan.context_groups)
+    optional |= {extension.field: extension.to_json() for extension in plan.extensions}
     return optional | {
         "schema": SCHEMA,
         "version": VERSION,
@@ -151,11 +151,6 @@ def _document(plan: Plan) -> dict[str, Any]:
         "seed": int(plan.seed),
         "notes": list(plan.notes),
     }
-
-
-def _groups(groups: ContextGroups) -> dict[str, Any]:
-    of_chunk = [[[int(first), int(degree), _ints(at)] for first, degree, at in own] for own in groups.of_chunk]
-    return {"num_ranks": int(groups.num_ranks), "of_chunk": of_chunk, "rank_tokens": _ints(groups.rank_tokens)}
 
 
 def _ints(row: Sequence[int]) -> list[int]:
@@ -228,7 +223,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
         half_layers=field("half_layers", _int_row, ()),
-        context_groups=field("context_groups", _context_groups, None),
+        extensions=tuple(field(name, partial(read_extension, name)) for name in FIELDS if name in document),
         loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
         kv_offload=field("kv_offload", lambda rows: tuple(KVOffload(*_int_row(row)) for row in rows), ()),
         messages=field("messages", _messages),
@@ -282,13 +277,6 @@ def _messages(value: Any) -> Messages:
     )
     num_bytes = _int_row(value.get("num_bytes", ()))
     return Messages(**times, num_bytes=num_bytes, collective_us=collective_us, message_us=message_us)
-
-
-def _context_groups(value: Any) -> ContextGroups:
-    of_chunk = tuple(
-        tuple(Group(whole(first), whole(degree), _int_row(at)) for first, degree, at in own) for own in value["of_chunk"]
-    )
-    return ContextGroups(whole(value["num_ranks"]), of_chunk, _int_row(value["rank_tokens"]))
 
 
 def _chunk(value: Any) -> Chunk:

@@ -90,7 +90,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
-        context_groups=made.groups,
+        extensions=made.extensions,
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
         costs=costs.name,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.plan.groups import ContextGroups
+from megatron_epp.plan.extension import Extension
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload
@@ -14,12 +14,12 @@ from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate, tabulate_groups
+from megatron_epp.planner.tabulate import tabulate
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All a planner decides.
+    """All a planner decides. A planner with decisions of another kind returns a subclass that says what they mean.
 
     Attributes:
         chunks: the chunk table.
@@ -31,7 +31,7 @@ class Decisions:
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
         kv_offload: stages and sequences whose keys and values are in host memory.
         joined: pairs of actions that stand one after the other in `order` and run in one step, each in one pair at most.
-        groups: of context-parallel ranks that share parts of each chunk; None if all ranks share every chunk.
+        extensions: parts of the plan that other packages define.
     """
 
     chunks: tuple[Chunk, ...]
@@ -43,12 +43,10 @@ class Decisions:
     offload: tuple[tuple[float, ...], ...] = ()
     kv_offload: Pairs = frozenset()
     joined: Joined = frozenset()
-    groups: ContextGroups | None = None
+    extensions: tuple[Extension, ...] = ()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         """Times and sizes of the decisions."""
-        if self.groups is not None:
-            return tabulate_groups(self.groups, self.chunks, problem, costs, self.modes)
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:
             return tables

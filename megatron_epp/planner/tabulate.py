@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from operator import sub
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op
-from megatron_epp.plan.groups import ContextGroups
 from megatron_epp.plan.operations import Rows, Track, operations
 from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, recompute_frontier
 from megatron_epp.planner.memory.messages import message_room
@@ -93,23 +90,6 @@ def tabulate(
         ),
         **sizes,
     )
-
-
-def tabulate_groups(
-    groups: ContextGroups, chunks: Sequence[Chunk], problem: Problem, costs: Costs, modes: Sequence[str] = FULL_ONLY
-) -> Tables:
-    """Evaluate the costs of chunks that groups of context-parallel ranks share: times of the slowest group of each, bytes of
-    its fullest rank. Recompute takes as long as if every rank had as much as the one with most.
-
-    Args:
-        groups: of all chunks.
-        chunks, problem, costs, modes: as for `tabulate`.
-    """
-    grouped, stages = GroupCosts(costs), costs.equal_stages
-    tables = tabulate(chunks, problem, costs, modes, work=grouped.work(groups, chunks))
-    passes = {stage: grouped.pass_us(stage, groups, chunks) for stage in set(stages)}
-    forward_us, backward_us = ([passes[stage][backward].tolist() for stage in stages] for backward in (False, True))
-    return replace(tables, forward_us=forward_us, backward_us=[] if problem.forward_only else backward_us)
 
 
 def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Rows]:

@@ -79,7 +79,7 @@ def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) 
     number.
     """
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
-    rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_group(plan, c)] for c, k in enumerate(shown)]
+    rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_part(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
     if len(shown) < len(plan.chunks):
         lines.append(f"  ... and {len(plan.chunks) - len(shown)} more chunks")
@@ -129,16 +129,13 @@ def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) ->
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _by_group(plan: Plan, chunk: int) -> str:
-    """Segments of a chunk; where groups of context-parallel ranks share them, each group with its ranks."""
+def _by_part(plan: Plan, chunk: int) -> str:
+    """Segments of a chunk; where an extension of the plan divides them, part by part."""
     own = plan.chunks[chunk]
-    if plan.context_groups is None:
+    parts = [part for extension in plan.extensions for part in extension.divided(chunk)]
+    if not parts:
         return _segments(own.segments, plan)
-    texts = []
-    for first, degree, at in plan.context_groups.of_chunk[chunk]:
-        ranks = f"ranks {first}-{first + degree - 1}" if degree > 1 else f"rank {first}"
-        texts.append(f"{ranks}: {_segments([own.segments[position] for position in at], plan)}")
-    return "; ".join(texts)
+    return "; ".join(f"{name}: {_segments([own.segments[position] for position in at], plan)}" for name, at in parts)
 
 
 def _segments(segments: Sequence[Segment], plan: Plan) -> str:

@@ -114,10 +114,8 @@ class Executor:
             raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
         if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.kv_offload):
             raise RunError("the plan keeps keys and values in host memory, but this run has no KV offload: add --epp-offload")
-        if plan.context_groups is not None:
-            raise RunError(
-                "the plan has groups of context-parallel ranks, and this runtime shares every chunk among all of them"
-            )
+        if lacking := [extension.lacks for extension in plan.extensions if extension.lacks]:
+            raise RunError(f"this runtime lacks what the plan needs: {'; '.join(lacking)}")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import Action, Copy, Op, Step, to_grid
-from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.runtime.attention.layout import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
@@ -58,8 +58,8 @@ def test_groups_of_context_parallel_ranks_are_refused():
     plan = one_rank()
     every = tuple(range(len(plan.chunks[0].segments)))
     groups = ContextGroups(2, ((Group(0, 2, every),),) * len(plan.chunks), (plan.num_tokens,) * len(plan.chunks))
-    with pytest.raises(RunError, match="groups of context-parallel ranks, and this runtime shares every chunk among all"):
-        Executor(replace(plan, context_groups=groups), 0, {0: None})
+    with pytest.raises(RunError, match="lacks what the plan needs: groups of context-parallel ranks: it shares every chunk among all"):
+        Executor(replace(plan, extensions=(groups,)), 0, {0: None})
 
 
 def test_actions_without_a_handler_are_refused_before_anything_runs():

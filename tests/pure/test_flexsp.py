@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_epp.contrib.papers import context_groups
+from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.contrib.papers.flexsp import flexsp
+from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.analytic import context_exchange_us
-from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment, check, from_json, lower, simulate, to_json
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 
@@ -39,8 +40,9 @@ def made() -> Plan:
 
 
 def groups_of(made: Plan) -> ContextGroups:
-    assert made.context_groups is not None
-    return made.context_groups
+    found = context_groups.groups_of(made.extensions)
+    assert found is not None
+    return found
 
 
 def test_the_plan_is_sound_cannot_hang_and_survives_json(made: Plan):
@@ -104,7 +106,7 @@ def faults(made: Plan, *groups: Group, rank_tokens: int | None = None) -> str:
     own = groups_of(made)
     tokens = own.rank_tokens if rank_tokens is None else (rank_tokens, *own.rank_tokens[1:])
     tampered = replace(own, of_chunk=(groups, *own.of_chunk[1:]), rank_tokens=tokens)
-    return "\n".join(map(str, check(replace(made, context_groups=tampered))))
+    return "\n".join(map(str, check(replace(made, extensions=(tampered,)))))
 
 
 def all_of(made: Plan) -> tuple[int, ...]:
@@ -160,7 +162,7 @@ def test_a_cap_is_held(made: Plan):
 def test_evaluations_have_groups_too():
     evaluation = plan(replace(problem_of(), forward_only=True), costs_of(), Options(planner="flexsp"))
     assert check(evaluation) == []
-    assert evaluation.context_groups is not None
+    assert groups_of(evaluation)
 
 
 def test_ranks_that_are_no_power_of_two_and_one_rank_are_refused():

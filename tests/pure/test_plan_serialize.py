@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from_json, load, save, to_json
 from megatron_epp.plan.attention import INPUTS
-from megatron_epp.plan.groups import ContextGroups, Group
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 
@@ -46,7 +46,7 @@ def test_a_plan_reads_back_equal_in_every_field():
             collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),),
             message_us=((INPUTS.send, (4.0, 5.0, 6.0)),),
         ),
-        context_groups=ContextGroups(4, ((Group(0, 2, (0,)), Group(2, 1, ())), (), ()), (9, 8, 7)),
+        extensions=(ContextGroups(4, ((Group(0, 2, (0,)), Group(2, 1, ())), (), ()), (9, 8, 7)),),
         token_multiple=8,
         costs="profile.json",
         planner="mine",

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
+from megatron_epp.contrib.papers.context_groups import groups_of
+from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
-from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
@@ -53,7 +54,8 @@ def text_of(made: Plan) -> str:
     for c, chunk in enumerate(made.chunks):
         parts = " ".join(f"{part.sequence}[{part.start}:{part.end}]" for part in chunk.segments)
         again = [made.recompute[stage][c].num_layers for stage in range(made.num_stages)]
-        groups = made.context_groups.of_chunk[c] if made.context_groups else ()
+        divided = groups_of(made.extensions)
+        groups = divided.of_chunk[c] if divided else ()
         shared = "".join(f", {group.degree} ranks from {group.first}: {list(group.segments)}" for group in groups)
         lines.append(f"chunk {c} | {parts}{shared}{f', recomputes {again}' if any(again) else ''}\n")
     return "".join(lines) + to_grid(made)
@@ -235,9 +237,10 @@ def test_no_assignment_of_a_microbatch_to_groups_ends_earlier_than_flexsps(lengt
         for degrees in divisions(8, 8)
         for group_of in product(range(len(degrees)), repeat=len(lengths))
     )
-    assert made.context_groups is not None
+    divided = groups_of(made.extensions)
+    assert divided is not None
     assert len(made.chunks) == 1
-    assert len(made.context_groups.of_chunk[0]) > 1
+    assert len(divided.of_chunk[0]) > 1
     assert made.predicted.makespan_us == pytest.approx(least_us)
 
 

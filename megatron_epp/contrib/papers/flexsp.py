@@ -12,14 +12,15 @@ requires.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
+from megatron_epp.contrib.papers.group_costs import GroupCosts, GroupedDecisions
 from megatron_epp.cost import Costs
-from megatron_epp.cost.context_groups import GroupCosts
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Remedy, Segment
-from megatron_epp.plan.groups import ContextGroups, Group
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import longest_first
@@ -86,13 +87,13 @@ def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None
     fullest = [max(one.rank_tokens(chunk) for one in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
     groups = ContextGroups(num_ranks, tuple(of_chunk), tuple(fullest))
     order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
-    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, groups=groups)
+    made = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, extensions=(groups,))
     tables = made.tables(problem, contest.costs)
     fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
     if fit.recompute_steps is None:
         contest.would_do(fit.needed_bytes)
     else:
-        contest.enter(Decisions(made.chunks, order, fit.recompute_steps, groups=groups), tables)
+        contest.enter(replace(made, recompute_steps=fit.recompute_steps), tables)
 
 
 def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:

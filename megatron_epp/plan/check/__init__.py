@@ -9,7 +9,7 @@ from megatron_epp.plan.check.launches import check_launches
 from megatron_epp.plan.check.memory import check_memory
 from megatron_epp.plan.check.messages import check_own_messages
 from megatron_epp.plan.check.predicted import check_predicted
-from megatron_epp.plan.check.tables import check_groups, check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked
@@ -70,7 +70,7 @@ def examine(plan: Plan, rows: Rows | None = None) -> Examined:
     found = listed(plan, columns)
     if faults := [*check_tokens(plan), *check_presence(plan, columns, found)]:
         return Examined(faults)
-    if faults := [*check_kv_offload(plan), *check_groups(plan)]:
+    if faults := [*check_kv_offload(plan), *check_extensions(plan)]:
         return Examined(faults)
     graph = linked(plan, columns, found)
     played = play(graph)

@@ -81,10 +81,10 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
 
-def check_groups(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless groups of context-parallel ranks share every chunk: disjoint, complete and large enough."""
-    if plan.context_groups is not None:
-        yield from map(_fault, plan.context_groups.faults(plan.chunks, plan.lengths))
+def check_extensions(plan: Plan) -> Iterator[Violation]:
+    """Yield violations that the plan's extensions find."""
+    for extension in plan.extensions:
+        yield from map(_fault, extension.faults(plan.chunks, plan.lengths))
 
 
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:

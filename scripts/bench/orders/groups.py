@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.analytic import context_exchange_us
@@ -73,8 +74,9 @@ def plans_of(case: Case) -> tuple[Plan, Plan, Plan]:
 def row(case: Case) -> list[str]:
     """Figures of a case as text."""
     groups, uniform, greedy = plans_of(case)
-    assert groups.context_groups is not None
-    degrees = sorted({group.degree for own in groups.context_groups.of_chunk for group in own})
+    divided = groups_of(groups.extensions)
+    assert divided is not None
+    degrees = sorted({group.degree for own in divided.of_chunk for group in own})
     took_us = groups.predicted.makespan_us
     ratios = [f"{took_us / one.predicted.makespan_us:.3f}" for one in (uniform, greedy)]
     return [

@@ -125,7 +125,7 @@ Running it would take model chunks that begin and end inside attention, handlers
 links between all pairs of ranks, and checkpoints of blocks that Megatron's own layers can read.
 
 **FlexSP** (`flexsp`, 2412.01523) gives every sequence a context-parallel degree: short ones share few ranks, long ones many, at
-the same time. A chunk has groups of its context-parallel ranks (`Plan.context_groups`), each with some of its sequences; it
+the same time. A chunk has groups of its context-parallel ranks (`ContextGroups`), each with some of its sequences; it
 takes as long as the slowest group, and its bytes are those of the fullest rank. `check` finds groups that overlap, leave a
 sequence out, or are too small for the bytes of their steps. Llama 3 8B on 4 pipeline ranks, sequences of up to 131,072 tokens
 (`python -m scripts.bench.orders.groups`), median of the batches; below 1 groups are faster:

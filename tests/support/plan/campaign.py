@@ -36,7 +36,7 @@ MORE_MEMORY, SLOWER = 1.1, 1.01
 def faults_of(plan: Plan, seed: int) -> Iterator[str]:
     """Yield what is wrong with a plan."""
     yield from map(str, check(plan))
-    if not {action.op for row in plan.ranks for step in row for action in step.actions} <= KNOWN or plan.context_groups:
+    if not {action.op for row in plan.ranks for step in row for action in step.actions} <= KNOWN or plan.extensions:
         return
     yield from second_simulator.faults(plan)
     rows = [lower(plan)]

@@ -1,15 +1,21 @@
-"""Times of chunks whose sequences are divided over groups of context-parallel ranks (`plan.groups`)."""
+"""Times and sizes of chunks whose sequences are divided over groups of context-parallel ranks (`context_groups`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.contrib.papers.context_groups import ContextGroups, groups_of
+from megatron_epp.cost import Costs
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn, causal_pairs
 from megatron_epp.plan import Chunk
-from megatron_epp.plan.groups import ContextGroups
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 
 class GroupCosts:
@@ -73,6 +79,24 @@ class GroupCosts:
         each_us = exchanges[np.log2(degrees).astype(np.int64)] - exchanges[-1] * (self.num_ranks // degrees)
         more_us: TimeColumn = self.costs.num_cached_layers[stage] * each_us
         return more_us
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedDecisions(Decisions):
+    """Decisions whose chunks are divided over groups of context-parallel ranks, by the `ContextGroups` in `extensions`."""
+
+    def tables(self, problem: Problem, costs: Costs) -> Tables:
+        """Return times of the slowest group of each chunk, and bytes of its fullest rank.
+
+        Recompute takes as long as if every rank had as much as the one with most.
+        """
+        groups = groups_of(self.extensions)
+        assert groups is not None
+        grouped, stages = GroupCosts(costs), costs.equal_stages
+        tables = tabulate(self.chunks, problem, costs, self.modes, work=grouped.work(groups, self.chunks))
+        passes = {stage: grouped.pass_us(stage, groups, self.chunks) for stage in set(stages)}
+        forward_us, backward_us = ([passes[stage][backward].tolist() for stage in stages] for backward in (False, True))
+        return replace(tables, forward_us=forward_us, backward_us=[] if problem.forward_only else backward_us)
 
 
 def _columns(groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[IntColumn, IntColumn, IntColumn, IntColumn]:

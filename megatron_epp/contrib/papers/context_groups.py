@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.extension import Extension
+from megatron_epp.plan.reading import whole
 
 
 class Group(NamedTuple):
@@ -38,7 +40,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ContextGroups:
-    """Division of all chunks over the context-parallel ranks of a stage.
+    """Division of all chunks over the context-parallel ranks of a stage, as an extension of a plan.
 
     Attributes:
         num_ranks: context-parallel ranks of every stage.
@@ -46,9 +48,34 @@ class ContextGroups:
         rank_tokens: tokens by chunk for which the bytes of its steps are: as many as its fullest rank may have.
     """
 
+    field: ClassVar[str] = "context_groups"
+    lacks: ClassVar[str] = "groups of context-parallel ranks: it shares every chunk among all of them"
+
     num_ranks: int
     of_chunk: tuple[tuple[Group, ...], ...]
     rank_tokens: tuple[int, ...]
+
+    def to_json(self) -> Any:
+        """Return plain data; `from_json` gives an equal object."""
+        of_chunk = [[[int(first), int(degree), [int(one) for one in at]] for first, degree, at in own] for own in self.of_chunk]
+        rank_tokens = [int(tokens) for tokens in self.rank_tokens]
+        return {"num_ranks": int(self.num_ranks), "of_chunk": of_chunk, "rank_tokens": rank_tokens}
+
+    @staticmethod
+    def from_json(value: Any) -> ContextGroups:
+        """Read `to_json`. Raises `EppError`, `KeyError`, `TypeError` or `ValueError` for data of another form."""
+        of_chunk = tuple(
+            tuple(Group(whole(first), whole(degree), tuple(map(whole, at))) for first, degree, at in own)
+            for own in value["of_chunk"]
+        )
+        return ContextGroups(whole(value["num_ranks"]), of_chunk, tuple(map(whole, value["rank_tokens"])))
+
+    def divided(self, chunk: int) -> Sequence[tuple[str, Sequence[int]]]:
+        """Return the groups of a chunk by their ranks, each with the positions of its segments."""
+        return [
+            (f"ranks {first}-{first + degree - 1}" if degree > 1 else f"rank {first}", at)
+            for first, degree, at in self.of_chunk[chunk]
+        ]
 
     def faults(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> Iterator[str]:
         """Yield what is wrong: overlapping groups, sequences without one or in two, ranks that hold too much, cut sequences.
@@ -88,6 +115,11 @@ class ContextGroups:
         for at, segment in enumerate(chunk.segments):
             if at not in held:
                 yield f"sequence {segment.sequence} is in no group"
+
+
+def groups_of(extensions: Sequence[Extension]) -> ContextGroups | None:
+    """Return the groups among the extensions of a plan or of decisions; None if there are none."""
+    return next((one for one in extensions if isinstance(one, ContextGroups)), None)
 
 
 def _name(group: Group) -> str:
