@@ -19,7 +19,6 @@ from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_g
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
@@ -195,7 +194,7 @@ def exchanging(unit: Unit, share: float, joined: bool = True) -> float:
     """Return the makespan in units, if a share of a forward, and as much of a backward, is exchange."""
     stages = tuple(replace(stage, exchange=stage.forward.scaled(share)) for stage in unit.costs.stages)
     made = unit.of_paper() if joined else replace(unit.of_paper(), joined=frozenset())
-    return predicted_us(made, unit.problem, replace(unit.costs, stages=stages)) / TOKENS
+    return made.makespan_us(unit.problem, replace(unit.costs, stages=stages)) / TOKENS
 
 
 DRAWN = {"terapipe": Unit("terapipe", 4, 2, slices=4), "sppo": Unit("sppo", 4, 1, slices=8, link=4)}

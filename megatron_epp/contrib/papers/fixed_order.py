@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
+from megatron_epp.contrib.overlap.joined import JoinedDecisions, JoinedOrder, adjacent
 from megatron_epp.cost import Costs
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.orders.joined import JoinedOrder, adjacent
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
@@ -103,13 +103,13 @@ class FixedOrder:
                 try:
                     rows, joined = _asked_for(order, problem, options)
                     if joined:
-                        made = fitted(rows, chunks, problem, costs, options, joined)
+                        made = fitted(rows, chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
                     else:
                         made = self.fit(rows, chunks, problem, costs, options)
                 except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
                     refusals.append(refusal)
                     continue
-                took_us = predicted_us(made, problem, costs)
+                took_us = made.makespan_us(problem, costs)
                 if best is None or took_us < best[0]:
                     best = took_us, made
         if best is None:

@@ -6,13 +6,14 @@ bytes the plan's steps carry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.plan import Action
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
@@ -20,10 +21,12 @@ from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import Integers, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
-from megatron_epp.planner.orders.joined import Joined, joined_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
+
+Sharing = Callable[[Sequence[Action], Tables, list[int], list[int]], None]
+"""Change of the bytes that the actions of a rank take and give, in place, where several actions hold their bytes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +182,15 @@ def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
 
 
 def step_bytes(
-    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
 
     Args:
-        order: the actions of every rank; no codes where actions are joined.
+        order: the actions of every rank; no codes with `sharing`.
         tables: sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``.
-        joined: pairs of actions that run in one step: the first allocates what both do, the second frees it.
+        sharing: change of the bytes of a rank; None if every action holds its own.
     """
     codes, columns = _coded(order, tables)
     count, split = len(codes.actions), integer_zeros(columns.num_items)
@@ -196,23 +199,23 @@ def step_bytes(
     inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
     taken, given = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
-    if joined and not isinstance(order, Codes):
+    if sharing is not None and not isinstance(order, Codes):
         for actions, *own in zip(order, taken, given, strict=True):
-            joined_bytes(actions, joined, tables, *own)
+            sharing(actions, tables, *own)
     return taken, given
 
 
 def held_bytes(
-    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> list[NDArray[np.int64]]:
     """Bytes live while each action runs, ``[rank][position]``.
 
     Args:
-        order, joined: as for `step_bytes`.
+        order, sharing: as `step_bytes` takes them.
         tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
     """
-    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, joined), strict=True)
+    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, sharing), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 

@@ -101,6 +101,17 @@ class Block:
         return without_weights(squeezed(rows) if self.squeezed else laid_out(rows))
 
 
+def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
+    """Return an operation of one stage for several chunks.
+
+    Args:
+        op: the operation.
+        stage: where it runs.
+        chunks: in the order in which they run.
+    """
+    return [Action(op, stage, c) for c in chunks]
+
+
 def looped(problem: Problem) -> Placement:
     """Return the looped placement with as many stages and ranks as the problem has."""
     return Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
