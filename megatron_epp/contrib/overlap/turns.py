@@ -77,9 +77,9 @@ _current: Turns | None = None
 
 
 def hand_over() -> None:
-    """Let the other action of the step run: for weight gradients, which exchange nothing, between two of them."""
-    assert _current is not None
-    _current.hand_over()
+    """Let the other action of the step run, if there is one: for actions without exchange, between two parts of them."""
+    if _current is not None:
+        _current.hand_over()
 
 
 Exchanges = Callable[[Turns], AbstractContextManager[None]]
