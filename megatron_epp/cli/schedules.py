@@ -31,7 +31,7 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     wanted = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
     if wanted.placement.rank_of == placement.rank_of:
         return layout
-    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
+    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and wanted.is_movable)
 
 
 def usual() -> list[str]:
@@ -70,9 +70,7 @@ def _stages(entry: Entry) -> str:
     """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "1"
-    if entry.fixed.kind == "helix":
-        return "one per layer"
-    return f"{entry.fixed.chunks_per_rank or '2 or more'}{', V' * (entry.fixed.kind == 'v')}"
+    return entry.fixed.stages
 
 
 COMMAND = Command("schedules", "list the schedules and planners that plans can follow, with their papers", add_arguments, run)

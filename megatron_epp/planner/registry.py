@@ -22,8 +22,9 @@ class FixedPlacement(Protocol):
     """Planner of a schedule that is defined for one kind of placement.
 
     Attributes:
-        kind: ``looped``, ``v`` or ``helix``.
+        kind: ``looped`` or ``v``.
         chunks_per_rank: stages of each rank; None for two or more.
+        stages: the same for people.
     """
 
     @property
@@ -31,6 +32,9 @@ class FixedPlacement(Protocol):
 
     @property
     def chunks_per_rank(self) -> int | None: ...
+
+    @property
+    def stages(self) -> str: ...
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
         """Return even layers at the placement, with `count` stages per rank where the schedule takes any number."""
@@ -51,6 +55,7 @@ class Entry:
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
         may_offload: its plans may have copies to the host, with `Options.offload`.
         offloads: copies are part of its method, so that comparisons give it `Options.offload`.
+        has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
         joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
         lacks: why training does not run its plans; empty if it does.
     """
@@ -62,6 +67,7 @@ class Entry:
     splits_weight: bool = False
     may_offload: bool = False
     offloads: bool = False
+    has_own_size: bool = False
     joins: bool = False
     lacks: str = ""
 
@@ -126,11 +132,13 @@ PLANNERS = Planners(
             may_offload=True,
         ),
         "1f1b": Entry(
-            baseline(elastic_1f1b), "1F1B of whole sequences in the order of the batch, recompute as the cap requires"
+            baseline(elastic_1f1b),
+            "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
+            has_own_size=True,
         ),
         "1f1b-padded": Entry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
         "1f1b-packed": Entry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
-        "seq1f1b": Entry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
+        "seq1f1b": Entry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True),
     },
     ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers"),
 )

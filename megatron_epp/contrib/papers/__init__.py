@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron_epp.contrib.helix.helixpipe import HelixOrder, helixpipe
 from megatron_epp.contrib.papers.breadth_first import breadth_first
 from megatron_epp.contrib.papers.chronos import chronos, longest_lived_first
 from megatron_epp.contrib.papers.chunkflow import chunkflow
@@ -15,7 +16,6 @@ from megatron_epp.contrib.papers.fixed_order import FixedOrder
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.gpipe import gpipe
 from megatron_epp.contrib.papers.hanayo import hanayo
-from megatron_epp.contrib.papers.helixpipe import helixpipe
 from megatron_epp.contrib.papers.infinipipe.search import infinipipe
 from megatron_epp.contrib.papers.interleaved import interleaved
 from megatron_epp.contrib.papers.kfkb import kfkb
@@ -67,9 +67,10 @@ PLANNERS: dict[str, Entry] = {
     ),
     "hanayo": _order(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
     "helixpipe": _order(
-        FixedOrder(helixpipe, "helix", None),
+        HelixOrder(helixpipe, chunks_per_rank=None),
         "attention of several microbatches on all ranks at once",
         "2507.00394",
+        has_own_size=True,
         lacks="attention of a layer on another rank than its weights",
     ),
     "chronos": _order(
@@ -101,13 +102,14 @@ PLANNERS: dict[str, Entry] = {
         "slices of equal length on all stages of a rank, then the next",
         "2504.14519",
     ),
-    "chunkflow": Entry(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),
+    "chunkflow": Entry(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356", has_own_size=True),
     "flexsp": Entry(
         flexsp,
         "a context-parallel degree for every sequence, the slowest group as fast as possible",
         "2412.01523",
+        has_own_size=True,
         lacks="groups of context-parallel ranks that change with every chunk",
     ),
-    "infinipipe": Entry(infinipipe, "slices of equal time, recompute by integer programs", "2509.21275"),
+    "infinipipe": Entry(infinipipe, "slices of equal time, recompute by integer programs", "2509.21275", has_own_size=True),
 }
 """By their names in `Options.planner`."""

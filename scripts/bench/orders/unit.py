@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from megatron_epp.contrib.helix.costs import with_separate_attention
+from megatron_epp.contrib.helix.layout import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
@@ -73,7 +75,7 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
     )
     stages = (first, *(inner,) * (num_layers - 1), last)
-    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_separate_attention(last_in_backward=False)
+    return with_separate_attention(PipelineCosts("unit", stages, hidden_bytes_per_token=0.0), last_in_backward=False)
 
 
 class Unit:
@@ -99,7 +101,7 @@ class Unit:
         self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
-        if layout.has_separate_attention:
+        if isinstance(layout, HelixLayout):
             self.costs = block_costs(layout.num_layers, 1 / per_rank)
         else:
             self.costs = unit_costs(self.placement.num_stages, 1 / per_rank, link * PASSES / 2)
