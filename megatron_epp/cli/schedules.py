@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_epp.cli.layout import Chosen
 from megatron_epp.cli.terminal import Command, Parser, say
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.registry import PLANNERS, Entry
+from megatron_epp.planner.registry import PLANNERS, PlannerEntry
 from megatron_epp.report.table import table
 
 ALL = "all"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stages(entry: Entry) -> str:
+def _stages(entry: PlannerEntry) -> str:
     """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "1"

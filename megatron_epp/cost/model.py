@@ -21,7 +21,7 @@ from megatron_epp.cost.stage import ATTENTION, NO_HALF, StageCosts, check_stage
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.sizing import size_classes
 
@@ -157,7 +157,7 @@ class PipelineCosts:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
         return Line(0.0, extra.per_token_us) if stage == len(self.stages) - 1 else NO_TIME
 
-    def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
+    def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Times and bytes of an operation on vocabulary shards; None if there are none.
 
         Args:

@@ -12,7 +12,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
 from megatron_epp.plan import Op
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class SeparateAttention:
     input_bytes_per_token: float
     output_bytes_per_token: float
 
-    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> Rows:
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation, equal at all sites.
 
         Args:
@@ -53,7 +53,7 @@ class SeparateAttention:
         times_us: list[float] = (line.time_us(work.tokens, work.pairs) + 0.0).tolist()
         inputs, output = (INPUTS, RESULT) if op is A else (INPUTS_GRADIENT, RESULT_GRADIENT)
         carried = {inputs.send: moved_us(self.input_bytes_per_token), output.send: moved_us(self.output_bytes_per_token)}
-        return Rows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
+        return OperationRows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SeparateAttentionCosts(PipelineCosts):
 
     attention: SeparateAttention | None = None
 
-    def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
+    def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Return times and bytes of `A` or `G`, ``[site][chunk]``."""
         message = Line(self.message_latency_us, self.message_us_per_byte)
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.operations import ANYWHERE, Before, Message, Need, Of, Operation, Presence, Rows, register
+from megatron_epp.plan.operations import ANYWHERE, Before, MessageKind, Need, Of, Operation, OperationRows, Presence, register
 
 A, G = Op.define("A"), Op.define("G")
 
-INPUTS = Message("queries, keys and values", Op.define("SEND_QKV"), Op.define("RECV_QKV"))
-RESULT = Message("attention's output", Op.define("SEND_A"), Op.define("RECV_A"))
-RESULT_GRADIENT = Message("the gradient of attention's output", Op.define("SEND_DA"), Op.define("RECV_DA"))
-INPUTS_GRADIENT = Message("the gradient of queries, keys and values", Op.define("SEND_DQKV"), Op.define("RECV_DQKV"))
+INPUTS = MessageKind("queries, keys and values", Op.define("SEND_QKV"), Op.define("RECV_QKV"))
+RESULT = MessageKind("attention's output", Op.define("SEND_A"), Op.define("RECV_A"))
+RESULT_GRADIENT = MessageKind("the gradient of attention's output", Op.define("SEND_DA"), Op.define("RECV_DA"))
+INPUTS_GRADIENT = MessageKind("the gradient of queries, keys and values", Op.define("SEND_DQKV"), Op.define("RECV_DQKV"))
 
 _BOTH = (A, G)
 
@@ -29,10 +29,10 @@ def between_stages(placement: Sequence[int]) -> Sequence[int]:
     return (ANYWHERE,) * (len(placement) - 1)
 
 
-def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], Rows | None]:
+def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], OperationRows | None]:
     """Times and bytes of an operation: none if the costs have attention in its stage."""
 
-    def rows(costs: Any, sites: Sequence[int], work: Any) -> Rows | None:
+    def rows(costs: Any, sites: Sequence[int], work: Any) -> OperationRows | None:
         return costs.attention_rows(op, sites, work) if hasattr(costs, "attention_rows") else None
 
     return rows

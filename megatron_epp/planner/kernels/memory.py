@@ -6,7 +6,7 @@ import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns, frontier_sum
-from megatron_epp.planner.kernels.compiled import Integers, compiled, compiled_with_lists, inlined
+from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists, inlined
 
 
 @compiled
@@ -90,7 +90,7 @@ def own(columns: Columns, item: int, num_steps: int) -> int:
 
 
 @compiled
-def peak(actions: Integers, begin: int, stop: int, columns: Columns, recompute_steps: Integers, static: int) -> int:
+def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recompute_steps: IntegerList, static: int) -> int:
     """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
 
     Args:
@@ -121,7 +121,12 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, recompute_s
 
 @compiled
 def step_bytes(
-    actions: Integers, columns: Columns, recompute_steps: Integers, split: Integers, takes: Integers, gives: Integers
+    actions: IntegerList,
+    columns: Columns,
+    recompute_steps: IntegerList,
+    split: IntegerList,
+    takes: IntegerList,
+    gives: IntegerList,
 ) -> None:
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
@@ -152,15 +157,15 @@ def step_bytes(
 
 @compiled_with_lists
 def sweep(
-    actions: Integers,
+    actions: IntegerList,
     begin: int,
     stop: int,
     columns: Columns,
-    limit: Integers,
-    caps: Integers,
+    limit: IntegerList,
+    caps: IntegerList,
     static: int,
-    recompute_steps: Integers,
-    leaves: Integers,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     by_stay: int,
 ) -> bool:
     """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
@@ -223,13 +228,13 @@ def sweep(
 
 @compiled
 def fit(
-    actions: Integers,
-    starts: Integers,
+    actions: IntegerList,
+    starts: IntegerList,
     columns: Columns,
-    caps: Integers,
-    caps_at: Integers,
-    recompute_steps: Integers,
-    leaves: Integers,
+    caps: IntegerList,
+    caps_at: IntegerList,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     by_stay: int,
 ) -> bool:
     """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
@@ -256,9 +261,9 @@ def fit(
 def give_cheapest(
     alive: list[tuple[float, int, int, int]],
     columns: Columns,
-    limit: Integers,
-    recompute_steps: Integers,
-    leaves: Integers,
+    limit: IntegerList,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     at: int,
     excess: int,
 ) -> int:
@@ -293,14 +298,14 @@ def give_cheapest(
 
 @compiled
 def trim(
-    actions: Integers,
+    actions: IntegerList,
     begin: int,
     stop: int,
     columns: Columns,
-    recompute_steps: Integers,
+    recompute_steps: IntegerList,
     cap: int,
     static: int,
-    dearest: Integers,
+    dearest: IntegerList,
 ) -> None:
     """Undo recompute that the cap does not need after all, dearest first.
 

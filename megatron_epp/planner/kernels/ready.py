@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, compiled_with_lists, inlined
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, compiled_with_lists, inlined
 
 NONE = -1
 """Rank that is returned where no action is ready."""
@@ -36,28 +36,28 @@ class Ready(NamedTuple):
     """
 
     num_chunks: int
-    rank_of: Integers
-    stages: Integers
-    first_stage: Integers
-    forward_us: Floats
-    backward_us: Floats
-    weight_us: Floats
-    hop_us: Floats
-    backwards: Integers
-    ahead: Integers
+    rank_of: IntegerList
+    stages: IntegerList
+    first_stage: IntegerList
+    forward_us: FloatList
+    backward_us: FloatList
+    weight_us: FloatList
+    hop_us: FloatList
+    backwards: IntegerList
+    ahead: IntegerList
     alternating: int
     most_waiting: int
-    forward_in: Floats
-    backward_in: Floats
-    forward_count: Integers
-    backward_count: Integers
-    clock_us: Floats
-    was_backward: Integers
-    waiting_us: Floats
-    queued: Integers
-    taken: Integers
-    out: Integers
-    filled: Integers
+    forward_in: FloatList
+    backward_in: FloatList
+    forward_count: IntegerList
+    backward_count: IntegerList
+    clock_us: FloatList
+    was_backward: IntegerList
+    waiting_us: FloatList
+    queued: IntegerList
+    taken: IntegerList
+    out: IntegerList
+    filled: IntegerList
 
 
 @compiled_with_lists

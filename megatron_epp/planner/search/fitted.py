@@ -16,7 +16,7 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
+from megatron_epp.planner.memory.recompute import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.orders.warm_up import Order, without_weights
@@ -93,8 +93,8 @@ def _is_worth(action: Action, tables: Tables) -> bool:
     return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
 
-def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
-    """Fit recompute to the caps, with what waits for weight gradients and what actions hold at once.
+def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
+    """RecomputeFit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
     What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
     and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.
@@ -127,7 +127,7 @@ def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], opt
             if not left or not fit_with_copies(codes, tables, rank, allowed, most, recompute_steps):
                 for stage in tables.stages_of[rank]:
                     recompute_steps[stage] = most[stage]
-    return Fit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, sharing)), caps)
+    return RecomputeFit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, sharing)), caps)
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:

@@ -65,11 +65,11 @@ class Earlier(NamedTuple):
         return is_same and sum(self.problem.message_bytes) < sum(problem.message_bytes)
 
 
-Before = dict[Options, Earlier]
+LastSearches = dict[Options, Earlier]
 """The last search with each set of options."""
 
 
-def greedy(problem: Problem, costs: Costs, options: Options, before: Before | None = None) -> Decisions:
+def greedy(problem: Problem, costs: Costs, options: Options, before: LastSearches | None = None) -> Decisions:
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
@@ -105,7 +105,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    problem: Problem, costs: Costs, options: Options, warm: Warm | None = None, before: Before | None = None
+    problem: Problem, costs: Costs, options: Options, warm: Warm | None = None, before: LastSearches | None = None
 ) -> Candidates:
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
@@ -127,7 +127,7 @@ def candidates(
     return _candidates(found or [trials.result()], trials)
 
 
-def _searched(replicas: Replicas, warm: Warm | None, before: Before) -> tuple[Trials, list[Candidate]]:
+def _searched(replicas: Replicas, warm: Warm | None, before: LastSearches) -> tuple[Trials, list[Candidate]]:
     """Search, unless candidates of an earlier search are nearly as fast now; return what was tried and the best of each kind.
 
     Args:
