@@ -36,7 +36,7 @@ def analytic_costs(
     """Costs of a pipeline. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
-        shape, rates: as for `analytic_profile`.
+        shape, rates: as `analytic_profile` takes them.
         layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
         state_bytes_per_parameter: see `Profile.costs`.
 

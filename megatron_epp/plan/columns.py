@@ -193,7 +193,7 @@ def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tup
     """Yield row and position of those of their numbers that are chosen.
 
     Args:
-        rows: as for `entries`.
+        rows: as `entries` takes it.
         chosen: for each number in the result of that.
     """
     if chosen.any():

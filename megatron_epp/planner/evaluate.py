@@ -88,7 +88,7 @@ def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: Recompute
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
 
     Args:
-        order, tables, recompute_steps, copies: as for `play`.
+        order, tables, recompute_steps, copies: as `play` takes them.
     """
     return _play(order, tables, recompute_steps, copies)[0]
 

@@ -67,7 +67,7 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
-        made, problem, costs, planner: as for `refuse_mistakes`.
+        made, problem, costs, planner: as `refuse_mistakes` takes them.
         tables: of the chunks.
 
     Raises:
@@ -98,7 +98,7 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
 
     Args:
         made: decisions of which only the chunks are known.
-        problem, costs, planner: as for `refuse_mistakes`.
+        problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):
         _refuse_types(made, planner)

@@ -45,7 +45,7 @@ def why_greedy(made: Decisions, problem: Problem) -> str:
 
     Args:
         made: by the greedy planner.
-        problem: as for `milp`.
+        problem: as `milp` takes it.
     """
     if problem.forward_only:
         return "it does not know evaluations"

@@ -41,7 +41,7 @@ def overlapped(found: Sequence[Decisions], problem: Problem, costs: Costs, optio
 
     Args:
         found: decisions that fit the caps, the fastest first.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
 
     Returns:
         The fastest, which may be the first of `found`.

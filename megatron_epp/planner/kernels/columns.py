@@ -129,7 +129,7 @@ def _needs(
     """Return `Columns.need_starts` and `needs`, and the transfers for every kind and site that has needs.
 
     Args:
-        kinds, rank_of, num_items, num_chunks: as for `need_columns`.
+        kinds, rank_of, num_items, num_chunks: as `need_columns` takes them.
     """
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)

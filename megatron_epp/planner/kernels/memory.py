@@ -131,7 +131,7 @@ def step_bytes(
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        actions, columns, recompute_steps: as for `peak`.
+        actions, columns, recompute_steps: as `peak` takes them.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
         takes, gives: the results, by position among the actions.
     """
@@ -176,7 +176,7 @@ def sweep(
     within the limits.
 
     Args:
-        actions, begin, stop, columns, static: as for `peak`.
+        actions, begin, stop, columns, static: as `peak` takes them.
         limit: most recompute steps of each item.
         caps: bytes, by position among the actions.
         recompute_steps: the result, by item; items of other ranks are left alone.
@@ -246,7 +246,7 @@ def fit(
         caps_at: the same by position among the actions.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
-        by_stay: as for `sweep`.
+        by_stay: as `sweep` takes it.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
@@ -274,7 +274,7 @@ def give_cheapest(
 
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
-        columns, limit, recompute_steps, leaves: as for `sweep`; `leaves` are the positions of the backwards.
+        columns, limit, recompute_steps, leaves: as `sweep` takes them; `leaves` are the positions of the backwards.
         at: the current position.
         excess: bytes above the cap.
     """
@@ -310,7 +310,7 @@ def trim(
     """Undo recompute that the cap does not need after all, dearest first.
 
     Args:
-        actions, begin, stop, columns, static: as for `peak`.
+        actions, begin, stop, columns, static: as `peak` takes them.
         recompute_steps: recompute steps by item, updated.
         cap: bytes of the rank.
         dearest: the rank's items, dearest first.

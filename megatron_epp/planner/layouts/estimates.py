@@ -72,7 +72,7 @@ class Estimates:
 
         Args:
             layout: whose estimate for that batch fits the caps.
-            grains: as for `mean_like_us`.
+            grains: as `mean_like_us` takes it.
         """
         found = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if found is None else found.busy_us

@@ -97,7 +97,7 @@ def fit_lockstep(
         tables: of every replica; their times are the same (`replicas.slowest_times`).
         caps: of the ranks of every replica.
         options: the user's settings.
-        by_stay: as for `fit_recompute`.
+        by_stay: as `fit_recompute` takes it.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:

@@ -30,7 +30,7 @@ def completed_with_shards(order: Order, tables: Tables, recompute_steps: Recompu
     """Insert the operations of vocabulary shards if there are any and the order has none.
 
     Args:
-        order, tables, recompute_steps: as for `with_shards`.
+        order, tables, recompute_steps: as `with_shards` takes them.
     """
     if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
         return order

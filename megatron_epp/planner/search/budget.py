@@ -50,7 +50,7 @@ def improved(
 
     Args:
         made: decisions with whole backwards that fit the caps.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """

@@ -136,7 +136,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
     Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
 
     Args:
-        order, whole, tables: as for `_fit`.
+        order, whole, tables: as `_fit` takes them.
         problem: the memory caps.
 
     Returns:
@@ -155,7 +155,7 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
 
     Args:
         aims: bytes of the ranks to begin with.
-        order, whole, tables, problem: as for `_copied`.
+        order, whole, tables, problem: as `_copied` takes them.
     """
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):

@@ -77,7 +77,7 @@ def greedy(problem: Problem, costs: Costs, options: Options, before: LastSearche
     matters. With `options.slices` there is one grain and nothing to search.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         before: earlier searches, whose fastest candidates are tried first; updated.
 
     Raises:
@@ -110,9 +110,9 @@ def candidates(
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
     Args:
-        problem, costs, options: as for `greedy`.
+        problem, costs, options: as `greedy` takes them.
         warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
-        before: as for `greedy`. Where those candidates are nearly as fast now, there is no further search.
+        before: as `greedy` takes it. Where those candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)
     trials, found = _searched(replicas, warm, {} if before is None else before)
@@ -132,7 +132,7 @@ def _searched(replicas: Replicas, warm: Warm | None, before: LastSearches) -> tu
 
     Args:
         replicas: of the problem.
-        warm, before: as for `candidates`.
+        warm, before: as `candidates` takes them.
     """
     (problem,), options = replicas.problems, replicas.options
     earlier = before.get(options)
@@ -167,7 +167,7 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
     Args:
         choices: decisions for one batch; at least one.
-        problem, costs: as for `plan`.
+        problem, costs: as `plan` takes them.
     """
     if len(choices) == 1:
         return choices[0]
@@ -184,7 +184,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
     Args:
         found: what the search found.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
     """
     replicas = Replicas((problem,), costs, options)
     split, better = replicas.splits_weight, found.best

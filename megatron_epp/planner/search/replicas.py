@@ -110,7 +110,7 @@ class Replicas:
         Args:
             tables: without it.
             table: the chunk table.
-            pairs, sharing: as for `with_kv_offload`, `pairs` for every replica.
+            pairs, sharing: as `with_kv_offload` takes them, `pairs` for every replica.
         """
         every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
         shared = self.costs, self.modes
@@ -121,7 +121,7 @@ class Replicas:
 
         Args:
             order: of all actions.
-            table, pairs: as for `kv_offload`.
+            table, pairs: as `kv_offload` takes them.
         """
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
@@ -137,7 +137,7 @@ class Replicas:
         Args:
             codes: the order.
             tables: of every replica.
-            by_stay: as for `fit_recompute`.
+            by_stay: as `fit_recompute` takes it.
         """
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 

@@ -31,7 +31,7 @@ def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
 def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
     """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
 
-    A collective call of all ranks. `used` is as for `Links.create`.
+    A collective call of all ranks. `used`: as `Links.create` takes it.
     """
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return most_links(used), min(from_each(own_sms))

@@ -149,7 +149,7 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
     Args:
-        x, labels: as for `logits_pass`.
+        x, labels: as `logits_pass` takes them.
         logits: its result; what it has kept is overwritten.
         log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
         weights: gradient of each token's loss, ``[tokens]``.

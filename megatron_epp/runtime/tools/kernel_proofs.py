@@ -123,7 +123,7 @@ def _reference(inputs: Sequence[Tensor], table: SegmentTable, scale: float) -> T
     """Return torch's attention ``[tokens, query_heads, channels]`` of every segment, the last query of which sees all keys.
 
     Args:
-        inputs: queries, keys and values, as for `Kernel`.
+        inputs: queries, keys and values, as `Kernel` takes them.
         table: the segments.
         scale: factor of the scores.
     """

@@ -106,7 +106,7 @@ def backward_by_heads(
 
     Args:
         kernel: the kernel.
-        grad, q, k, v, out, saved, table, scale: as for `Kernel.backward`.
+        grad, q, k, v, out, saved, table, scale: as `Kernel.backward` takes them.
         take: called with the gradients of keys and values of one group after the other, first to last, which are freed
             afterwards.
         count: key heads at a time; None to choose it by the memory that the gradients need.
