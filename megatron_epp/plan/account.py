@@ -67,7 +67,7 @@ class Account:
         return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
-        """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
+        """Return a rank's memory at the start and after every change; the sums equal `Timeline.live_bytes`."""
         return [Moment(time_us, self._shown(rank, live), step) for time_us, live, step in self._changes(rank)]
 
     def peak(self, rank: int) -> Moment:

@@ -96,7 +96,7 @@ class EppError(Exception):
 
         Args:
             before, after: text in front of the message, and behind the remedies.
-            names: names that `str` of the copy uses; None for those of this error.
+            names: names that `str` of the copy uses; None for the names of this error.
         """
         made = copy.copy(self)
         made.message, made.after = before + self.message, self.after + after

@@ -37,8 +37,8 @@ def head_parts(kv_heads: int) -> int:
 def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """Host memory of a rank over time: steps ``(time_us, bytes)`` from time 0, each valid until the next.
 
-    Offloaded activations take host memory from the issue of their offload to that of their load, after which later copies reuse
-    it; keys and values as described in `KVOffload`.
+    Offloaded activations take host memory from the issue of their offload to the issue of their load, after which later copies
+    reuse it; keys and values as described in `KVOffload`.
     """
     plan, level = timeline.plan, 0
     here = [entry for entry in plan.kv_offload if plan.placement[entry.stage] == rank]

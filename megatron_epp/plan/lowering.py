@@ -113,7 +113,7 @@ the action."""
 
 
 def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
-    """Return a slot. Every rank has those of its compute actions, and one behind the last.
+    """Return a slot. A rank has a slot for each of its compute actions, and one behind the last.
 
     Args:
         rank: of the launch.
@@ -171,13 +171,13 @@ def _collectives(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
 
 
 def _by_first(keys: Integers) -> Integers:
-    """Number equal keys alike, in the order in which they first occur."""
+    """Number distinct keys in the order in which they first occur."""
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[which]
 
 
 def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
-    """The reduction of every stage, last stage first: after the last of its gradients, and after those of all later stages.
+    """Reductions of all stages, last stage first: each after its stage's last gradient and the reductions of later stages.
 
     Gradients of what a rank has besides its stages are reduced with its first stage.
     """

@@ -38,7 +38,7 @@ class Step(NamedTuple):
     as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
 
     `also` are further actions that run in the same step (a braid, such as a forward with a backward of another chunk): all
-    start when each of them can, and end together. Time and bytes are those of all.
+    start when each of them can, and end together. Time and bytes are of all together.
     """
 
     action: Action
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The action and those that run with it."""
+        """All actions of the step."""
         return (self.action, *self.also) if self.also else (self.action,)
 
 

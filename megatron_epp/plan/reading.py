@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 28
 MOST_DEPTH = 100
 """Largest nesting depth of lists and objects."""
 MOST_VALUES = 20_000
-"""Largest number of values of a YAML file; those that aliases repeat are counted each time."""
+"""Largest number of values of a YAML file; a value that aliases repeat counts each time."""
 MOST_NUMBER = 1e24
 """Largest number: of microseconds, bytes, or rates of them."""
 MOST_WHOLE = (1 << 63) - 1

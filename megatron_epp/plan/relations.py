@@ -18,7 +18,7 @@ Needs = Callable[[Action], list[Action]]
 
 
 class Resolved(NamedTuple):
-    """A relation of the actions of one operation and site to those of another."""
+    """A relation between the actions of one operation and site and the actions of another."""
 
     op: Op
     site: int

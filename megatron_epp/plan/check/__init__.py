@@ -23,12 +23,12 @@ __all__ = ["Examined", "Violation", "check", "examine", "report"]
 
 
 class Examined(NamedTuple):
-    """Findings of `check` with its intermediate results; None for those that it did not reach.
+    """Findings of `check` with its intermediate results; None for results that it did not reach.
 
     Attributes:
         faults: as `check` returns them.
         timeline: the simulation.
-        launches: the lowered plan, or those that were given.
+        launches: the lowered plan, or the launches that were given.
     """
 
     faults: list[Violation]
