@@ -84,8 +84,8 @@ def _whole(amount: TimeColumn) -> IntColumn:
 
 
 def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
-    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums, without those of
-    the chunk's own tokens, which `working_bytes_per_token` includes. 0 if that is 0: then memory of passes is not counted.
+    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums. The gradients of
+    the chunk's own tokens are in `working_bytes_per_token`. 0 if those are 0: then memory of passes is not counted.
 
     Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32, as
     the one with the largest memory does.

@@ -45,7 +45,7 @@ def _pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Le
 def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
     """Return the time of every collective: the least of its pipeline's ranks.
 
-    The rank that enters last waits for no other. Its time is that of the collective, and the others' contain their waits.
+    The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
     Collectives that some rank has not measured are left out.
     """
     found: dict[tuple[int, int, int], list[Timed]] = {}

@@ -83,7 +83,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
 
     Args:
         kind: dataclass whose fields are numbers, text, such dataclasses again, or tuples or dictionaries of these. If it has a
-            function `upgraded`, that turns the objects of older files into those of today.
+            function `upgraded`, it converts objects of older files.
         body: the JSON object; null stands for a missing field.
         where: path of the object inside the file, for errors; empty at the top.
         ignore_unknown: ignore names that are not fields, unless they resemble a field that is missing.

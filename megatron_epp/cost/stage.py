@@ -121,7 +121,7 @@ class StageCosts(LayerCosts):
         static: weights, gradients, optimizer state.
         working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
         first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
-            stage's end: backward comes to that first and to the MLP last, so these bytes go later than those of a layer.
+            stage's end: backward comes to that attention first and to the MLP last, so these bytes go later than a layer's.
     """
 
     num_layers: int

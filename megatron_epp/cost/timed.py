@@ -23,7 +23,7 @@ class Timed(NamedTuple):
     """Measured time of an action.
 
     Attributes:
-        tokens: of its chunk, padded; of vocabulary shards and their collectives those that pass the output layer.
+        tokens: of its chunk, padded; for vocabulary shards and their collectives, tokens that pass the output layer.
         pairs: causal query-key pairs of its chunk; 0 where the time does not depend on them.
         time_us: measured.
         recompute: layers that recomputed in it.

@@ -41,14 +41,14 @@ class VocabularyShards:
     gather: Line = Line()  # noqa: RUF009 - frozen
 
     def of_shard(self, whole: Line, rank: int) -> Line:
-        """Return the time of a rank's pass, given that of the whole vocabulary without `PASS_US`.
+        """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.
 
         Every shard launches as many kernels as the whole vocabulary.
         """
         return replace(Line(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
 
     def of_whole(self, own: Line, rank: int) -> Line:
-        """Return the time of a pass of the whole vocabulary without `PASS_US`, given that of a rank's."""
+        """Return the time of a pass of the whole vocabulary without `PASS_US`, given the time of a rank's pass."""
         return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
