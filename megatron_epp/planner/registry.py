@@ -1,4 +1,4 @@
-"""Planners by name: the package's own, and those of tables that are imported when a name is looked up in them."""
+"""Planners by name: the package's own, and names of tables from which a planner is imported when it is looked up."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Bucket:
 
 
 def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_us: float, token_limit: int) -> list[Bucket]:
-    """Put every short sequence into a bucket: that of a tail slice, or a new one.
+    """Put every short sequence into a bucket: a tail slice's, or a new one.
 
     Longest first, each goes to the bucket with the smallest time per token that has room under both limits. The paper opens a
     fresh bucket only when no bucket has token room and otherwise loosens the time limit; that piles sequences up where they

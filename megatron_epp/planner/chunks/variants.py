@@ -1,8 +1,8 @@
-"""Chunk tables besides those of a grain: with the longest sequences whole, of whole sequences only, and in another order.
+"""Chunk tables that no grain makes: with the longest sequences whole, of whole sequences only, and in another order.
 
-A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward; those of a whole
-sequence that recomputes live as long as one layer does. So where a cap is too small for the caches of a sequence's slices, the
-sequence may fit whole, at the price that all ranks wait for one long chunk.
+A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
+sequence that recomputes they live as long as one layer does. So where a cap is too small for the caches of a sequence's slices,
+the sequence may fit whole, at the price that all ranks wait for one long chunk.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
 
 
 def started(chunks: Sequence[Chunk], num_ranks: int) -> tuple[tuple[Chunk, ...], ...]:
-    """Return the same chunks with others before those of the longest sequence: some of one chunk each, or the next longest.
+    """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
 
     Args:
         chunks: the chunk table, longest sequence first.

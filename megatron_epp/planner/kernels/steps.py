@@ -43,7 +43,7 @@ class Facts(NamedTuple):
         no_split: zeros by item.
         copies: none.
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
-        whole, filled: storage for these; the actions of `whole` are those of the choice that is judged.
+        whole, filled: storage for these; the actions of `whole` are the judged choice's.
         away: empty.
         full, shards: columns of orders with the vocabulary's shards, and storage for their operations; `shards.line` is empty
             where there are none.

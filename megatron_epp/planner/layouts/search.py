@@ -62,7 +62,7 @@ class Sample:
         num_layers: of the model.
         options: of the planner.
         halves: stages may begin inside a layer.
-        placements: those that are tried, the one of even layers first; empty for all of `placements_of`.
+        placements: placements to try, the one of even layers first; empty for all of `placements_of`.
         vocabulary: whether the output layer may be in shards over the ranks: both are tried, the first with even layers.
     """
 
@@ -122,7 +122,7 @@ def choose(sample: Sample) -> LayoutChoice:
         sample: batches, costs and what is allowed.
 
     Raises:
-        InfeasibleError: no layout fits the caps; the message is that of even layers.
+        InfeasibleError: no layout fits the caps; the message is about even layers.
         EppError: there are more ranks than layers, or the costs or batches make no sense.
     """
     return _Search(sample, sample.even).choice()
@@ -219,7 +219,7 @@ class _Search:
         return best
 
     def _nearest(self, others: list[Layout]) -> list[Layout]:
-        """Return those of other placements that are to be planned: half of them are estimated for one batch only."""
+        """Return layouts of other placements to plan: estimated for one batch, and the better half for all."""
         hopeful = [one for one in others if self.floors.floor_us(one) <= self._least_us * (1 - WORTH)]
         hopeful.sort(key=lambda one: (self.estimates.batch_us(one, self._middle), _plainness(one)))
         better = hopeful[: -(-len(hopeful) // 2)]
@@ -268,7 +268,7 @@ def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
         sample: batches and costs; what it says of layouts does not matter.
 
     Raises:
-        InfeasibleError: none fits the caps; the message is that of the first.
+        InfeasibleError: none fits the caps; the message is about the first.
     """
     search = _Search(sample, layouts[0])
     for layout in layouts:

@@ -80,8 +80,7 @@ def planned_with_room[T](
 
     Args:
         problem, make: as `with_room` takes them.
-        smaller: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
-            not fit.
+        smaller: plans it with smaller windows, which have fewer messages; tried if the messages of `make`'s plans do not fit.
         least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
             order is known to need the least.
         without_offload: `least` of plans without offload, whose cap is named where the search with it takes `MOST_WORK`.

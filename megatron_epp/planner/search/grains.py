@@ -61,7 +61,7 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
 def search_orders(trials: Trials, table: Aligned | None) -> None:
     """Try one table with all rules until one is proven best.
 
-    Those of last resort are tried where others fit, too: what is found under a cap has to be found under a larger one.
+    Rules of last resort are tried even where others fit: what is found under a cap has to be found under a larger one.
     """
     trials.better(table, (*trials.rules.first, *trials.rules.second, *trials.rules.least), close=0.0)
 
@@ -123,14 +123,14 @@ def _search_equal(trials: Trials, chunker: Chunker) -> None:
 def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], tables: dict[float, Aligned]) -> None:
     """Try orders that keep little, with which coarse tables may fit that are faster than finer ones.
 
-    All grains are tried while nothing fits, or if recompute is fixed, the coarser ones then in all windows, since recompute
-    makes no room for the wide ones; otherwise, if the best recomputes, those that are coarser and have so much less work that a
-    pipeline with one sequence alive at a time may be faster.
+    All grains are tried while nothing fits, or if recompute is fixed; then the coarser ones are tried in all windows, since
+    recompute makes no room for wide ones. Otherwise, if the best recomputes, coarser grains are tried as long as they have so
+    much less work that a pipeline with one sequence alive at a time may be faster.
 
     Args:
         trials, chunkers: as `search_tables` takes them.
         counts: chunks in all to aim at, rising.
-        tables: those tried by count, updated.
+        tables: tables tried so far, by count; updated.
     """
     best = trials.near[0] if trials.near else trials.best
     is_fixed = trials.replicas.options.recompute != "auto"

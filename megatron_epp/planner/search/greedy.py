@@ -111,7 +111,7 @@ def candidates(
 
     Args:
         problem, costs, options: as `greedy` takes them.
-        warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
+        warm: grains that earlier batches chose; the search begins at the grain of a batch of similar shape, and ends sooner.
         before: as `greedy` takes it. Where those candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)

@@ -39,7 +39,7 @@ class Limit:
     Attributes:
         value: the number; None where nothing fits.
         step: distance to a number that does not fit; 0 where none was tried. Both None and 0: it was not found in time.
-        is_proven: there is a plan. Before that, the bytes of messages in flight are those that are set aside for any plan.
+        is_proven: there is a plan. Before that, messages in flight are counted with what is set aside for any plan.
     """
 
     value: int | None
@@ -199,7 +199,7 @@ class Limits:
         Args:
             lengths: tokens of every sequence.
             offload: whether activations may be offloaded.
-            cap_bytes: of every rank; None for those of the problem.
+            cap_bytes: of every rank; None for the problem's caps.
         """
         found = self._is_planned(lengths, offload, cap_bytes)
         self.tried()

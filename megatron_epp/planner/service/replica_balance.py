@@ -43,7 +43,7 @@ class Division:
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica; those of a group take equally long.
+        makespan_us: of every replica; replicas of a group take equally long.
     """
 
     shares: tuple[Share, ...]

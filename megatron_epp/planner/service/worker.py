@@ -110,7 +110,7 @@ def started(
         serve: a function at the top level of a module, which gets the handle and `args`.
         args: numbers or texts.
         options: options of Python's command line.
-        environment: variables that are set before anything is imported, besides those of this process.
+        environment: variables that are set before anything is imported, in addition to this process's.
     """
     ours, theirs = Pipe()
     values = ", ".join(map(repr, (theirs.fileno(), *args)))
