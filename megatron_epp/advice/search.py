@@ -191,7 +191,7 @@ def _speed(entry: Judged) -> tuple[float, Configuration]:
 
 
 def _simplest_first(entries: list[Judged]) -> list[Judged]:
-    """Sort entries by time, but put the simplest of those that are at most `CLOSE` slower than the fastest first."""
+    """Sort entries by time, but first put the simplest of all that are at most `CLOSE` slower than the fastest."""
     ranked = sorted(entries, key=_speed)
     close = [entry for entry in ranked if entry.parts.step_us <= (1 + CLOSE) * ranked[0].parts.step_us]
     simplest = min(close, key=lambda entry: (entry.config.kinds, _speed(entry)))
