@@ -22,7 +22,7 @@ class Fields:
     Attributes:
         given: messages that have a field with a value, by its name; the role is none, and the content is counted only of
             messages with further fields. `TOOLS` counts conversations.
-        lost: those of them of whose field the template renders nothing.
+        lost: of these, messages of whose field the template renders nothing.
         num_empty: messages that are trained although nothing of them is rendered.
         num_null: messages whose content is null, of which the template makes text.
     """
@@ -130,7 +130,7 @@ def _marked(value: Any, mark: str) -> Any:
 
 
 def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> list[tuple[int, str]]:
-    """Return those of some fields without which the text is the same."""
+    """Return the fields without which the text is the same."""
     if not items:
         return []
     fewer: Sequence[Message] = messages

@@ -37,7 +37,7 @@ def trained_labels(
 
     Args:
         read: returns the mask of tokens from one to before another of a pair.
-        first: number of the pair's tokens before those of the first document.
+        first: number of the pair's tokens before the first document.
         num_tokens: [documents], tokens of each.
         limit: positions to which documents are truncated; None if they are not.
     """
