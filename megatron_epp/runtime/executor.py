@@ -273,7 +273,7 @@ class Executor:
             del self._outputs[stage, chunk]
 
     def _post(self, action: Action) -> None:
-        """Start a receive. Shape, dtype and device are those of messages of the action's stage and chunk."""
+        """Post a receive; shape, dtype and device follow from the action's stage and chunk."""
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 

@@ -29,7 +29,7 @@ class ContextParallel:
         return (slice(0, num_tokens),)
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        """Run core attention; `attend` is that of all tokens of a chunk for some heads, on this rank.
+        """Run core attention; `attend` runs it on this rank, of all tokens of a chunk for some heads.
 
         Queries are ``[own tokens, query_heads, channels]``, cached tensors ``[own tokens, kv_heads, width]`` each, and the
         result is ``[own tokens, query_heads, value_channels]``.

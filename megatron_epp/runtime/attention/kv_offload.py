@@ -3,7 +3,7 @@
 Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the cache of the next is copied
 to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's kernel, added
 to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers. Heads do not mix
-inside attention: results are bitwise those of all heads at once.
+inside attention: results are bitwise the same as with all heads at once.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class HostStore:
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
-        The arguments are those of `KVRelay.running`; gradients add up in fp32 if `wide`.
+        Arguments as in `KVRelay.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:

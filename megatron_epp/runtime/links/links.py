@@ -33,8 +33,8 @@ class _Ring:
     """Slots of the messages that go one way, at one end of it, each ``[num_bytes]`` of uint8.
 
     Attributes:
-        free: those that nothing is in.
-        sent: those that a message is sent from, in order.
+        free: slots that hold no message.
+        sent: slots from which a message is being sent, in order.
     """
 
     free: list[Tensor]
@@ -110,7 +110,7 @@ class Links:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
             groups: makes them.
-            used: directions in which messages are sent; None for those of one stage per rank, in order.
+            used: directions in which messages are sent; None for one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
             slots_on_cpu: see `Links`.
 

@@ -1,4 +1,4 @@
-"""NCCL: which groups use it, and the options of those that carry messages between a pipeline's ranks.
+"""NCCL: which groups use it, and the options of groups that carry messages between a pipeline's ranks.
 
 A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs), by default 16
 for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and compute and
@@ -23,7 +23,7 @@ _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Return True if a group, by default that of all ranks, takes tensors on GPUs to NCCL, whatever it has for those on CPU."""
+    """Return True if a group (default: of all ranks) takes tensors on GPUs to NCCL, whatever its backend for tensors on CPU."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
 

@@ -78,7 +78,7 @@ class ObjectGroup:
         return dist.get_rank() == self.ranks[0]
 
     def from_first(self, items: list[Any]) -> list[Any]:
-        """Return the items of the first member on every member; those of the others are ignored.
+        """Return the items of the first member on every member; other members' items are ignored.
 
         A collective call: every member must call it at the same point.
         """
@@ -108,7 +108,7 @@ def from_each[T](item: T) -> list[T]:
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the items of all ranks of a CPU group, in rank order, on those of the global ranks `readers` that are in it.
+    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`.
 
     None on the others. A collective call of the group.
     """

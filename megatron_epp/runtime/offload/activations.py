@@ -120,8 +120,8 @@ class ActivationOffload:
 def choose(storages: Sequence[Storage], num_bytes: int) -> list[SavedPart]:
     """Choose storages to offload `num_bytes` bytes; fewer only if the storages hold fewer.
 
-    The largest come first, because every copy has a fixed cost; of equal ones, those that the forward saved first, because they
-    are needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
+    The largest come first, because every copy has a fixed cost; of equal ones, the first that the forward saved, because it
+    is needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
     must have made room. If they have not, it is offloaded whole, and smaller ones stay where it is enough without them.
     """
     parts, others = [], []

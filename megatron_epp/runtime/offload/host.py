@@ -182,7 +182,7 @@ class Region:
         return start
 
     def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``(device, host)`` pairs of equal size: the bytes of `device` and those of the region from offset `start`."""
+        """Yield ``(device, host)`` pairs of equal size: the bytes of `device` and of the region from offset `start`."""
         done, at = 0, bisect_right(self._starts, start) - 1
         while done < device.numel():
             inside = start + done - self._starts[at]
@@ -206,9 +206,9 @@ def host_limit(
 ) -> tuple[int, str]:
     """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
 
-    The result is the smallest limit among those of the process's control group (listed in `membership`) and its ancestors, of
-    either version (kernel documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst:
-    ``memory.limit_in_bytes``), which are mounted in `groups`, and the machine's memory, by default as the system tells it.
+    The result is the smallest limit of the process's control group (listed in `membership`) and its ancestors, and of the
+    machine's memory, by default as the system tells it. Control groups of either version are mounted in `groups` (kernel
+    documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

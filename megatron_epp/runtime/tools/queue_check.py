@@ -3,8 +3,8 @@
 Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
 whole plans with the runtime's own executor and links, on communicators with the options of training. Compute is a small matrix
 product, so that the host runs ahead of the device as in training; a message has the size that training gives it and carries the
-number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as those of
-tensor parallelism do: collectives and waiting messages hold multiprocessors at the same time.
+number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as
+tensor-parallel ranks do: collectives and waiting messages hold multiprocessors at the same time.
 """
 
 from __future__ import annotations
