@@ -213,8 +213,7 @@ class ModelShape:
 
     @property
     def attended_bytes_per_token(self) -> float:
-        """Bytes of `layer_bytes_per_token` held after attention's backward: without the MLP and its norm's input and output.
-        """
+        """Bytes of `layer_bytes_per_token` held after attention's backward: without the MLP and its norm's input and output."""
         return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
 
     @property
