@@ -14,7 +14,7 @@ from megatron_epp.planner.layouts.search import choose
 from megatron_epp.planner.service.replica_balance import Share
 
 VARIED = 6
-"""Number of configurations whose variants are evaluated: those with the best rough plans."""
+"""Number of configurations whose variants are evaluated: the ones with the best rough plans."""
 SEARCHED = 2
 """Number of parallel sizes for which the layers of the stages are searched."""
 PLANNED = 12

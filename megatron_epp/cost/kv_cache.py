@@ -52,7 +52,7 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
         own: costs of the stage.
         work: of the chunks.
         copy_us: times of copies over the link to the host.
-        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of those in use.
+        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of bytes in use.
     """
     parts = head_parts(own.kv_heads)
     layers, kv = own.num_cached_layers, own.kv_bytes_per_token / parts

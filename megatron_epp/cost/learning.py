@@ -276,7 +276,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
 
 class CostDeviation(NamedTuple):
-    """Ratio of learnt times to those by the earlier costs.
+    """Ratio of learnt times to the earlier costs' times.
 
     Attributes:
         overall: over all stages.

@@ -29,7 +29,7 @@ def fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> Vocabul
 
 
 def _pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Learnt]) -> Line:
-    """Fit the line of an operation for the whole vocabulary: of each rank's shard its own, of which the slowest counts.
+    """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
 
     A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
     """

@@ -160,7 +160,7 @@ class StageCosts(LayerCosts):
 
     @property
     def num_cached_layers(self) -> int:
-        """Number of layers whose keys and values the stage caches: those whose attention it has."""
+        """Number of layers whose keys and values the stage caches: layers whose attention it has."""
         return self.num_layers + self.half.num_cached_layers
 
     @property

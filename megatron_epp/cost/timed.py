@@ -92,6 +92,6 @@ def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
 
 
 def ratio_to(earlier: Line, times: Sequence[Timed]) -> float:
-    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
+    """Median ratio of measured times to an earlier line's; 1 if there are none."""
     ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
     return statistics.median(ratios) if ratios else 1.0

@@ -24,7 +24,7 @@ _BLOCK_TOKENS = 1 << 20
 
 
 class TrainedLabels(NamedTuple):
-    """Numbers of labels of some documents that are trained: of all, and of those beyond what truncation leaves."""
+    """Numbers of trained labels of some documents: all, and the part that truncation removes."""
 
     total: int
     cut: int

@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
     Attributes:
         time_us: begin of the moment.
-        items: bytes by item, those held throughout included; none is zero.
+        items: bytes by item, with bytes that are held throughout; none is zero.
         step: the step that begins or ends then; None at the start.
     """
 

@@ -31,8 +31,8 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     copies, so they all have the same order of forwards, backwards and messages.
 
     The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
-    every event is after those it needs and both sides of a message are together. So the first event of that order which has
-    not ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
+    every event is after what it needs and both sides of a message are together. So the first event of that order which has not
+    ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
     any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas, gathers of
     parameters are by ascending stage and reductions by descending stage in every plan's order, so one order covers all
     replicas' events too. `launches.blocked` checks rows for it.

@@ -107,12 +107,12 @@ class Need(NamedTuple):
     """Relation of an action to others that it waits for.
 
     Attributes:
-        op: operation of those.
+        op: operation of the actions that are waited for.
         site: their sites: an offset from the action's own, or the last one, or every one.
         chunk: their chunk, relative to the action's.
         only: the one site of the waiting action for which the relation holds; None for all.
         carries: the transfer between the two; None if they share a rank, as they then have to.
-        if_present: it holds for those actions that the plan has, which may be none. Set for relations stated by `Before`.
+        if_present: it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
     """
 
     op: Op

@@ -77,7 +77,7 @@ AnyStep = Step | Copy
 
 
 class KVOffload(NamedTuple):
-    """KV offload of a sliced sequence on a stage: keys and values are in host memory, only those in use on the device.
+    """KV offload of a sliced sequence on a stage: keys and values are in host memory, and on the device only while in use.
 
     The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
     last slice's backward on, up to the end of the first slice's backward. The steps' bytes include the device memory of the

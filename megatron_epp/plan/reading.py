@@ -31,7 +31,7 @@ MOST_LAYERS = 10_000
 """Largest number of layers of a model."""
 
 _NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|-?\d[\d.eE+-]*)')
-"""Pattern of strings of JSON, and as a group of numbers, those included that it has no word for."""
+"""Pattern of JSON's strings, and as a group of its numbers, `NaN` and infinities included, which are not JSON."""
 _MOST_WORD = 400
 """Largest number of characters of a path or a word that an error quotes."""
 _CONTAINERS = frozenset({dict, list, tuple, set})

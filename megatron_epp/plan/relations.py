@@ -47,7 +47,7 @@ def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
 
 
 class ChunkLinks:
-    """Chunks that a dependency can concern: neighbouring slices, and those whose loss is computed together."""
+    """Chunks that a dependency can concern: neighbouring slices, and chunks whose loss is computed together."""
 
     def __init__(self, chunks: Sequence[Chunk], loss_groups: Sequence[Sequence[int]] = ()) -> None:
         neighbours = slice_neighbours(chunks)

@@ -97,7 +97,7 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
     """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
 
     Args:
-        made: decisions of which only the chunks are known.
+        made: decisions; only the chunks are known.
         problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):

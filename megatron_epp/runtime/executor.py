@@ -31,7 +31,8 @@ Handler = Callable[["Executor", Action], None]
 
 
 _BACKWARDS = {Op.B, Op.W}
-"""Operations of which two cannot take turns: autograd has one thread for a device, which would wait for itself."""
+"""Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
+itself."""
 
 
 class RunError(EppError):

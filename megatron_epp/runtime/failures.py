@@ -17,7 +17,11 @@ from torch._C._distributed_c10d import PrefixStore
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""Time in seconds for which a rank that fails waits until the others have logged why, and those for its end."""
+"""Seconds that a rank that fails waits at most for the others to log why, and that the others wait for it to end first.
+
+Not measured. The watchdog polls about once a second, so much less would end ranks before others have read the reason; more
+would delay the end of a job whose other ranks cannot answer.
+"""
 _KEY, _READ, _POLL_S = "failed", "read", 0.05
 _READS_PER_S = 2000
 """Reads of the board per second by all ranks of a job together."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_epp.plan import EppError
 
 _ALIGNMENT_BYTES = 16
-"""Alignment of every tensor in the buffer, of which kernels that load several elements at once make use."""
+"""Alignment of every tensor in the buffer: kernels that load several elements at once load up to 16 bytes."""
 _PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
 
 

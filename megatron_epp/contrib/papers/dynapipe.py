@@ -71,7 +71,7 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
 
 
 def cyclic(batch: Batch) -> Iterator[Order]:
-    """Yield the order without limits of memory, and those within shares of the caps with more or less recompute."""
+    """Yield the order without limits of memory, and orders within shares of the caps with more or less recompute."""
     tables = tabulate(batch.chunks, batch.problem, batch.costs)
     found = {_Cycles(batch, None, []).run(): None}
     for layers, share in product(LAYERS, ROOM):

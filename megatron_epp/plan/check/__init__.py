@@ -39,7 +39,7 @@ class Examined(NamedTuple):
 def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
     """Find the violations of a plan; an empty list if it is sound.
 
-    The checks build on each other, and each of the following is made only if those before it found nothing:
+    The checks build on each other, and each of the following is made only if the checks before it found nothing:
 
     1. tables have the right shapes and ranges;
     2. every token is in exactly one chunk, and every action occurs once, on its rank; groups of context-parallel ranks are

@@ -7,7 +7,7 @@ once. Rows are free of deadlock if and only if these chains can be merged, that 
 What passes here passes on every weaker machine, because each only waits for less:
 
 - one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), where a launch starts behind the *start* of all earlier launches and the
-  *end* of its stream's predecessor and of what it waits for; those are all earlier launches of its rank;
+  *end* of its stream's predecessor and of what it waits for, which are all earlier launches of its rank;
 - several hardware queues, where fewer earlier launches are ahead of it;
 - the host waiting for the device anywhere (an allocator's retry, lazy loading of kernels, pinned allocation).
 """

@@ -73,7 +73,7 @@ def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_u
 
 
 class _Shelf:
-    """Buckets sorted by time per token; those too full for the smallest item are set aside."""
+    """Buckets sorted by time per token; buckets too full for the smallest item are set aside."""
 
     def __init__(self, buckets: list[Bucket], least_item_us: float, least_item_tokens: int, token_limit: int) -> None:
         self.buckets = buckets

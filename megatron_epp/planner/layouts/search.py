@@ -57,7 +57,7 @@ class Sample:
     """Input of the search: batches, costs, and what a layout may be.
 
     Attributes:
-        problems: batches like those to come, of one replica each; their placement does not matter, their caps do.
+        problems: typical batches of the run, of one replica each; their placement does not matter, their caps do.
         costs_of: the costs of the model's pipeline with a layout.
         num_layers: of the model.
         options: of the planner.

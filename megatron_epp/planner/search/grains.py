@@ -183,7 +183,7 @@ def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
 def _walk(
     chunkers: Chunkers, counts: Sequence[float], start: int, patience: int, is_better: Callable[[Aligned], bool]
 ) -> Iterator[tuple[float, Aligned]]:
-    """Try grains from `start` to finer ones, then to coarser ones, until they get no better, and yield those tried.
+    """Try grains from `start` to finer ones, then to coarser ones, until they get no better; yield the grains tried.
 
     Args:
         chunkers: the batch and its balance.
@@ -208,7 +208,7 @@ def _walk(
 
 
 def _with_first_rules(trials: Trials, table: Aligned) -> bool:
-    """Try a grain; True if it is better than those before."""
+    """Try a grain; True if it is better than all before."""
     is_better = trials.better(table, trials.rules.first)
     return trials.better(table, trials.narrow(table)) or is_better if trials.rules.narrow else is_better
 
@@ -242,7 +242,7 @@ def whole_may_fit(trials: Trials) -> bool:
 def walk_further(
     trials: Trials, chunkers: Chunkers, patience: int, try_rules: Callable[[Aligned, Sequence[OrderRule]], bool]
 ) -> Iterator[tuple[float, Aligned]]:
-    """Try `OrderRules.walked` for the best table, then for finer and coarser ones until they get no better; yield those tried.
+    """Try `OrderRules.walked` for the best table, then for finer and coarser ones until they get no better; yield the grains.
 
     With slices that the user fixed there is one table.
 
@@ -263,7 +263,7 @@ def walk_further(
 
 
 def grain_counts(num_ranks: int, coarsest: float) -> list[float]:
-    """Chunks in all to aim at, rising. Of those below which only the token cap counts (`Chunker.coarsest`) there is one."""
+    """Numbers of chunks to aim at, rising; at most one below `Chunker.coarsest`, where the token cap alone decides."""
     counts = [count for share in CHUNKS_PER_STAGE if (count := num_ranks * share) <= MOST_CHUNKS]
     return counts[max(0, bisect_left(counts, coarsest) - 1) :]
 

@@ -73,7 +73,7 @@ def greedy(problem: Problem, costs: Costs, options: Options, before: LastSearche
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
-    among the candidates where the token cap lets them, so the result is never slower than those. The order of the batch never
+    among the candidates where the token cap allows, so the result is never slower than they are. The order of the batch never
     matters. With `options.slices` there is one grain and nothing to search.
 
     Args:
@@ -112,7 +112,7 @@ def candidates(
     Args:
         problem, costs, options: as `greedy` takes them.
         warm: grains that earlier batches chose; the search begins at the grain of a batch of similar shape, and ends sooner.
-        before: as `greedy` takes it. Where those candidates are nearly as fast now, there is no further search.
+        before: as `greedy` takes it. Where an earlier search's candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)
     trials, found = _searched(replicas, warm, {} if before is None else before)

@@ -60,7 +60,7 @@ def searches(options: Options, num_items: int) -> bool:
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
-    """Return the steps of the runs of the search, of which each begins with the best of those before.
+    """Return the steps of the search's runs; each run begins with the best found before it.
 
     Unasked, they follow from the makespan and not from a clock, so that equal problems get equal plans on every machine.
 

@@ -46,7 +46,7 @@ WIDE_V = ListScheduling(2.5, alternating=True)
 """Further rule for every grain of V placements: with it a coarser grain may be the best than with the others."""
 NARROWEST = ListScheduling(1, alternating=True)
 NARROW_LISTED: tuple[OrderRule, ...] = (ListScheduling(1.5, alternating=True), NARROWEST)
-"""Further rules for grains that no other rule fits, the first for those that are nearly the best, too."""
+"""Further rules for grains that no other rule fits; the first also for grains that are nearly the best."""
 SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(1.25, alternating=True, waiting=1),
     ListScheduling(1, waiting=0.75),
@@ -63,11 +63,11 @@ LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 EQUAL_SLICES: tuple[OrderRule, ...] = (ReversedSlices(),)
 """Rules for slices of equal length (SlimPipe, 2504.14519), and for the best grain of looped placements."""
 SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLIT_UNITS, in_groups=True))
-"""Those where weight gradients are split off (PipeOffload, 2503.01328)."""
+"""`LOOPED_PATTERNS` where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for V placements with two stages per rank."""
 SPLIT_V_PATTERNS: tuple[OrderRule, ...] = (Block("V-Half", squeezed=True), Block("V-Min", squeezed=True))
-"""Those where weight gradients are split off."""
+"""`V_PATTERNS` where weight gradients are split off."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
 

@@ -2,7 +2,7 @@
 
 Each layer with experts is an exchange between lockstep replicas, so an action takes as long as the slowest of them needs for
 it. One order and one recompute are chosen for all, by these times; every replica then has its own chunks in the order, its own
-memory, its own copies to the host, of which none keeps an action waiting, and its own KV offload.
+memory, its own copies to the host, none of which keeps an action waiting, and its own KV offload.
 """
 
 from __future__ import annotations

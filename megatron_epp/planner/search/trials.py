@@ -171,7 +171,7 @@ class Trials:
         return found
 
     def choices(self) -> list[Choice]:
-        """Return the tables and rules of the fastest candidates: of the best, if it has copies, and of those without."""
+        """Return the tables and rules of the fastest candidates: of the best, if it has copies, and of fast ones without."""
         best = [] if self.best is None or not any(one.copies for one in self.best.made) else [self.best]
         plain = sorted(self.best_of.values(), key=attrgetter("makespan_us"))[:CHOICES]
         return [Choice(one.table, one.rule, one in best) for one in (*best, *plain)]

@@ -109,7 +109,7 @@ class KVRelay:
     """KV caches of one stage for one iteration.
 
     Attributes:
-        fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
+        fp32_gradients: for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
         offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 

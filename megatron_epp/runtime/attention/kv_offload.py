@@ -32,8 +32,8 @@ class Use(NamedTuple):
 class PieceReader:
     """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
 
-    Requests that are not among those `expected`, in order, are loaded when they are made. `load` begins to fill a buffer, 0 or
-    1, and returns a mark to wait for.
+    Requests that differ from the `expected` ones, or from their order, are loaded when they are made. `load` begins to fill a
+    buffer, 0 or 1, and returns a mark to wait for.
     """
 
     def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Mark]) -> None:

@@ -1,6 +1,6 @@
 """Warm-up of attention: plans that libraries build for a class of shapes are built between iterations, on all ranks at once.
 
-In an iteration a rank that builds a plan keeps those after it waiting, and then they build theirs. Libraries keep plans for the
+In an iteration a rank that builds a plan keeps the next ranks waiting, which then build theirs. Libraries keep plans for the
 thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
 they recompute. So every class runs in both threads, as far as a plan does.
 """

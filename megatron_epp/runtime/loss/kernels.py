@@ -46,7 +46,7 @@ class LossCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossKernel:
-    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, all of which are entries.
+    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry.
 
     Attributes:
         name: name in logs.
