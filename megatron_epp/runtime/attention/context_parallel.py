@@ -110,6 +110,7 @@ def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, 
     parts = [x.unflatten(split, (size, -1)).movedim(split, 0).contiguous() for x in tensors]  # entry r is for rank r
     received = [torch.empty_like(x) for x in parts]
     pairs = zip(received, parts, strict=True)
+    # A list: all are launched before the first is waited for.
     for work in [dist.all_to_all_single(into, x, group=group, async_op=True) for into, x in pairs]:
         work.wait()
     return tuple(x.movedim(0, join).flatten(join, join + 1) for x in received)

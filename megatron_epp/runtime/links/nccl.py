@@ -39,6 +39,7 @@ def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
 
 def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
     """Return the settings of a link's communicator, where a rank has `num_links` on a device with `num_sms` SMs."""
+    # High priority: a message starts ahead of thread blocks of compute that wait for a multiprocessor.
     return {"is_high_priority_stream": True, "max_ctas": link_ctas(num_links, num_sms)}
 
 
@@ -51,6 +52,7 @@ def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> G
     """
 
     def make() -> Any:
+        # New ones at every call: torch writes the group's name and ranks into them.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.get("is_high_priority_stream", False))
         for name in _CONFIG:
             if name in settings:

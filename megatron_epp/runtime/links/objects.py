@@ -36,7 +36,7 @@ class Groups:
         defaults if they are None.
         """
         found: dist.ProcessGroup | None = None
-        for ranks in sorted(set(from_each(mine))):
+        for ranks in sorted(set(from_each(mine))):  # sorted: every rank makes all groups in the same order
             own = None if options is None else options()
             group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
             found = group if ranks == mine else found
@@ -83,14 +83,14 @@ class ObjectGroup:
         A collective call: every member must call it at the same point.
         """
         shared = [items]
-        for group in reversed(self.levels):
+        for group in reversed(self.levels):  # from the root of the tree down: a member has the items before it passes them on
             dist.broadcast_object_list(shared, src=_first_of(group), group=group)
         return shared[0]
 
     def from_each[T](self, item: T) -> list[T]:
         """Return the items of all members, in their order. A collective call, like `from_first`."""
         found = [item]
-        for group in self.levels:
+        for group in self.levels:  # up the tree; blocks are consecutive, so the items stay in the order of ranks
             parts = gathered_by([_first_of(group)], found, group)
             found = [one for part in parts or [] for one in part]
         return self.from_first(found)

@@ -26,6 +26,9 @@ from megatron_epp.runtime.offload.numa import cpus_near, near
 from megatron_epp.runtime.out_of_memory import HostMemoryError
 
 _PAGE_BYTES = 32 << 20
+"""Bytes of a page. Not measured: much smaller ones mean more of the driver's slow calls that pin memory, much larger ones leave
+more of the last page unused under a cap.
+"""
 
 MACHINE = "the machine's memory"
 
@@ -140,6 +143,7 @@ class HostMemory:
 
     def _allocate(self, wanted_bytes: int) -> None:
         """Add a page. The error names the total bytes wanted, `wanted_bytes`."""
+        # The last pages get smaller, so that what fits the cap on paper fits it here.
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
@@ -148,7 +152,7 @@ class HostMemory:
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
-            with near(self._cpus):
+            with near(self._cpus):  # pinning touches all of the page, in this thread
                 page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
             raise HostMemoryError(

@@ -44,6 +44,7 @@ _GRADIENT = 0.5
 _EXCHANGED = 1 << 16
 """Values that ranks which share a stage sum after each action."""
 _REPEATS = 3
+"""Runs of every plan: the fastest is reported, and wrong values are counted in all."""
 _START_S = 60.0
 """Seconds in which ranks have to start."""
 

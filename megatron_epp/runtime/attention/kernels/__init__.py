@@ -53,6 +53,7 @@ which builds no plans for new shapes.
 """
 
 _PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
+"""Chunk for verification: a slice behind a prefix, a single token, and a packed sequence; no length is a multiple of a tile."""
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
 
