@@ -165,8 +165,8 @@ class PipelineShards:
 
     def _gather(self, executor: Executor, action: Action) -> None:
         state = self._states[action.chunk]
-        # In the background only: nothing else uses `gather` and `statistics`, so all ranks launch their collectives in the order
-        # of the plan.
+        # In the background only: nothing else uses `gather` and `statistics`, so all ranks launch their collectives in the
+        # order of the plan.
         state.ready = self._background.start(partial(self._reduce, state, partial(executor.recorder.collective, action)))
         if state.num_uses == 0:
             self._wait(executor, action)
