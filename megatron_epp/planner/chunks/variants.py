@@ -16,7 +16,9 @@ from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Problem
 
 MOST_WHOLE = 3
-"""Longest sequences that are tried whole together."""
+"""Longest sequences that are tried whole together. Not measured: each takes a table for each of `CHUNKS_PER_STAGE`, and is
+tried only where nothing sliced fits.
+"""
 CHUNKS_PER_STAGE = (2, 4, 8, 16)
 """Chunks per rank that are tried for the sequences that stay sliced."""
 

@@ -17,7 +17,9 @@ MOST_WORK = 500_000
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
 _PER_WAY = 2
-"""Slots that a way to or from a rank is expected to have; it has more where messages come long before they are needed."""
+"""Slots that a way to or from a rank is expected to have: as many as `SEND_SLOTS` for sends. It has more where messages come
+long before they are needed; then the batch is planned again with room for them.
+"""
 _IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
 _SLACK = 8

@@ -19,15 +19,19 @@ from megatron_epp.planner.problem import Options, Problem, static_bytes
 from megatron_epp.planner.search.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
-"""Longest sequence, in tokens, that is tried."""
+"""Longest sequence, in tokens, that is tried: 33 million, beyond the context of any model."""
 BATCHES = 16
-"""Largest multiple of the batch that is tried."""
+"""Largest multiple of the batch that is tried. Not measured: planning takes longer, the larger the batch."""
 LARGE = 640
-"""Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: plans take 2 s."""
+"""Stages times chunks of a plan above which the smallest cap is the one that the planner names: such a plan takes about 2 s,
+and to look for a smaller cap takes several.
+"""
 CAP_BITS = 11
 """Significant bits of the smallest cap with offload: it is found to about a thousandth."""
 TRIES = {"alone": 12, "with_rest": 12, "batch": 8, "cap": 3}
-"""Sizes that are tried for each limit, as a rule; by hand. With offload about twice as many."""
+"""Sizes that are tried for each limit, as a rule, from which the time that is left is foretold. With offload about twice as
+many.
+"""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 

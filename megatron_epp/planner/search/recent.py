@@ -12,7 +12,9 @@ from megatron_epp.planner.problem import Problem
 
 Shape = tuple[int, ...]
 SHAPES = 64
-"""Shapes of batches whose grains are kept; a shape spans a fifth of the tokens, the longest sequence and the count."""
+"""Shapes of batches whose grains are kept; a shape spans a fifth of the tokens, the longest sequence and the count. Not
+measured: a grain is a number, and a batch without one of its own shape begins at the last batch's.
+"""
 
 
 @dataclass(slots=True)
