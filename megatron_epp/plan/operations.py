@@ -131,7 +131,7 @@ class Before(NamedTuple):
 
 
 class Parties(Enum):
-    """OperationRows of launches that take part in a shared event."""
+    """Rows of launches that take part in a shared event."""
 
     PAIR = "pair"
     """The two sides of a message."""

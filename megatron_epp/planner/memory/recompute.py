@@ -133,7 +133,7 @@ def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: 
 def fit_with_copies(
     codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
 ) -> bool:
-    """RecomputeFit the recompute of a rank whose cap differs from action to action, because some bytes are away.
+    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
         codes: the order of all ranks.

@@ -29,7 +29,7 @@ from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
-"""recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
+"""Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us", "hops", "message_us")
 
 
@@ -132,7 +132,7 @@ class Replicas:
         ]
 
     def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> RecomputeFit:
-        """RecomputeFit the recompute of all replicas under their caps.
+        """Fit the recompute of all replicas under their caps.
 
         Args:
             codes: the order.
