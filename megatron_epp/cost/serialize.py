@@ -50,7 +50,7 @@ class Form(NamedTuple):
     version: int
 
     def write(self, costs: DataclassInstance) -> str:
-        """Return canonical JSON; a missing link to the host, of which a copy takes for ever, is written as null."""
+        """Return canonical JSON; a missing link to the host, whose copies take infinite time, is written as null."""
         body = {"schema": self.schema, "version": self.version, **asdict(costs)}
         if body["host_us_per_byte"] == math.inf:
             body["host_us_per_byte"] = None

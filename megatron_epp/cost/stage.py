@@ -227,7 +227,7 @@ class StageCosts(LayerCosts):
 
     @property
     def stage_exchange(self) -> Line:
-        """Time of the exchange in the stage's forward, and of that in its backward; a half layer has half of a layer's."""
+        """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
         return self.exchange.scaled(self.num_halves / 2)
 
 

@@ -85,7 +85,7 @@ class Line:
         return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
 
     def launched(self, device_us: Any) -> Any:
-        """Time of a pass whose kernels take `device_us` (a number or a column): that, or the time of launching them.
+        """Time of a pass whose kernels take `device_us` (a number or a column), at least the time of launching them.
 
         Every time of a pass comes from here.
         """

@@ -75,7 +75,7 @@ class EppError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def text(self, names: Names) -> str:
-        """Format the error for who asked, with their names of the settings."""
+        """Format the error with the asker's names of the settings."""
         if not self.remedies:
             return self.message + self.after
         advice = ", or ".join(_phrases(self.remedies, names))
@@ -115,7 +115,7 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest sufficient limit, or the remedies the setting to change.
+    """No plan fits the limits. The message names the smallest sufficient limit, or remedies name the setting to change.
 
     Attributes:
         least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.

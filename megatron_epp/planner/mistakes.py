@@ -41,7 +41,7 @@ from megatron_epp.planner.tables import Tables
 
 
 def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str, *, complete: bool = False) -> None:
-    """Look at everything but the recompute.
+    """Refuse decisions from which no plan can be written, whatever their recompute.
 
     Args:
         made: the decisions of a planner.
@@ -229,7 +229,7 @@ def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
 
 
 def _recomputes(plan: Plan) -> Iterator[Violation]:
-    """Recompute is a number of layers in decisions: an action of its own has no costs."""
+    """Yield a violation for each recompute action: decisions state recompute in layers, and such an action has no costs."""
     for rank, steps in enumerate(plan.ranks):
         for position, step in enumerate(steps):
             if step.action.op is Op.R:

@@ -158,7 +158,7 @@ class _Shared[T](NamedTuple):
 
 
 def _numbered(columns: Sequence[Integers]) -> Integers:
-    """Number rows of columns, equal rows alike."""
+    """Number rows of columns; equal rows have equal numbers."""
     key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         span = int(np.ptp(column)) + 1 if len(column) else 1

@@ -73,7 +73,7 @@ class Chunker:
 
     @property
     def shapes(self) -> tuple[Chunker, ...]:
-        """This, and where the token cap binds the one with even slices, or that alone where this would ask for too many."""
+        """Chunkers to try: this one and, if the token cap binds, the one with even slices (alone if this has too many)."""
         if max(self.problem.lengths) <= self.token_cap:
             return (self,)
         even = replace(self, is_even=True)

@@ -132,7 +132,7 @@ def _plainly[T](problem: Problem, without_offload: Callable[[Problem], T]) -> T:
 def _missing_bytes[T](
     problem: Problem, cap_bytes: int, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None
 ) -> int:
-    """Return how many bytes more than a cap it takes to plan: the first room tried there is another, and so may be the plans.
+    """Return how many bytes more than a cap it takes to plan. Another cap means other first room, so its plans may differ.
 
     Args:
         problem: what to plan.

@@ -235,7 +235,7 @@ def whole_bytes(trials: Trials) -> int:
 
 
 def whole_may_fit(trials: Trials) -> bool:
-    """True if the longest sequence may run whole under the caps, or under the smallest cap that is known to do."""
+    """True if the longest sequence may run whole under the caps, or under the smallest cap known to suffice."""
     return whole_bytes(trials) < max(trials.least_cap, 1 + max(trials.problem.cap_bytes))
 
 

@@ -175,8 +175,8 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; orders are completed: with the vocabulary's shards, and with weight gradients split off where that is asked
-    for, the costs time them separately and it is faster.
+    """Improve candidates by local search, and complete their orders: with the vocabulary's shards, and with weight gradients
+    split off where that is asked for, the costs time them separately and it is faster.
 
     Local search with whole backwards comes first, and what it made faster is completed here. Where weight gradients are split
     off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. Both run
