@@ -63,7 +63,7 @@ class VocabularyShards:
         return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
 
     def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
-        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; takes what `kept_bytes` takes."""
+        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as in `kept_bytes`."""
         passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
         more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)
         return self.kept_bytes(rank, tokens, fragmentation) + more

@@ -112,7 +112,7 @@ def advance(
     copies: CopyColumns,
     room: Room,
 ) -> int:
-    """Run a rank as far as it goes, and return the number of actions that it ran. Takes what `play` takes."""
+    """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as in `play`."""
     items, loads = columns.num_items, len(copies.load_of)
     need_starts, needs, need_us, ended_us = columns.need_starts, columns.needs, columns.need_us, room.ended_us
     now = room.clock_us[rank]

@@ -49,7 +49,7 @@ class Interleaved:
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         own, groups = looped(problem), slice_groups(chunks)
         made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         made += [one_warm_up(groups, own)] if is_looped(problem) else []
@@ -83,7 +83,7 @@ class Block:
     squeezed: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return running(made, chunks, tables, problem)

@@ -101,7 +101,7 @@ class Spaced:
     in_groups: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         group = -(-problem.num_ranks // 2) if self.in_groups else 1
         made = [whole_backwards(slice_groups(chunks), looped(problem), self.units, group)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
