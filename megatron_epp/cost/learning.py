@@ -25,7 +25,7 @@ OutputShare = Callable[[int], float]
 
 @dataclass(slots=True)
 class Learner:
-    """Collects times and bytes of actions, iteration by iteration."""
+    """Collector of times and bytes of actions, iteration by iteration."""
 
     seen: int = 0
     learnt: Learnt = field(default_factory=Learnt)

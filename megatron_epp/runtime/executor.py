@@ -48,7 +48,7 @@ PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
 
 
 class Executor:
-    """Runs one plan on one rank, once.
+    """Run of one plan on one rank, once.
 
     Args:
         plan: a checked plan.

@@ -73,7 +73,7 @@ def device_retries() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """Describes an action of a rank that ran out of memory.
+    """Report of a rank's action that ran out of memory.
 
     Attributes:
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.

@@ -36,7 +36,7 @@ class Upload:
 
 
 class Uploader:
-    """Copies tensors to a device. Uploads may be begun in any thread.
+    """Uploader of tensors to a device. Uploads may be begun in any thread.
 
     Tensors of all types share one buffer of bytes, so an iteration has one copy and one event whatever it uploads.
 

@@ -156,7 +156,7 @@ class ProgressPoint(NamedTuple):
 
 
 class Progress:
-    """Tracks the position of host and device in a program.
+    """Positions of host and device in a program.
 
     On a GPU the host only issues work and runs ahead. A message that never arrives hangs the device, but the host never, or
     much later at an unrelated action. So `mark` puts a mark into the device's queue for every place the host leaves. It returns

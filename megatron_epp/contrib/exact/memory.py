@@ -31,7 +31,7 @@ class Demand(NamedTuple):
 
 
 class Memory:
-    """Adds the memory of every rank to a program.
+    """Memory of every rank, as constraints of a program.
 
     Args:
         program: with its spans.

@@ -72,7 +72,7 @@ def choose(
 
 
 class Chooser:
-    """Chooses the copies of one rank.
+    """Chooser of one rank's copies.
 
     Attributes:
         chosen: what it has chosen.

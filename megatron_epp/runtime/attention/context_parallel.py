@@ -43,7 +43,7 @@ NOT_SHARED = ContextParallel()
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange(ContextParallel):
-    """Exchanges tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
+    """Exchange of tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each

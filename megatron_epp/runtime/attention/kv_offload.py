@@ -30,7 +30,7 @@ class Use(NamedTuple):
 
 
 class PieceReader:
-    """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
+    """Reader of pieces with two buffers: while one holds the requested piece, the next is loaded into the other.
 
     Requests that differ from the `expected` ones, or from their order, are loaded when they are made. `load` begins to fill a
     buffer, 0 or 1, and returns a mark to wait for.

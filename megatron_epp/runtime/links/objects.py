@@ -17,7 +17,7 @@ GroupOptions = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Makes process groups.
+    """Factory of process groups.
 
     Attributes:
         timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.

@@ -150,7 +150,7 @@ def _by_plan(found: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[fl
 
 
 class EchoStage:
-    """Implements `runtime.context.Stage` by messages that carry the number of their chunk, which it compares on arrival."""
+    """A `runtime.context.Stage` of messages that carry the number of their chunk, which it compares on arrival."""
 
     def __init__(self, stage: int, width: int, device: torch.device, exchanging: dist.ProcessGroup | None = None) -> None:
         self.stage, self.relay, self._exchanging = stage, KVRelay(), exchanging
