@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron_epp.plan.chunk import Chunk, Segment
 
 _LEAST_TOKENS, _MOST_DOUBLED = 1 << 10, 1 << 15
+"""Token counts up to which there is one class, and up to which classes are powers of two, as in Transformer Engine's source."""
 LEAST_SEGMENTS = 32
 """Segments that any call is padded to; on a call of fewer, idle blocks end at once."""
 

@@ -46,7 +46,7 @@ _EXCHANGED = 1 << 16
 _REPEATS = 3
 """Runs of every plan: the fastest is reported, and wrong values are counted in all."""
 _START_S = 60.0
-"""Seconds in which ranks have to start."""
+"""Seconds in which ranks have to start: to import torch and to make communicators. Not measured; a busy machine takes tens."""
 
 type RankRun = Callable[[int, Sequence[Plan], int, bool, float, str], list[tuple[float, int]]]
 """Function of the rank and the arguments of `run_rank`."""
