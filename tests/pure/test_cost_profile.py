@@ -37,6 +37,7 @@ PROFILE = Profile(
         weight_bytes_per_token=60,
         parameters=10,
     ),
+    attention=Part(),
     embedding=Part(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
     head=Part(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
     recomputed_layer_bytes_per_token=8,
@@ -163,7 +164,7 @@ def test_a_fit_has_no_negative_coefficient_and_says_how_far_off_it_is():
     assert residuals["worst"] > residuals["median"] * 0.99 > 0
 
 
-KINDS = ("linear", "loss", "embedding", "attention")
+KINDS = ("linear", "projections", "loss", "embedding", "attention")
 
 
 def measured_points() -> dict[str, list[Point]]:
@@ -173,6 +174,7 @@ def measured_points() -> dict[str, list[Point]]:
         for kind in KINDS
         for way in ("forward", "backward")
     }
+    points["projections weight"] = [Point(n, 0, 0.25 * n) for n in (64, 256)]
     points["linear weight"] = [Point(n, 0, 0.75 * n + 2) for n in (64, 256)]
     points["loss weight"] = [Point(n, 0, 5 * n) for n in (64, 256)]
     return points

@@ -36,7 +36,7 @@ class Retired(NamedTuple):
 
 
 WORDS = [
-    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload", allowed=r'"hosted"'),
+    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload"),
     Retired(r"at_host", "kv_offload"),
     Retired(
         r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",
@@ -92,7 +92,7 @@ def uses(word: Retired) -> list[str]:
         text, names = lines(path)
         candidates = names if word.names_only else enumerate(text, 1)
         for number, part in candidates:
-            if re.search(word.pattern, part) and not re.search(rf"{word.allowed}|_OLD_NAMES", text[number - 1]):
+            if re.search(word.pattern, part) and not re.search(word.allowed, text[number - 1]):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {text[number - 1].strip()[:100]}")
     return found
 
