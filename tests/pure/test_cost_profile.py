@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from megatron_epp.cost import (
     Part,
     PipelineCosts,
     Profile,
-    analytic_costs,
     analytic_profile,
     work_of,
 )
@@ -83,20 +81,6 @@ def test_json_gives_back_equal_objects_without_the_word_infinity(host_us_per_byt
         text = kept.to_json()
         assert read(text) == kept
         assert "Infinity" not in text
-
-
-def test_costs_written_before_there_were_weight_lines_and_host_links_still_load():
-    costs = analytic_costs(SHAPE, CPU, [3, 3])
-    body = json.loads(costs.to_json())
-    for name in ("host_us_per_byte", "host_latency_us", "offloadable_share"):
-        del body[name]
-    for stage in body["stages"]:
-        for name in ("weight", "extra_weight", "weight_bytes_per_token", "extra_weight_bytes_per_token"):
-            del stage[name]
-    loaded = PipelineCosts.from_json(json.dumps(body))
-    assert not loaded.splits_weight
-    assert loaded.host_us(1) == math.inf
-    assert loaded.backward_us(1, WORK).tolist() == costs.backward_us(1, WORK).tolist()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "megatron-epp/profile", "version": 9}', "{"])

@@ -110,7 +110,7 @@ def signed(change):
         ("{", "the plan is not JSON"),
         ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
         ("{}", "not a plan: schema is None"),
-        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads versions 2 and 3"),
+        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read, only 3; plan again"),
         (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
         (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
         (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),

@@ -41,7 +41,6 @@ WORDS = [
     Retired(
         r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",
         "recompute modes",
-        allowed=r"epp_|args\.|--",
     ),
     Retired(r"(?i)(?<![a-z])(ladder|rungs?|climb(ed|s)?)(?![a-z])", "recompute frontier, frontier step"),
     Retired(r"Stairs|(?<![a-z_])slope", "warm-up window, lead"),

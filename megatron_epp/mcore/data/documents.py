@@ -42,8 +42,6 @@ Blend = tuple[list[str], list[float] | None]
 Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
-_BEFORE_THE_FLAG = "truncate"
-"""Value of `--epp-documents` for checkpoints of runs before that flag existed, which do not record it."""
 
 
 def build_document_iterators(
@@ -191,7 +189,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
     """
     if not getattr(then, "epp", False):
         return
-    before = getattr(then, "epp_documents", _BEFORE_THE_FLAG)
+    before = then.epp_documents
     if before != now.epp_documents:
         raise EppError(
             f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
