@@ -17,7 +17,7 @@ HEAD = """\
 
 # Flags
 
-Training takes Megatron's own flags and those of the first table; in YAML they stand under `epp:` without the prefix
+Training takes Megatron's own flags and the flags of the first table; in YAML they stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`).
 """
 REFUSED = """\

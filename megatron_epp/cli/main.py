@@ -34,7 +34,7 @@ MODULES = {
     "doctor": "megatron_epp.cli.doctor",
     "first-run": "megatron_epp.cli.first_run",
 }
-"""The module of each command, in the order of the list; only that of the command that runs is imported."""
+"""Modules of commands, in the order of the list; only the module of the command that runs is imported."""
 _HELP = frozenset({"-h", "--help"})
 _UNFORESEEN = 70
 _REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"

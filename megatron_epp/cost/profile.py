@@ -62,14 +62,14 @@ class Profile:
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
         attention: the part of a layer up to the MLP's norm.
-        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: as in `StageCosts`.
-        hidden_bytes_per_token, message_latency_us, message_us_per_byte: as in `PipelineCosts`.
+        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: see `StageCosts`.
+        hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
         stage_ranks: ranks that share each layer, tensor and context parallel.
         host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
             link; infinite if there is no link.
         host_sharing: consecutive devices that share that link.
-        context_exchange_us: as in `PipelineCosts`.
+        context_exchange_us: see `PipelineCosts`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -150,7 +150,7 @@ class Profile:
 
         `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
         logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
-        The broadcast carries a message's bytes; the reduction those of fp32 gradients, once towards the last stage.
+        The broadcast carries a message's bytes; the reduction the bytes of fp32 gradients, once towards the last stage.
         """
         head, is_blocked = self.head, self.head.workspace_bytes > 0
         gradient = head.backward.scaled(2 / 3) if is_blocked else head.weight

@@ -57,7 +57,7 @@ class HalfLayer:
 
     Attributes:
         kind: ``attention`` (at the stage's end), ``mlp`` (at its start), or empty for no half.
-        forward, backward, weight: its times, as in `LayerCosts`.
+        forward, backward, weight: its times, see `LayerCosts`.
         bytes_per_token: kept from forward to backward, K and V included.
         weight_bytes_per_token: needed by its W after its B.
     """
@@ -107,7 +107,7 @@ class StageCosts(LayerCosts):
         static: weights, gradients, optimizer state.
         working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
         first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
-            stage's end: backward comes to that first and to the MLP last, so these bytes go later than those of a layer.
+            stage's end: backward comes to that first and to the MLP last, so these bytes go later than a layer's.
     """
 
     num_layers: int

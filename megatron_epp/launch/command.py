@@ -43,8 +43,8 @@ class Launch:
         processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
         master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes.
         wait_seconds: time limit for all nodes to start.
-        torchrun: more options of torchrun, in the syntax of a shell; they take precedence over those of this section.
-        script: a custom `pretrain_gpt.py`; None uses that of this package.
+        torchrun: more options of torchrun, in the syntax of a shell; they take precedence over this section.
+        script: a custom `pretrain_gpt.py`; None uses the one of this package.
         folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
         name: of the run, and of its folder.
         full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.

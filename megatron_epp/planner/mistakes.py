@@ -67,7 +67,9 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
-        made, problem, costs, planner: as for `refuse_mistakes`.
+        made: the decisions of a planner.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
         tables: of the chunks.
 
     Raises:
@@ -98,7 +100,8 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
 
     Args:
         made: decisions of which only the chunks are known.
-        problem, costs, planner: as for `refuse_mistakes`.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
     """
     with _of_types(planner):
         _refuse_types(made, planner)

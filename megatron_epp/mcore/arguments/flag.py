@@ -122,7 +122,7 @@ class Flag:
         metavar: the value in help texts, or its unit; N for whole numbers by default.
         alone: value where the flag is given without one; None where it needs one.
         takes_several: takes one or more values.
-        field: converts a parsed value to that of the field.
+        field: converts a parsed value to the field's.
     """
 
     setting: str

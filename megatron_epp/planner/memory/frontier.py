@@ -91,7 +91,7 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
     """Return the layers per mode after a number of recompute steps.
 
     Args:
-        modes: of the frontier, as in `FrontierStep.mode`.
+        modes: positions of the frontier's modes in `MODES`.
         num_layers: layers of the stage.
         num_steps: recompute steps.
     """
