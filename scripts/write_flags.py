@@ -10,7 +10,6 @@ from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import TABLE
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\
@@ -18,14 +17,10 @@ HEAD = """\
 
 # Flags
 
-Training takes Megatron's own flags and those of the first table; in YAML they stand under `epp:` without the prefix
+Training takes Megatron's own flags and the flags of the first table; in YAML they stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`).
 """
 REFUSED = """\
-## Old names
-
-They work for one more release, and a warning names the new one: {renamed}.
-
 ## Megatron's flags that --epp refuses
 
 All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
@@ -47,7 +42,7 @@ def document() -> str:
         HEAD,
         "## Training\n",
         table(rows_of(training)),
-        REFUSED.format(renamed=renamed()),
+        REFUSED,
         table(refused, ("flag", "but for", "advice")),
     ]
     parts.append(NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)))
@@ -60,15 +55,6 @@ def document() -> str:
             parts.append(f"And, as `megatron-epp {before}` does: {'; '.join(again)}.\n")
         above |= {row: name for row in rows if row not in above}
     return "\n".join(parts)
-
-
-def renamed() -> str:
-    """Every old name and value with the new one."""
-    names = [(name, row.training if name.startswith("--epp") else row.short) for row in TABLE for name in row.old_names]
-    said = [f"{code(old)} is {code(new)}" for old, new in names]
-    said += [f"its {code(old)} is {code(new)}" for row in TABLE for old, new in row.old_values.items()]
-    said += [f"{code(f'megatron-epp {old}')} is {code(f'megatron-epp {new}')}" for old, new in cli.OLD_NAMES.items()]
-    return ", ".join(said)
 
 
 def flags_in(flags: Iterable[MegatronFlag]) -> str:
