@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp import COMPILED_VARIABLE
+from megatron_epp.planner.kernels import compiled
 from megatron_epp.planner.kernels.compiled import is_compiled
 
 NEEDS_NUMBA = pytest.mark.skipif(not is_compiled(), reason="needs numba: pip install 'megatron-epp[fast]'")
@@ -113,3 +115,26 @@ def test_loops_that_make_no_lists_count_no_references_to_columns(tmp_path: Path,
     own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", COUNTING, make]
     assert subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True).stdout == counts
+
+
+KEEPING = """
+import numpy as np
+from megatron_epp.planner.kernels.columns import frontier_sum
+frontier_sum(np.array([1, 2]), 0, 1, 1)
+"""
+
+
+@NEEDS_NUMBA
+def test_kept_code_is_named_by_the_sources_of_all_loops(tmp_path: Path):
+    """numba looks at a function's own file alone, and a loop that is inlined, or its columns, may be in another one."""
+    own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", KEEPING], env=os.environ | own, check=True)
+    (kept,) = tmp_path.rglob("*.nbi")
+    assert compiled._sources() in kept.name
+    folder = tmp_path / "kernels"
+    shutil.copytree(Path(compiled.__file__).parent, folder)
+    assert compiled._sources(folder) == compiled._sources()
+    with (folder / "columns.py").open("a") as file:
+        file.write("# another line")
+    compiled._sources.cache_clear()
+    assert compiled._sources(folder) != compiled._sources()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, MutableSequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -63,11 +65,24 @@ def inlined[F: Callable[..., Any]](function: F) -> F:
 def _compiled[F: Callable[..., Any]](function: F, **options: bool) -> F:
     if _njit is None:
         return function
+    name = function.__qualname__
+    # numba names the file after the function and looks at its own source alone. A loop that is inlined, or a record of columns,
+    # may have changed in another file: an upgrade in place would run the old code, or fail to read it.
+    function.__qualname__ = f"{name}-{_sources()}"
     try:
         return cast(F, _njit(cache=True, nogil=True, **options)(function))
     except RuntimeError:  # neither the package's folder nor the user's can be written to
         _tell_not_kept()
         return cast(F, _njit(nogil=True, **options)(function))
+    finally:
+        function.__qualname__ = name
+
+
+@functools.cache
+def _sources(folder: Path = Path(__file__).parent) -> str:
+    """Return a digest of all files of the folder of compiled loops."""
+    texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
 
 
 @functools.cache
