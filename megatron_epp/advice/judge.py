@@ -51,7 +51,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Judged:
     """A configuration that fits, the parts of its step, and the plan of its slowest replica.
 
     `is_exact` is True if planned as in training; otherwise only a few plans were tried.
@@ -143,17 +143,17 @@ def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]
     return [sum(work_us[at] for at in share) for share in shares]
 
 
-def roughly(question: Question, config: Configuration, shares: Sequence[Share]) -> Entry:
+def roughly(question: Question, config: Configuration, shares: Sequence[Share]) -> Judged:
     """Evaluate by a rough plan of the replica with the most work, which is the first. Raises `InfeasibleError`."""
     costs, problem = question.costs(config), question.problem_of(config, shares[0])
     try:
         made = rough_plan(problem, costs, question.options)
     except InfeasibleError:
         made = plan(problem, costs, question.options)
-    return Entry(config, _parts(question, config, made, _loads_us(question, config, shares)), made, is_exact=False)
+    return Judged(config, _parts(question, config, made, _loads_us(question, config, shares)), made, is_exact=False)
 
 
-def exactly(question: Question, config: Configuration) -> Entry:
+def exactly(question: Question, config: Configuration) -> Judged:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
     costs = question.costs(config)
     problem = question.problem(config, question.lengths)
@@ -178,7 +178,7 @@ def exactly(question: Question, config: Configuration) -> Entry:
             plans = (plan(problems[0], costs, question.options),)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)
     assert slowest is not None  # there is always one
-    return Entry(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
+    return Judged(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
 
 
 def plain(question: Question, config: Configuration, shares: Sequence[Share]) -> Plain | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_epp.advice.judge import Entry, Parts
+from megatron_epp.advice.judge import Judged, Parts
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.search import CLOSE, TIE, Advice
 from megatron_epp.plan import is_unlimited
@@ -117,7 +117,7 @@ def _plain_text(advice: Advice) -> str:
     return f"{head}: {where}"
 
 
-def _close_text(advice: Advice, close: list[Entry]) -> str:
+def _close_text(advice: Advice, close: list[Judged]) -> str:
     """Describe the configurations that are as good as the first one or even faster, with the differences of their steps."""
     count, best_us = len(close), advice.best[0].parts.step_us
     text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE:.0%}."
@@ -135,7 +135,7 @@ def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iter
         yield f"  and {len(lines) - limit} more (--all lists them)"
 
 
-def why_slower(question: Question, entry: Entry, best: Entry) -> str:
+def why_slower(question: Question, entry: Judged, best: Judged) -> str:
     """Describe the part of a step that contributes most to a configuration's extra time over the best one."""
     slower = entry.parts.step_us / best.parts.step_us
     if slower <= 1 + CLOSE:
@@ -150,7 +150,7 @@ def why_slower(question: Question, entry: Entry, best: Entry) -> str:
     return f"{head}: {words} {share} of a step (best: {of_best}){cause}"
 
 
-def _reason(question: Question, entry: Entry, name: str) -> tuple[str, str]:
+def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     """Words for a part of a configuration's step, before its share of the step and after it."""
     config, made = entry.config, entry.plan
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert))
@@ -198,7 +198,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _row(advice: Advice, entry: Entry, best: Entry) -> dict[str, Any]:
+def _row(advice: Advice, entry: Judged, best: Judged) -> dict[str, Any]:
     return {
         "layout": asdict(entry.config),
         "is_exact": entry.is_exact,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megatron_epp.advice.candidates import candidates, variants
-from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, misfit, plain, roughly, shares_by_work
+from megatron_epp.advice.judge import Judged, Plain, Refusal, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
@@ -43,8 +43,8 @@ class Advice:
     """
 
     question: Question
-    best: tuple[Entry, ...]
-    slower: tuple[Entry, ...]
+    best: tuple[Judged, ...]
+    slower: tuple[Judged, ...]
     refused: tuple[Refusal, ...]
     plain: Plain | None
     of_offload: str = ""
@@ -126,8 +126,8 @@ class _Search:
 
     def __init__(self, question: Question, say: Callable[[str], None]) -> None:
         self.question, self.say = question, say
-        self.entries: list[Entry] = []
-        self.exact: list[Entry] = []
+        self.entries: list[Judged] = []
+        self.exact: list[Judged] = []
         self.refused: list[Refusal] = []
         self.plains: list[Plain | None] = []
         self._shares: dict[int, tuple[Share, ...]] = {}
@@ -186,11 +186,11 @@ class _Search:
         self.refused.append(Refusal(config.name, why, needed, config))
 
 
-def _speed(entry: Entry) -> tuple[float, Configuration]:
+def _speed(entry: Judged) -> tuple[float, Configuration]:
     return entry.parts.step_us, entry.config
 
 
-def _simplest_first(entries: list[Entry]) -> list[Entry]:
+def _simplest_first(entries: list[Judged]) -> list[Judged]:
     """Sort entries by time, but put the simplest of those that are at most `CLOSE` slower than the fastest first."""
     ranked = sorted(entries, key=_speed)
     close = [entry for entry in ranked if entry.parts.step_us <= (1 + CLOSE) * ranked[0].parts.step_us]

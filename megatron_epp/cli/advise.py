@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.advice.candidates import check_devices
-from megatron_epp.advice.judge import Entry
+from megatron_epp.advice.judge import Judged
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _again(args: argparse.Namespace, question: Question, best: Entry) -> Iterator[str]:
+def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterator[str]:
     """Yield the commands that plan the best configuration again, and show what it holds, behind a line that says so."""
     made, config = best.plan, best.config
     if len(config.lockstep_groups[0]) > 1:
@@ -125,7 +125,7 @@ def _again(args: argparse.Namespace, question: Question, best: Entry) -> Iterato
         yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
 
 
-def plan_flags(args: argparse.Namespace, question: Question, best: Entry) -> list[str]:
+def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
     """Return the flags with which `plan` makes the plan of an evaluated configuration.
 
     Args:

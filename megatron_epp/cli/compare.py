@@ -61,8 +61,6 @@ BEST = "best"
 """Value of ``--layout`` with which every planner gets the faster of even and balanced layers."""
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
-_OF_OWN_SIZE = frozenset({"seq1f1b", "chunkflow", "infinipipe", "flexsp", "helixpipe", "1f1b"})
-"""Planners that try sizes themselves, have none, or search too long to try several."""
 _MOST_SIZES = 5
 """Most packing sizes that are tried for a planner."""
 _MOST_ACTIONS = 1 << 15
@@ -212,7 +210,8 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
         name: of the planner.
     """
     longest, multiple = max(lengths), args.token_multiple
-    if args.chunk_tokens is not None or args.slices is not None or name in _OF_OWN_SIZE or name not in PLANNERS:
+    entry = PLANNERS.entry(name)
+    if args.chunk_tokens is not None or args.slices is not None or entry is None or entry.has_own_size:
         return []
     if name in _IN_ROWS:
         whole, most = round_up(longest, multiple), args.context or sum(lengths)
@@ -285,7 +284,7 @@ def _entry(
 def _balanced(args: argparse.Namespace, own: Layout, lengths: tuple[int, ...]) -> Layout:
     """Return balanced layers at the placement of a schedule; the given layout if its layers cannot be moved."""
     source, num_layers = costs_source(args, max(lengths))
-    if own.has_separate_attention or not isinstance(source, Profile):
+    if not own.is_movable or not isinstance(source, Profile):
         return own
     ranks = own.placement.rank_of
     layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=own.shards_vocabulary)

@@ -271,7 +271,7 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         channels_by: dict[tuple[kernels.Kernel, tuple[str, ...]], list[str]] = {}
         for channels in _CHANNELS:
-            kernel, obstacles = kernels.explain(kernels.Case("cuda" if has_gpu else "cpu", dtype, channels, 8, 8))
+            kernel, obstacles = kernels.explain(kernels.AttentionCase("cuda" if has_gpu else "cpu", dtype, channels, 8, 8))
             assert kernel is not None  # exact attention serves every case
             channels_by.setdefault((kernel, tuple(obstacles)), []).append(str(channels))
         for (kernel, passed_over), channels_of in channels_by.items():
@@ -292,7 +292,7 @@ def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
         ("fp16", torch.float16, False),
         ("fp32", torch.float32, False),
     ):
-        case = loss_kernels.Case("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
+        case = loss_kernels.LossCase("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
         kernel, obstacle = loss_kernels.explain(case)
         cases.setdefault(f"plain torch, not {obstacle}" if kernel is None else kernel.name, []).append(name)
     yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {found}" for found, names in cases.items()))

@@ -212,7 +212,7 @@ def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipe
         vocabulary_shares=layout.vocabulary_shares,
     )
     costs = on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
-    return costs.with_separate_attention() if layout.has_separate_attention else costs
+    return layout.costs_of(costs)
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

@@ -18,7 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
-from megatron_epp.planner.layouts.search import Choice, Sample, choose, fastest
+from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.table import format_us
 
@@ -34,7 +34,7 @@ class Chosen:
     """The layout of a command, and the search that found it; None if there was none."""
 
     layout: Layout
-    choice: Choice | None = None
+    choice: LayoutChoice | None = None
 
     def lines(self) -> list[str]:
         """Return what to say of it: nothing of even layers on one stage per rank, unless they were searched for."""

@@ -9,13 +9,13 @@ from dataclasses import replace
 from megatron_epp.cli.layout import Chosen
 from megatron_epp.cli.terminal import Command, Parser, help_width, say
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.registry import PLANNERS, Entry
+from megatron_epp.planner.registry import PLANNERS, PlannerEntry
 from megatron_epp.report.table import table
 
 ALL = "all"
 _LEGEND = """\
-stages: of one rank; 2+: two or more; V: in a V, the first and the last on one rank; layers: one for
-each layer. uses: W, gradients of weights as actions of their own; offload, copies to host memory"""
+stages: on one rank; V: in a V, the first and the last stage on one rank
+uses: W, gradients of weights as actions of their own; offload, copies to host memory"""
 _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap."
 
 
@@ -36,7 +36,7 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     wanted = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
     if wanted.placement.rank_of == placement.rank_of:
         return layout
-    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and not wanted.has_separate_attention)
+    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and wanted.is_movable)
 
 
 def usual() -> list[str]:
@@ -89,13 +89,11 @@ def _wrapped(line: str, column: int, width: int) -> list[str]:
     return textwrap.wrap(line[column:], width, initial_indent=line[:column], subsequent_indent=" " * column)
 
 
-def _stages(entry: Entry) -> str:
+def _stages(entry: PlannerEntry) -> str:
     """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "1"
-    if entry.fixed.kind == "helix":
-        return "layers"
-    return f"{entry.fixed.chunks_per_rank or '2+'}{', V' * (entry.fixed.kind == 'v')}"
+    return entry.fixed.stages
 
 
 _PURPOSE = "list the planners that plans can follow, with their papers: a section of `plan --help-all`"

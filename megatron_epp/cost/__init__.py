@@ -7,7 +7,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.optimizer import OptimizerBytes
-from megatron_epp.cost.profile import Part, Profile
+from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, Line, ModeCosts, causal_pairs, work_of
 
@@ -24,7 +24,7 @@ __all__ = [
     "Line",
     "ModelShape",
     "OptimizerBytes",
-    "Part",
+    "ModelPart",
     "PipelineCosts",
     "Profile",
     "Rates",

@@ -17,7 +17,7 @@ from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.profile import Part, Profile
+from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import Line, ModeCosts
 from megatron_epp.plan import EppError
 
@@ -36,7 +36,7 @@ def analytic_costs(
     """Costs of a pipeline. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
-        shape, rates: as for `analytic_profile`.
+        shape, rates: as `analytic_profile` takes them.
         layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
         state_bytes_per_parameter: see `Profile.costs`.
 
@@ -63,7 +63,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         num_layers=shape.num_layers,
         layer=_layer(shape, rates),
         attention=_attention_part(shape, rates),
-        embedding=Part(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
+        embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=shape.kv_bytes_per_token,
@@ -108,7 +108,7 @@ def context_exchange_us(shape: ModelShape, rates: Rates, devices_per_node: float
     return tuple(found)
 
 
-def _layer(shape: ModelShape, rates: Rates) -> Part:
+def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of one transformer layer.
 
     Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the
@@ -124,7 +124,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
-    return Part(
+    return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
@@ -146,14 +146,14 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     )
 
 
-def _attention_part(shape: ModelShape, rates: Rates) -> Part:
+def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, as parts of those of `_layer`."""
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
     moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
-    return Part(
+    return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
@@ -182,7 +182,7 @@ def _layer_launches(shape: ModelShape) -> float:
     return _ROUTED_LAUNCHES if shape.num_experts else 1.0
 
 
-def _head(shape: ModelShape, rates: Rates) -> Part:
+def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
 
     With a loss by blocks the probabilities are not kept, backward also recomputes the product that makes the logits, its weight
@@ -194,7 +194,7 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters = shape.vocabulary_parameters / shape.tensor_parallel
     if shape.loss_block_tokens:
-        return Part(
+        return ModelPart(
             forward=launch_forward + linear + rest,
             backward=launch_backward + linear.scaled(3) + rest,
             bytes_per_token=norm,
@@ -203,7 +203,7 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
                 shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
             ),
         )
-    return Part(
+    return ModelPart(
         forward=launch_forward + linear + rest,
         backward=launch_backward + linear.scaled(2) + rest,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_epp.cost.analytic import analytic_profile, exchange_line
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.profile import Part, Profile
+from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import Line
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LineFit:
     """A line through points.
 
     Attributes:
@@ -42,8 +42,8 @@ class Fit:
         return {"points": len(self.errors), "median": float(np.median(distances)), "worst": float(distances.max())}
 
 
-def fit_line(points: Sequence[Point], pairs: bool = True) -> Fit:
-    """Fit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
+def fit_line(points: Sequence[Point], pairs: bool = True) -> LineFit:
+    """LineFit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
 
     Args:
         points: at least one.
@@ -62,7 +62,7 @@ def fit_line(points: Sequence[Point], pairs: bool = True) -> Fit:
             break
         active.pop(int(part.argmin()))
     line = Line(*solution.tolist())
-    return Fit(line, tuple(line.time_us(p.tokens, p.pairs) / t - 1.0 for p, t in zip(points, times.tolist(), strict=True)))
+    return LineFit(line, tuple(line.time_us(p.tokens, p.pairs) / t - 1.0 for p, t in zip(points, times.tolist(), strict=True)))
 
 
 def fit_profile(
@@ -122,7 +122,7 @@ def fit_profile(
     )
 
 
-def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, Fit]) -> Part | None:
+def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart | None:
     """Attention's part of a layer; None if its linear layers were not measured. No time of it exceeds the layer's."""
     if "projections forward" not in fits or formula.attention is None:
         return None

@@ -275,7 +275,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     )
 
 
-class Deviation(NamedTuple):
+class CostDeviation(NamedTuple):
     """Ratio of learnt times to those by the earlier costs.
 
     Attributes:
@@ -298,7 +298,7 @@ class Deviation(NamedTuple):
         return f"{text}, their collectives {self.collectives:.2f})" if self.collectives is not None else f"{text})"
 
 
-def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> Deviation:
+def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> CostDeviation:
     """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
 
     Args:
@@ -314,7 +314,7 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
 
     before, after = ([total_us((s.stage_forward, s.stage_backward)) for s in costs.stages] for costs in (base, learnt))
     ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
-    found = Deviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
+    found = CostDeviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
     if (then := base.vocabulary) is None or (now := learnt.vocabulary) is None:
         return found
     return found._replace(

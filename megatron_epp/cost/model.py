@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.attention import SeparateAttention, attention_of, in_backward, without_attention
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
 from megatron_epp.cost.memory import CACHE_GRADIENT, HEAD, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.serialize import Form
@@ -22,7 +21,7 @@ from megatron_epp.cost.stage import ATTENTION, NO_HALF, StageCosts, check_stage
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.sizing import size_classes
 
@@ -52,7 +51,6 @@ class PipelineCosts:
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
-        attention: of every layer, separate from the stages; None if it is a part of them.
         context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up
             to all of them, in a forward, and again in a backward; empty if unknown.
     """
@@ -69,7 +67,6 @@ class PipelineCosts:
     fragmentation_share: float = 0.0
     message_bytes_per_token: float = 0.0
     vocabulary: VocabularyShards | None = None
-    attention: SeparateAttention | None = None
     context_exchange_us: tuple[float, ...] = ()
 
     @property
@@ -160,7 +157,7 @@ class PipelineCosts:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
         return Line(0.0, extra.per_token_us) if stage == len(self.stages) - 1 else NO_TIME
 
-    def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
+    def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Times and bytes of an operation on vocabulary shards; None if there are none.
 
         Args:
@@ -169,24 +166,6 @@ class PipelineCosts:
             work: of the chunks.
         """
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
-
-    def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> Rows | None:
-        """Times and bytes of an operation of `plan.attention`, as `vocabulary_rows`; None if the stages attend."""
-        message = Line(self.message_latency_us, self.message_us_per_byte)
-        return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
-
-    def with_separate_attention(self, *, last_in_backward: bool = True) -> PipelineCosts:
-        """Return the costs of the same stages, each cut inside attention, which runs separately from them (`plan.attention`).
-
-        The output projection is counted with the queries, keys and values of its layer, one stage before the one it runs in.
-        To be called behind `on_device`.
-
-        Args:
-            last_in_backward: the last stage's backward runs its forward too, so that little of it waits.
-        """
-        *stages, last = map(without_attention, self.stages)
-        last = in_backward(last) if last_in_backward else last
-        return replace(self, stages=(*stages, last), attention=attention_of(self.stages))
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""

@@ -36,7 +36,7 @@ FORM = Form("profile", "megatron-epp/profile", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(LayerCosts):
+class ModelPart(LayerCosts):
     """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks.
 
     Attributes:
@@ -75,10 +75,10 @@ class Profile:
 
     name: str
     num_layers: int
-    layer: Part
-    attention: Part | None = None
-    embedding: Part = Part()
-    head: Part = Part()
+    layer: ModelPart
+    attention: ModelPart | None = None
+    embedding: ModelPart = ModelPart()
+    head: ModelPart = ModelPart()
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     kv_heads: int = 1
@@ -226,7 +226,7 @@ class Profile:
             static=static,
         )
 
-    def _halves(self) -> tuple[Part, Part]:
+    def _halves(self) -> tuple[ModelPart, ModelPart]:
         """Return the attention of a layer and its MLP, which takes the rest. Raises `EppError` if the profile has no halves."""
         whole, own = self.layer, self.attention
         if own is None:
@@ -234,7 +234,7 @@ class Profile:
                 f"the profile {self.name} does not tell the times of a layer's attention from those of its MLP, so no stage "
                 "can begin inside a layer: measure it again with `megatron-epp profile`, or give whole layers"
             )
-        mlp = Part(
+        mlp = ModelPart(
             forward=whole.forward.without(own.forward),
             backward=whole.backward.without(own.backward),
             weight=whole.weight.without(own.weight),
@@ -262,7 +262,7 @@ class Profile:
         return FORM.read(Profile, text, _check)
 
 
-def _half(kind: str, part: Part) -> HalfLayer:
+def _half(kind: str, part: ModelPart) -> HalfLayer:
     return HalfLayer(
         kind=kind,
         forward=part.forward,
@@ -275,7 +275,7 @@ def _half(kind: str, part: Part) -> HalfLayer:
 
 def _check(profile: Profile) -> None:
     for name in ("layer", "embedding", "head"):
-        part: Part = getattr(profile, name)
+        part: ModelPart = getattr(profile, name)
         check_part(f"{name}.weight", part.weight, part.backward)
     for name in ("forward", "backward", "weight") if profile.attention else ():
         check_part(f"attention.{name}", getattr(profile.attention, name), getattr(profile.layer, name))

@@ -76,7 +76,7 @@ def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Li
 
 
 def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
-    """Fit a line whatever the time of launching; arguments as of `fitted_line`."""
+    """Fit a line whatever the time of launching; takes what `fitted_line` takes."""
     by_size: dict[tuple[int, int], list[float]] = {}
     for one in times:
         by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
 from megatron_epp.plan import EppError, Op
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 
 PASS_US = 50.0
 """Fixed time of a pass of a shard besides its share of the output layer's: kernel launches, statistics. Assumed."""
@@ -63,12 +63,12 @@ class VocabularyShards:
         return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
 
     def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
-        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as of `kept_bytes`."""
+        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; takes what `kept_bytes` takes."""
         passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
         more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)
         return self.kept_bytes(rank, tokens, fragmentation) + more
 
-    def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> Rows:
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation (`plan.vocabulary`).
 
         Args:
@@ -83,7 +83,7 @@ class VocabularyShards:
         tokens = np.asarray(work.tokens if work.trained is None else work.trained, dtype=np.float64)
         nothing = np.zeros(len(tokens), dtype=np.int64)
         if op is Op.N:
-            return Rows([[PASS_US] * len(tokens)], [nothing.tolist()], [nothing.tolist()], {})
+            return OperationRows([[PASS_US] * len(tokens)], [nothing.tolist()], [nothing.tolist()], {})
         if num_sites != len(self.shares):
             raise EppError(f"the costs have vocabulary shards of {len(self.shares)} ranks, the pipeline has {num_sites}")
         whole = self.logits if op is Op.S else self.gradient
@@ -95,4 +95,6 @@ class VocabularyShards:
             takes.append((peak if op is Op.S else passing).tolist())
             gives.append((peak - kept if op is Op.S else passing + kept).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
-        return Rows(times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()})
+        return OperationRows(
+            times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()}
+        )

@@ -81,7 +81,7 @@ class Line:
         return self.launched(self.device_us(tokens, pairs))
 
     def device_us(self, tokens: Any, pairs: Any) -> Any:
-        """Time on the device alone, in microseconds; arguments as of `time_us`."""
+        """Time on the device alone, in microseconds; takes what `time_us` takes."""
         return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
 
     def launched(self, device_us: Any) -> Any:

@@ -100,7 +100,7 @@ class TokenBatchSampler(GlobalBatchSampler):
         lengths: positions of the sequences of the dataset.
         batch_tokens: most positions of a batch over all replicas, unless `least` sequences have more.
         least: fewest sequences of a batch: the number of replicas, since each needs one.
-        consumed_samples, seed, shuffle: as for `GlobalBatchSampler`.
+        consumed_samples, seed, shuffle: as `GlobalBatchSampler` takes them.
 
     Raises:
         EppError: there are no sequences, or `least` is below 1.

@@ -3,7 +3,6 @@
 import warnings
 from typing import TYPE_CHECKING
 
-from megatron_epp.plan import attention as attention  # defines operations
 from megatron_epp.plan import vocabulary as vocabulary  # defines operations
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report

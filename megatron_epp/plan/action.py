@@ -6,11 +6,18 @@ An action prints as ``2F5`` (stage 2, forward, chunk 5), the form `torch.distrib
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from typing import ClassVar, NamedTuple
 
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.reading import shown
+
+ADDED = dict.fromkeys(
+    ("A", "G", "SEND_QKV", "RECV_QKV", "SEND_A", "RECV_A", "SEND_DA", "RECV_DA", "SEND_DQKV", "RECV_DQKV"),
+    "megatron_epp.contrib.helix.operations",
+)
+"""Operations of other packages, each with the module that defines it, which is imported when a plan names the operation."""
 
 
 class Op(str):
@@ -38,12 +45,12 @@ class Op(str):
     T: ClassVar[Op]
     SPREAD: ClassVar[Op]
     GATHER: ClassVar[Op]
-    A: ClassVar[Op]
-    G: ClassVar[Op]
 
     _known: ClassVar[dict[str, Op]] = {}
 
     def __new__(cls, text: str) -> Op:
+        if text not in cls._known and text in ADDED:
+            importlib.import_module(ADDED[text])
         known = cls._known.get(text)
         if known is None:
             raise ValueError(f"{text!r} is not an operation; there are {', '.join(cls._known)}")
@@ -68,7 +75,7 @@ class Op(str):
 _NAME = re.compile(r"[A-Z]+(?:_[A-Z]+)*", re.ASCII)
 _TEXT = re.compile(rf"(\d{{1,9}})({_NAME.pattern})(\d{{1,9}})", re.ASCII)
 
-_DEFINED = "F B W R O L FREE SEND_F RECV_F SEND_B RECV_B REDUCE S N T SPREAD GATHER A G"
+_DEFINED = "F B W R O L FREE SEND_F RECV_F SEND_B RECV_B REDUCE S N T SPREAD GATHER"
 for _text in _DEFINED.split():
     setattr(Op, _text, Op.define(_text))
 

@@ -25,7 +25,7 @@ _MOST_SUM = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class PlanColumns:
     """The steps of a plan, numbered along the tracks, and their actions in that order.
 
     A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
@@ -66,7 +66,7 @@ class Columns:
         """Return the indices of an operation's actions."""
         return np.flatnonzero(self.op == self.ops.index(op)) if op in self.ops else np.zeros(0, dtype=np.int64)
 
-    def without_copies(self) -> Columns:
+    def without_copies(self) -> PlanColumns:
         """Return the compute steps alone, with the same numbers."""
         steps, actions = slice(self.num_compute), slice(int(np.searchsorted(self.step, self.num_compute)))
         return replace(
@@ -89,7 +89,7 @@ class Columns:
         raise IndexError(f"step {number} of a plan of {len(self.steps)}")
 
 
-def columns_of(plan: Plan) -> Columns:
+def columns_of(plan: Plan) -> PlanColumns:
     """Return the steps and actions of a plan as columns."""
     rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
     steps = list(chain.from_iterable(rows))
@@ -101,7 +101,7 @@ def columns_of(plan: Plan) -> Columns:
         actions, numbers = tuple(chain.from_iterable(step.actions for step in steps)), np.repeat(numbers, counts)
     names, sites, chunks = zip(*actions, strict=True) if actions else ((),) * 3
     index = {op: at for at, op in enumerate(dict.fromkeys(names))}
-    return Columns(
+    return PlanColumns(
         steps,
         tracks,
         plan.num_ranks,
@@ -152,7 +152,7 @@ class Listed:
         return np.full((num_sites, num_chunks), NO_STEP) if found is None else found
 
 
-def listed(plan: Plan, columns: Columns) -> Listed:
+def listed(plan: Plan, columns: PlanColumns) -> Listed:
     """Find the step of every action.
 
     Args:
@@ -193,7 +193,7 @@ def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tup
     """Yield row and position of those of their numbers that are chosen.
 
     Args:
-        rows: as for `entries`.
+        rows: as `entries` takes it.
         chosen: for each number in the result of that.
     """
     if chosen.any():

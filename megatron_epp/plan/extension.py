@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.lazy import load
 
 FIELDS = {"context_groups": "megatron_epp.contrib.papers.context_groups:ContextGroups"}
 """Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field."""
@@ -43,6 +43,5 @@ class Extension(Protocol):
 
 def read_extension(field: str, value: Any) -> Extension:
     """Read the value of one of `FIELDS` in a plan file. Raises `EppError`, or another error of the value's form."""
-    module, _, name = FIELDS[field].partition(":")
-    read: Callable[[Any], Extension] = getattr(importlib.import_module(module), name).from_json
+    read: Callable[[Any], Extension] = load(FIELDS[field]).from_json
     return read(value)

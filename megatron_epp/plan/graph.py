@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.columns import NO_STEP, Columns, Floats, Integers, Listed, columns_of, listed
+from megatron_epp.plan.columns import NO_STEP, Floats, Integers, Listed, PlanColumns, columns_of, listed
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.operations import At, Collective, Message, Need, needs_of, operation
+from megatron_epp.plan.operations import At, Collective, MessageKind, Need, needs_of, operation
 from megatron_epp.plan.plan import AnyStep, Copy, Plan
 from megatron_epp.plan.relations import ChunkLinks, resolve
 
@@ -25,7 +25,7 @@ class Link(NamedTuple):
 
     source: Op
     target: Op
-    carries: Message | Collective
+    carries: MessageKind | Collective
 
 
 class Transfer(NamedTuple):
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
     consumer: int
     source: Action
     target: Action
-    carries: Message | Collective
+    carries: MessageKind | Collective
     time_us: float
 
 
@@ -90,7 +90,7 @@ class Graph:
         transfers: all transfers between ranks.
     """
 
-    columns: Columns
+    columns: PlanColumns
     listed: Listed
     links: Sequence[int]
     need_starts: Integers
@@ -156,7 +156,7 @@ def build_graph(plan: Plan) -> Graph:
     return linked(plan, columns, found)
 
 
-def linked(plan: Plan, columns: Columns, found: Listed) -> Graph:
+def linked(plan: Plan, columns: PlanColumns, found: Listed) -> Graph:
     """Link each step of a plan to the steps it waits for, as the table of operations says.
 
     Args:
@@ -197,7 +197,7 @@ class _Pairs(NamedTuple):
 class _Relations:
     """Relations between the steps of a plan, found operation by operation."""
 
-    def __init__(self, plan: Plan, columns: Columns, found: Listed) -> None:
+    def __init__(self, plan: Plan, columns: PlanColumns, found: Listed) -> None:
         self.plan, self.columns, self.listed = plan, columns, found
         self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
         self.links: list[Link] = []

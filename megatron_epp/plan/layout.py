@@ -79,22 +79,14 @@ class Layout:
         """True if no stage begins inside a layer."""
         return all(count % 2 == 0 for count in self.halves)
 
-    @staticmethod
-    def of_blocks(num_layers: int, num_ranks: int) -> Layout:
-        """Return the layout of stages that are cut inside every layer's attention, which runs separately (`plan.attention`).
-
-        Raises:
-            EppError: the ranks do not have equally many layers.
-        """
-        count, more = divmod(num_layers, num_ranks)
-        if more or not count:
-            raise EppError(f"separate attention needs equally many layers on every rank; {num_ranks} ranks share {num_layers}")
-        return Layout((1, *(2,) * (num_layers - 1), 1), Placement("helix", num_ranks, count))
-
     @property
-    def has_separate_attention(self) -> bool:
-        """True if attention runs separately from the stages."""
-        return self.placement.kind == "helix"
+    def is_movable(self) -> bool:
+        """True if layers may move to other stages, and the output layer may be divided."""
+        return True
+
+    def costs_of[C](self, costs: C) -> C:
+        """Return the costs of the stages, given those of stages cut between layers or between attention and MLP."""
+        return costs
 
     @property
     def num_layers(self) -> int:

@@ -17,7 +17,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Bytes, Integers, byte_column
 from megatron_epp.plan.launches import Launches, Rows
-from megatron_epp.plan.operations import Message, Role, Track, needs_of, operations
+from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.ways import Way
 
@@ -100,7 +100,7 @@ class _Sides(NamedTuple):
         sides = cls({}, {}, set(), {}, {})
         for kind in operations(Track.COMPUTE):
             for need in needs_of(kind.op):
-                if isinstance(need.carries, Message) and need.carries.times and isinstance(need.site, int):
+                if isinstance(need.carries, MessageKind) and need.carries.times and isinstance(need.site, int):
                     sides.makes[need.op], sides.takes[kind.op] = -need.site, need.site
                     sides.sends[need.carries.send] = -need.site
                     sides.receives[need.carries.receive] = need.site

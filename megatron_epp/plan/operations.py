@@ -70,7 +70,7 @@ class Of(Enum):
     """All chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included."""
 
 
-class Message(NamedTuple):
+class MessageKind(NamedTuple):
     """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank.
 
     Attributes:
@@ -119,7 +119,7 @@ class Need(NamedTuple):
     site: int | At = 0
     chunk: Of = Of.SAME
     only: Literal[At.LAST] | None = None
-    carries: Message | Collective | None = None
+    carries: MessageKind | Collective | None = None
     if_present: bool = False
 
 
@@ -131,7 +131,7 @@ class Before(NamedTuple):
 
 
 class Parties(Enum):
-    """Rows of launches that take part in a shared event."""
+    """OperationRows of launches that take part in a shared event."""
 
     PAIR = "pair"
     """The two sides of a message."""
@@ -176,7 +176,7 @@ def of_ranks(placement: Sequence[int]) -> Sequence[int]:
     return range(max(placement) + 1)
 
 
-class Rows(NamedTuple):
+class OperationRows(NamedTuple):
     """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them.
 
     Attributes:
@@ -228,7 +228,7 @@ class Operation:
     in_layers: bool = False
     gives_gradients: bool = False
     side: Side | None = None
-    rows: Callable[[Any, Sequence[int], Any], Rows | None] | None = None
+    rows: Callable[[Any, Sequence[int], Any], OperationRows | None] | None = None
 
 
 _TABLE: dict[Op, Operation] = {}
@@ -257,7 +257,7 @@ def unregister(op: Op) -> None:
         carries = need.carries
         if isinstance(carries, Collective):
             _TABLE.pop(carries.op, None)
-        elif isinstance(carries, Message) and carries.times is None:
+        elif isinstance(carries, MessageKind) and carries.times is None:
             _TABLE.pop(carries.send, None)
             _TABLE.pop(carries.receive, None)
 
@@ -279,7 +279,7 @@ def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
     if isinstance(carries, Collective):
         text, side = f"collective {carries.op}", side_of_all(carries.op)
         yield Operation(op=carries.op, text=text, track=Track.LOWERED, sites=of_ranks, side=side)
-    elif isinstance(carries, Message) and isinstance(need.site, int):
+    elif isinstance(carries, MessageKind) and isinstance(need.site, int):
         event, away = carries.send, -need.site
         source, target = (_TABLE[op].sites for op in (need.op, waits))
         yield Operation(
@@ -329,8 +329,8 @@ def needs_of(op: Op) -> tuple[Need, ...]:
     return *operation(op).needs, *(need._replace(if_present=True) for need in others)
 
 
-ACTIVATION = Message("activation", Op.SEND_F, Op.RECV_F, "activation_us")
-GRADIENT = Message("gradient", Op.SEND_B, Op.RECV_B, "gradient_us")
+ACTIVATION = MessageKind("activation", Op.SEND_F, Op.RECV_F, "activation_us")
+GRADIENT = MessageKind("gradient", Op.SEND_B, Op.RECV_B, "gradient_us")
 _OWN_B = (Need(Op.B),)
 
 _DEFINED = (

@@ -14,19 +14,18 @@ class Placement:
 
     Attributes:
         kind: ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at
-            either end, so that neighbouring stages there share a rank; ``helix`` is looped, and comes back to the first rank
-            with one stage more.
+            either end, so that neighbouring stages there share a rank.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks of each rank, without the stage more of a helix.
+        num_chunks: model chunks of each rank.
     """
 
-    kind: Literal["looped", "v", "helix"]
+    kind: Literal["looped", "v"]
     num_ranks: int
     num_chunks: int
 
     @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks + (self.kind == "helix")
+        return self.num_ranks * self.num_chunks
 
     @property
     def is_looped(self) -> bool:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.extension import Extension
-from megatron_epp.plan.operations import Collective, Message
+from megatron_epp.plan.operations import Collective, MessageKind
 from megatron_epp.plan.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
@@ -110,7 +110,9 @@ class Messages:
         """Times of a collective by chunk, in microseconds; empty if it takes none."""
         return dict(self.collective_us).get(op, ())
 
-    def times_of(self, carries: Message | Collective, sites: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> Floats:
+    def times_of(
+        self, carries: MessageKind | Collective, sites: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]
+    ) -> Floats:
         """Times of transfers between ranks, in microseconds; zero if they take none.
 
         Args:
@@ -118,10 +120,10 @@ class Messages:
             sites: for each transfer, the lower of its two sites.
             chunks: of each transfer.
         """
-        if isinstance(carries, Message) and carries.times is not None:
+        if isinstance(carries, MessageKind) and carries.times is not None:
             return np.array(getattr(self, carries.times), dtype=np.float64)[sites, chunks]
-        timed = self.message_us if isinstance(carries, Message) else self.collective_us
-        times_us = dict(timed).get(carries.send if isinstance(carries, Message) else carries.op)
+        timed = self.message_us if isinstance(carries, MessageKind) else self.collective_us
+        times_us = dict(timed).get(carries.send if isinstance(carries, MessageKind) else carries.op)
         return np.array(times_us)[chunks] if times_us else np.zeros(len(chunks))
 
 

@@ -15,7 +15,7 @@ from megatron_epp.plan.columns import Booleans, Bytes, Integers
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph, build_graph
-from megatron_epp.plan.operations import Message as MessageKind
+from megatron_epp.plan.operations import MessageKind
 from megatron_epp.plan.plan import AnyStep, Plan
 
 

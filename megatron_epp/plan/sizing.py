@@ -57,7 +57,7 @@ def transient_kv_gradient_bytes(
 
     Args:
         keys: number of keys that a chunk's queries attend to.
-        kv_heads, queries_per_key: as for `heads_at_once`.
+        kv_heads, queries_per_key: as `heads_at_once` takes them.
         head_bytes_per_key: bytes of a key and a value of one head.
     """
     made = _times_made(queries_per_key)

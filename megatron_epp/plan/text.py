@@ -10,12 +10,12 @@ from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import AnyStep, Plan
 
-Rows = Sequence[Sequence[Action]]
+GridRows = Sequence[Sequence[Action]]
 
 _LINE = re.compile(r"(rank|copy) +(\d+) \|(.*)")
 
 
-def to_grid(plan: Plan | Rows) -> str:
+def to_grid(plan: Plan | GridRows) -> str:
     """Print a plan, or rows of actions such as those of `lower`, one line per rank.
 
     A plan with offloads or loads gets a second block of lines, ``copy 0 | 0O1 0L1``, for the copies overlapped with compute.

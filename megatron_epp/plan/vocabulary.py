@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, Rows, of_ranks, register
+from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, OperationRows, Presence, of_ranks, register
 
 SPREAD = Collective(Op.SPREAD)
 """Broadcast of the last stage's output. Every rank has the labels of the batch."""
@@ -27,7 +27,7 @@ def of_last_stage(placement: Sequence[int]) -> Sequence[int]:
     return placement[-1:]
 
 
-def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], Rows | None]:
+def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], OperationRows | None]:
     """Times and bytes of an operation: none if the costs have the output layer on a stage."""
     return lambda costs, sites, work: costs.vocabulary_rows(op, sites, work)
 

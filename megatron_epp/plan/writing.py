@@ -22,7 +22,7 @@ Name = str | os.PathLike[str]
 
 
 def write_text(path: Name, text: str, *, private: bool = False) -> None:
-    """Write a text in UTF-8. Arguments and errors as for `write_bytes`; lone surrogates become what they were read from."""
+    """Write a text in UTF-8. Takes and raises what `write_bytes` does; lone surrogates become what they were read from."""
     write_bytes(path, text.encode("utf-8", "surrogateescape"), private=private)
 
 

@@ -8,19 +8,17 @@ from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited, simulate
+from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import backward_times, makespan_us, recompute_times
+from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.kernels.codes import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
-from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
-from megatron_epp.planner.orders.joined import Passing, adjacent, joined_us
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
@@ -66,9 +64,9 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
     """
     order = completed_with_shards(made.order, tables, made.recompute_steps)
     if order is not made.order:
-        made = replace(made, order=order, joined=adjacent(order, made.joined))
+        made = made.reordered(order)
     made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
-    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps, made.joined)
+    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps, made.sharing)
     return Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
@@ -81,7 +79,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         ),
         recompute_us=recompute_times(tables, made.recompute_steps),
         offload_share=writer.shares(),
-        ranks=tuple(tuple(writer.steps(*row)) for row in zip(made.order, *sizes, strict=True)),
+        ranks=tuple(tuple(made.steps([*writer.steps(*row)], tables)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         kv_offload=kv_offload_entries(made.chunks, problem, costs, made.kv_offload),
@@ -97,19 +95,6 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         planner=options.planner,
         seed=options.seed,
     )
-
-
-def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
-    """Compute the makespan of decisions, in microseconds.
-
-    Args:
-        made: the decisions.
-        problem, costs: as for `plan`.
-    """
-    tables = made.tables(problem, costs)
-    if made.joined:  # `play` runs actions one by one
-        return simulate(written(problem, costs, Options(), made, tables)).makespan_us
-    return makespan_us(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
 
 
 def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tuple[int, ...]) -> None:
@@ -157,29 +142,15 @@ class _Writer:
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
 
     def steps(self, row: Sequence[Action], takes: Sequence[int], gives: Sequence[int]) -> Iterator[Step]:
-        """Yield the steps of a rank.
+        """Yield a step for each action of a rank.
 
         Args:
             row: its actions.
             takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
         """
-        if not self.made.joined:
-            for action, taken, given in zip(row, takes, gives, strict=True):
-                op, stage, c = action
-                yield Step(action, self.times_us[op][stage][c], taken, given)
-            return
-        each = zip(row, takes, gives, [*row[1:], None], [*gives[1:], 0], strict=True)
-        seconds = {second for _, second in self.made.joined}
-        for action, taken, given, after, later in each:
-            if (action, after) in self.made.joined and after is not None:
-                yield Step(action, joined_us(self._passing(action), self._passing(after)), taken, later, (after,))
-            elif action not in seconds:
-                yield Step(action, self._passing(action).time_us, taken, given)
-
-    def _passing(self, action: Action) -> Passing:
-        op, stage, c = action
-        exchange_us = self.tables.exchange_us[stage][c] if op in (Op.F, Op.B) else 0.0
-        return Passing(self.times_us[op][stage][c], exchange_us)
+        for action, taken, given in zip(row, takes, gives, strict=True):
+            op, stage, c = action
+            yield Step(action, self.times_us[op][stage][c], taken, given)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
         """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""

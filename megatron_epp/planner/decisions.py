@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk
+from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.extension import Extension
-from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
-from megatron_epp.planner.memory.offload import Offload
-from megatron_epp.planner.orders.joined import Joined
+from megatron_epp.planner.memory.offload import Offload, timed
+from megatron_epp.planner.memory.recompute import Sharing
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import Tables
@@ -30,7 +31,6 @@ class Decisions:
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
         kv_offload: stages and sequences whose keys and values are in host memory.
-        joined: pairs of actions that stand one after the other in `order` and run in one step, each in one pair at most.
         extensions: parts of the plan that other packages define.
     """
 
@@ -42,7 +42,6 @@ class Decisions:
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
     kv_offload: Pairs = frozenset()
-    joined: Joined = frozenset()
     extensions: tuple[Extension, ...] = ()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
@@ -52,6 +51,29 @@ class Decisions:
             return tables
         sharing = SHARING if any(self.copies) else 1.0
         return with_kv_offload(tables, self.chunks, problem, costs, self.modes, self.kv_offload, sharing)
+
+    def makespan_us(self, problem: Problem, costs: Costs) -> float:
+        """Compute the makespan, in microseconds."""
+        tables = self.tables(problem, costs)
+        return makespan_us(self.order, tables, self.recompute_steps, timed(self.as_offload, tables))
+
+    def reordered(self, order: Order) -> Decisions:
+        """Return the same decisions with an order to which actions were added, or from which some were taken out."""
+        return replace(self, order=order)
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the fields that a subclass adds."""
+        yield from ()
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Change of the bytes that the actions of a rank take and give; None if each holds its own while it runs."""
+        return None
+
+    def steps(self, row: Sequence[Step], tables: Tables) -> Sequence[Step]:
+        """Return the steps of a rank, given one step for each action."""
+        del tables
+        return row
 
     @property
     def as_offload(self) -> Offload:

@@ -13,7 +13,7 @@ from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
 from megatron_epp.planner.kernels.codes import Codes, code_of, decode, encode_known
 from megatron_epp.planner.kernels.columns import Columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, float_zeros, floats, integer_zeros, integers, numbers
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
@@ -88,7 +88,7 @@ def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: Recompute
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
 
     Args:
-        order, tables, recompute_steps, copies: as for `play`.
+        order, tables, recompute_steps, copies: as `play` takes them.
     """
     return _play(order, tables, recompute_steps, copies)[0]
 
@@ -126,7 +126,7 @@ def room_for(codes: Codes, columns: Columns) -> timing.Room:
 
 def copy_columns(
     copies: Copies, num_chunks: int, num_items: int, links: Sequence[int] = (), codes: Codes | None = None
-) -> timing.Copies:
+) -> timing.CopyColumns:
     """Copies as columns; `load_of` is empty where there are none.
 
     Args:
@@ -142,7 +142,7 @@ def copy_columns(
         if action.op is Op.L:
             load_of[items[at]] = at
     position = {int(code): at for at, code in enumerate(codes.actions)} if codes is not None and row else {}
-    return timing.Copies(
+    return timing.CopyColumns(
         items=integers(items),
         is_load=integers(int(action.op is Op.L) for action, _, _ in row),
         time_us=floats(time_us for _, time_us, _ in row),
@@ -160,7 +160,7 @@ def copy_columns(
 
 def _play(
     order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies
-) -> tuple[float, Codes, timing.Room, timing.Copies]:
+) -> tuple[float, Codes, timing.Room, timing.CopyColumns]:
     chunks = len(tables.message_us)
     codes = order if isinstance(order, Codes) else encode_known(order, chunks)
     columns = tables.columns_with(codes.kinds)
@@ -178,6 +178,6 @@ def _play(
     return float(took_us), codes, room, moved
 
 
-def _rows(column: Floats, starts: Integers) -> Times:
+def _rows(column: FloatList, starts: IntegerList) -> Times:
     entries = numbers(column)
     return [entries[starts[rank] : starts[rank + 1]] for rank in range(len(starts) - 1)]

@@ -36,7 +36,6 @@ from megatron_epp.plan.operations import Track, operations
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.orders.joined import adjacent
 from megatron_epp.planner.problem import Problem, as_one_chunk
 from megatron_epp.planner.tables import Tables
 
@@ -55,7 +54,7 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     """
     with _of_types(planner):
         _refuse_types(made, planner)
-        faults = [_fault(reason) for reason in (*_shapes(made, problem, costs), *_joins(made))]
+        faults = [_fault(reason) for reason in (*_shapes(made, problem, costs), *made.faults())]
         if not faults and (complete or made.copies or made.kv_offload or not _is_known(made, problem)):
             plan = outline(made, problem, costs)
             columns = columns_of(plan)
@@ -68,7 +67,7 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
-        made, problem, costs, planner: as for `refuse_mistakes`.
+        made, problem, costs, planner: as `refuse_mistakes` takes them.
         tables: of the chunks.
 
     Raises:
@@ -99,7 +98,7 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
 
     Args:
         made: decisions of which only the chunks are known.
-        problem, costs, planner: as for `refuse_mistakes`.
+        problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):
         _refuse_types(made, planner)
@@ -204,17 +203,6 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
         yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"
     if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
         yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"
-
-
-def _joins(made: Decisions) -> Iterator[str]:
-    """Pairs of actions that are no step: they do not stand one after the other, or one of them is in another pair too."""
-    seen: set[Action] = set()
-    for first, second in sorted(made.joined - adjacent(made.order, made.joined)):
-        yield f"joined has {first} and {second}, which no rank runs one after the other"
-    for action in sorted(action for pair in made.joined for action in pair):
-        if action in seen:
-            yield f"joined has {action} in two pairs; a step has two actions"
-        seen.add(action)
 
 
 def _is_known(made: Decisions, problem: Problem) -> bool:

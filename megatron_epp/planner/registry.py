@@ -22,8 +22,9 @@ class FixedPlacement(Protocol):
     """Planner of a schedule that is defined for one kind of placement.
 
     Attributes:
-        kind: ``looped``, ``v`` or ``helix``.
+        kind: ``looped`` or ``v``.
         chunks_per_rank: stages of each rank; None for two or more.
+        stages: the same for people.
     """
 
     @property
@@ -31,6 +32,9 @@ class FixedPlacement(Protocol):
 
     @property
     def chunks_per_rank(self) -> int | None: ...
+
+    @property
+    def stages(self) -> str: ...
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
         """Return even layers at the placement, with `count` stages per rank where the schedule takes any number."""
@@ -40,7 +44,7 @@ class FixedPlacement(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlannerEntry:
     """A planner and what commands and training need to know of it.
 
     Attributes:
@@ -51,6 +55,7 @@ class Entry:
         splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
         may_offload: its plans may have copies to the host, with `Options.offload`.
         offloads: copies are part of its method, so that comparisons give it `Options.offload`.
+        has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
         joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
         lacks: why training does not run its plans; empty if it does.
     """
@@ -62,6 +67,7 @@ class Entry:
     splits_weight: bool = False
     may_offload: bool = False
     offloads: bool = False
+    has_own_size: bool = False
     joins: bool = False
     lacks: str = ""
 
@@ -79,16 +85,16 @@ class Planners(MutableMapping[str, Planner]):
         tables: modules with more of them, each a mapping `PLANNERS`.
     """
 
-    def __init__(self, own: Mapping[str, Entry], tables: tuple[str, ...]) -> None:
+    def __init__(self, own: Mapping[str, PlannerEntry], tables: tuple[str, ...]) -> None:
         self._entries, self._tables = dict(own), tables
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> PlannerEntry | None:
         """Return what is known of a planner; None if no planner has the name."""
         if name not in self._entries and ":" not in name:
             self._import()
         return self._entries.get(name)
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, PlannerEntry]:
         """Return all planners, the package's own first."""
         self._import()
         return dict(self._entries)
@@ -100,7 +106,7 @@ class Planners(MutableMapping[str, Planner]):
         return found.plan
 
     def __setitem__(self, name: str, planner: Planner) -> None:
-        self._entries[name] = Entry(planner)
+        self._entries[name] = PlannerEntry(planner)
 
     def __delitem__(self, name: str) -> None:
         del self._entries[name]
@@ -119,18 +125,20 @@ class Planners(MutableMapping[str, Planner]):
 
 PLANNERS = Planners(
     {
-        "greedy": Entry(
+        "greedy": PlannerEntry(
             greedy,
             "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
             begins_with_greedy=True,
             may_offload=True,
         ),
-        "1f1b": Entry(
-            baseline(elastic_1f1b), "1F1B of whole sequences in the order of the batch, recompute as the cap requires"
+        "1f1b": PlannerEntry(
+            baseline(elastic_1f1b),
+            "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
+            has_own_size=True,
         ),
-        "1f1b-padded": Entry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
-        "1f1b-packed": Entry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
-        "seq1f1b": Entry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488"),
+        "1f1b-padded": PlannerEntry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
+        "1f1b-packed": PlannerEntry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
+        "seq1f1b": PlannerEntry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True),
     },
     ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers"),
 )

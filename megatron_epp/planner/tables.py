@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
-from megatron_epp.plan.operations import Collective, Message, Rows
+from megatron_epp.plan.operations import Collective, MessageKind, OperationRows
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
 from megatron_epp.planner.kernels.columns import Columns, by_node, frontier_sum, need_columns, stacked
-from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
+from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers, plain
 from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 
 Times = list[list[float]]
@@ -110,7 +110,7 @@ class Tables:
     host_us_per_byte: float
     host_links: tuple[int, ...]
     offloadable_share: float
-    added: dict[Op, Rows] = field(default_factory=dict)
+    added: dict[Op, OperationRows] = field(default_factory=dict)
     _columns: dict[Kinds, Columns] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -124,7 +124,7 @@ class Tables:
             self._columns[kinds] = columns_of(self, kinds)
         return self._columns[kinds]
 
-    def transfer_us(self, carries: Message | Collective | None, boundary: int) -> Sequence[float]:
+    def transfer_us(self, carries: MessageKind | Collective | None, boundary: int) -> Sequence[float]:
         """Time by chunk of a transfer, in microseconds. Messages of added operations count even where they stay on a rank,
         which depends on the order.
 
@@ -132,9 +132,9 @@ class Tables:
             carries: the transfer; None for none.
             boundary: of a message, the lower of its two stages.
         """
-        if isinstance(carries, Message) and carries.times:
+        if isinstance(carries, MessageKind) and carries.times:
             return self.hops[boundary]
-        if isinstance(carries, Message):
+        if isinstance(carries, MessageKind):
             return next(rows.message_us[carries.send] for rows in self.added.values() if carries.send in rows.message_us)
         found = [rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us]
         return found[0] if found else [0.0] * len(self.message_us)
@@ -265,7 +265,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
     need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)
 
-    def sizes(rows: Sizes) -> Integers:
+    def sizes(rows: Sizes) -> IntegerList:
         return integers(stacked(rows, np.int64).ravel())
 
     def by_frontier_step(tables: Iterable[Sequence[Sequence[float]]]) -> Numbers:

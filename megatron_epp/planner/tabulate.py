@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op
-from megatron_epp.plan.operations import Rows, Track, operations
+from megatron_epp.plan.operations import OperationRows, Track, operations
 from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, recompute_frontier
 from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.problem import FULL_ONLY, Problem
@@ -92,7 +92,7 @@ def tabulate(
     )
 
 
-def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Rows]:
+def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, OperationRows]:
     """Tabulate the added operations that the costs know; in a forward-only plan they leave nothing."""
     found = {}
     for kind in operations(Track.COMPUTE):
@@ -102,7 +102,7 @@ def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Rows]:
     return found
 
 
-def shard_room(rows: Rows | None, num_chunks: int) -> tuple[int, ...]:
+def shard_room(rows: OperationRows | None, num_chunks: int) -> tuple[int, ...]:
     """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN` of the largest.
 
     Args:

@@ -21,7 +21,7 @@ from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes, planned_boxes
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 _THREADS = tuple((source, stream) for source in ("planned", "measured") for stream in (COMPUTE, COPY, LINK))
 
@@ -58,7 +58,7 @@ def _thread(source: str, stream: str) -> int:
     return _THREADS.index((source, stream))
 
 
-def _names(sources: dict[str, list[Box]]) -> Iterator[Event]:
+def _names(sources: dict[str, list[Box]]) -> Iterator[TraceEvent]:
     ranks = sorted({box.rank for boxes in sources.values() for box in boxes})
     for rank in ranks:
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
@@ -69,7 +69,7 @@ def _names(sources: dict[str, list[Box]]) -> Iterator[Event]:
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _complete(plan: Plan, source: str, box: Box) -> Event:
+def _complete(plan: Plan, source: str, box: Box) -> TraceEvent:
     action, chunk = box.action, plan.chunks[box.action.chunk]
     args = {"stage": action.stage, "chunk": action.chunk, "kind": chunk.kind(plan.lengths), "tokens": chunk.num_tokens}
     kind = operation(action.op)
@@ -89,7 +89,7 @@ def _complete(plan: Plan, source: str, box: Box) -> Event:
     }
 
 
-def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -> Iterator[Event]:
+def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -> Iterator[TraceEvent]:
     """Yield an arrow per message, from just before the end of its producer to the start of its consumer on another rank."""
     by_action = {action: box for box in boxes if is_compute(box.action.op) for action in box.actions}
     transfers: dict[Action, list[Transfer]] = defaultdict(list)
@@ -107,7 +107,7 @@ def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -
             yield {"ph": "f", "bp": "e", "pid": consumer.rank, "tid": thread, "ts": consumer.start_us, **common}
 
 
-def _live_bytes(timeline: Timeline) -> Iterator[Event]:
+def _live_bytes(timeline: Timeline) -> Iterator[TraceEvent]:
     for rank in range(timeline.plan.num_ranks):
         for time_us, num_bytes in timeline.live_bytes(rank):
             yield {"ph": "C", "pid": rank, "ts": time_us, "name": "planned live bytes", "args": {"bytes": num_bytes}}

@@ -24,7 +24,6 @@ from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.turns import Exchanges, run_together
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 Handler = Callable[["Executor", Action], None]
@@ -43,6 +42,10 @@ class OutOfMemoryRunError(RunError):
     """An action ran out of memory. The message holds the action, the rank, the planned bytes and the bytes in use."""
 
 
+PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
+"""Runs two actions of a step that need nothing of each other; returns how often it changed between them."""
+
+
 class Executor:
     """Runs one plan on one rank, once.
 
@@ -58,8 +61,8 @@ class Executor:
         out_of_memory: describes an action that runs out of memory.
         handlers: handlers of operations that this package does not define, collectives included.
         program: this rank's part of the plan; prepared now if it is not given.
-        exchanges: exchanges of the stages' layers, at which the two actions of a step take turns (`turns`). If None, they run
-            one after the other.
+        run_pair: runs the two actions of a step, and returns how often it changed between them; None to run one after the
+            other.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -77,7 +80,7 @@ class Executor:
         out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
-        exchanges: Exchanges | None = None,
+        run_pair: PairRunner | None = None,
         program: Program | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
@@ -90,7 +93,7 @@ class Executor:
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
-        self._exchanges, self.num_turns = None if streams_kv else exchanges, 0
+        self._run_pair, self.num_turns = None if streams_kv else run_pair, 0
         self._together = {
             step.action: step.also[0]
             for step in plan.ranks[rank]
@@ -169,12 +172,12 @@ class Executor:
                 self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
     def _perform_step(self, action: Action) -> int:
-        """Perform an action, with the other one of its step if the two can take turns. Returns the number of actions."""
+        """Perform an action, with the other one of its step if the two can run together. Returns the number of actions."""
         other = self._together.get(action)
-        if other is None or self._exchanges is None:
+        if other is None or self._run_pair is None:
             self._perform(action)
             return 1
-        self.num_turns += run_together(partial(self._perform, action), partial(self._perform, other), self._exchanges)
+        self.num_turns += self._run_pair(partial(self._perform, action), partial(self._perform, other))
         return 2
 
     def _perform(self, action: Action) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron_epp.plan import shape_classes, sizing
 from megatron_epp.runtime.attention import kernels, warm_up
 from megatron_epp.runtime.attention.kernels import EXACT
-from megatron_epp.runtime.attention.warm_up import Heads, WarmUp
+from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
 
@@ -76,7 +76,7 @@ def random_batch(rng):
 
 @pytest.mark.parametrize("mode", ["kept", "recomputed"])
 def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode):
-    warm, rng, batches = WarmUp((HEADS,), LONGEST), random.Random(0), []
+    warm, rng, batches = KernelWarmUp((HEADS,), LONGEST), random.Random(0), []
     for _ in range(20):
         layer = ChunkedLayer(*random_batch(rng))
         batches.append(warm.before(chunk_layouts(layer.plan), repeats=mode == "recomputed"))
@@ -94,7 +94,7 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode):
 
 def test_groups_of_heads_of_offloaded_caches_are_warm_too(library):
     layer = ChunkedLayer(*random_batch(random.Random(1)))
-    assert WarmUp((HEADS,), LONGEST, offloads_kv=True).before(chunk_layouts(layer.plan))
+    assert KernelWarmUp((HEADS,), LONGEST, offloads_kv=True).before(chunk_layouts(layer.plan))
     assert {heads for _, which, _, heads in library.built if which == "forward"} == {1, 2}
 
 
@@ -102,12 +102,12 @@ def test_groups_of_heads_of_offloaded_caches_are_warm_too(library):
 def test_it_runs_where_it_is_asked_for(library, choice, builds, runs):
     library.kernel = replace(library.kernel, builds_plans=builds)
     layer = ChunkedLayer(*random_batch(random.Random(2)))
-    assert bool(WarmUp((HEADS,), LONGEST, choice).before(chunk_layouts(layer.plan))) is runs
+    assert bool(KernelWarmUp((HEADS,), LONGEST, choice).before(chunk_layouts(layer.plan))) is runs
     assert bool(library.built) is runs
 
 
 def test_nothing_runs_twice_but_where_forwards_are_recomputed_for_the_first_time(library):
-    warm, layouts = WarmUp((HEADS,), LONGEST), chunk_layouts(ChunkedLayer(*random_batch(random.Random(3))).plan)
+    warm, layouts = KernelWarmUp((HEADS,), LONGEST), chunk_layouts(ChunkedLayer(*random_batch(random.Random(3))).plan)
     assert warm.before(layouts) > 0
     assert warm.before(layouts) == 0
     assert warm.before(layouts, repeats=True) == len({layout.table.shape_class for layout in layouts})
@@ -120,7 +120,7 @@ def test_a_device_that_is_full_is_left_to_the_iteration(library, monkeypatch, ca
 
     library.kernel = replace(library.kernel, forward=full)
     with caplog.at_level("WARNING", logger="megatron_epp"):
-        WarmUp((HEADS,), LONGEST).before(chunk_layouts(ChunkedLayer(*random_batch(random.Random(4))).plan))
+        KernelWarmUp((HEADS,), LONGEST).before(chunk_layouts(ChunkedLayer(*random_batch(random.Random(4))).plan))
     assert "no memory to warm up attention" in caplog.text
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import megatron_epp
+from megatron_epp.contrib.overlap import turns
+from megatron_epp.contrib.overlap.turns import run_together
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.planner.service.packed import PackedPlan
-from megatron_epp.runtime import turns
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.side_thread import SideStream, SideThread
-from megatron_epp.runtime.turns import run_together
 from megatron_epp.runtime.watchdog import Watchdog
 from tests.pure.test_layers import PURE
 from tests.support.runtime.device_audit import Audit, Event, run, uploader
@@ -29,7 +29,7 @@ THREADS = {
     "launch/short_log.py Thread": "copies lines of text, without torch",
     "mcore/microbatches/ahead.py ThreadPoolExecutor": "tests/mcore/test_devices_of_mcore_threads.py",
     "runtime/side_thread.py Thread": "test_a_side_thread_uses_the_device_of_the_thread_that_starts_it",
-    "runtime/tools/emulate.py ThreadPoolExecutor": "sleeps, on a CPU only",
+    "contrib/demos/emulate.py ThreadPoolExecutor": "sleeps, on a CPU only",
     "runtime/watchdog.py Thread": "test_the_watchdog_asks_for_progress_on_the_ranks_device",
 }
 """Threads that packages outside `PURE` and the command line start, each with the test that runs it or the reason for none."""

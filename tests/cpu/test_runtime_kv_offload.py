@@ -6,7 +6,7 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.kv_offload import LookAhead
+from megatron_epp.runtime.attention.kv_offload import PieceReader
 from megatron_epp.runtime.attention.layout import RelayError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
@@ -117,7 +117,7 @@ def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
     host = late_host()
     layer = ChunkedLayer(*CASES["one"], layers=LAYERS)
     unforeseen = []
-    take = LookAhead.take
+    take = PieceReader.take
 
     def watched(self, use):
         if use.num_rows and (self._coming is None or self._coming[0] != use) and self._held != use.piece:
@@ -125,7 +125,7 @@ def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
         return take(self, use)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LookAhead, "take", watched)
+        patch.setattr(PieceReader, "take", watched)
         run(layer, host, "recomputed")
     assert not unforeseen
 

@@ -17,12 +17,12 @@ from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss import kernels as loss_kernels
 from megatron_epp.runtime.loss.blocks import Head, block_losses
-from megatron_epp.runtime.loss.kernels import LIGER, Case
+from megatron_epp.runtime.loss.kernels import LIGER, LossCase
 from tests.support.package_index import release
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import exact_kernel, losses_and_gradients, problem
 
-ON_GPU = Case("cuda", torch.bfloat16, 1000)
+ON_GPU = LossCase("cuda", torch.bfloat16, 1000)
 WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}
 
 
@@ -50,7 +50,7 @@ def of_tokens(kind, tokens):
 
 def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeypatch):
     played(exact_kernel())
-    case = Case("cpu", torch.float32, 50)
+    case = LossCase("cpu", torch.float32, 50)
 
     def no_memory(kernel, case):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -67,7 +67,7 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
 def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens):
     played(exact_kernel())
     x, weight, labels = problem(tokens=11)
-    assert loss_kernels.choose(Case("cpu", torch.float32, len(weight))) is loss_kernels.LIGER
+    assert loss_kernels.choose(LossCase("cpu", torch.float32, len(weight))) is loss_kernels.LIGER
     grad = of_tokens(kind, 11)
     expected = losses_and_gradients(plain(x, weight, labels), grad.double(), (x, weight))
     found = losses_and_gradients(block_losses(x, x, weight, labels, Head(block_tokens)), grad, (x, weight))

@@ -6,7 +6,7 @@ import torch
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
-from megatron_epp.runtime.offload.activations import Offload, choose
+from megatron_epp.runtime.offload.activations import ActivationOffload, choose
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LATE_HOSTS
 from tests.support.runtime.pipeline_runs import run_plan
@@ -27,7 +27,7 @@ class Forward:
     def __init__(self):
         self.x = torch.ones(8 * KIB, requires_grad=True)
         self.saved = SavedTensors([self.x])
-        self.offload = Offload(self.saved, HostMemory(CPU, 1 << 20))
+        self.offload = ActivationOffload(self.saved, HostMemory(CPU, 1 << 20))
         with self.saved, self.offload.forward_of(OWNER):
             self.y = (self.x.exp() * 1.0).exp().sum()
         self.kept = self.saved.live_bytes
@@ -66,7 +66,7 @@ def test_gradients_are_those_without_offload_whenever_copies_happen(make, recomp
 
 def test_what_others_hold_or_several_chunks_share_stays():
     x, shared = torch.ones(KIB, requires_grad=True), torch.ones(KIB)
-    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
+    offload = ActivationOffload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
     with saved:
         with offload.forward_of(OWNER):
             ours = x.exp()  # autograd keeps it and so do we

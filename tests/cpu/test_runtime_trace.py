@@ -10,7 +10,7 @@ from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
@@ -64,7 +64,7 @@ def test_waiting_adds_up():
 def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_on_a_track_of_their_own():
     plan, recorder = offloading(one_rank(), 1.0), Recorder()
     with SavedTensors() as saved:
-        offload = Offload(saved, HostMemory(torch.device("cpu"), 1 << 30))
+        offload = ActivationOffload(saved, HostMemory(torch.device("cpu"), 1 << 30))
         stage = PlainStage(build_part(plan.num_layers, 0), batch_of(plan))
         Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload).run()
     events = recorder.events()

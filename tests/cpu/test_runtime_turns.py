@@ -3,14 +3,15 @@
 import contextlib
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from megatron_epp.contrib.overlap import turns
+from megatron_epp.contrib.overlap.turns import run_together
 from megatron_epp.plan import Action, check
-from megatron_epp.runtime import turns
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
-from megatron_epp.runtime.turns import run_together
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, whole_run
 from tests.support.runtime.rank_processes import Ranks
@@ -54,7 +55,7 @@ class PausingStage(PlainStage):
 
 def run(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    Executor(plan, 0, {0: stage}, exchanges=exchanges).run()
+    Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)).run()
     return stage
 
 
@@ -127,7 +128,12 @@ def test_two_backwards_of_a_step_run_one_after_the_other():
     num_turns = []
     for pair in (("0W0", "0F2"), ("0W1", "0B2")):
         plan = with_steps(pair)
-        executor = Executor(plan, 0, {0: PausingStage(build_part(plan.num_layers, 0), batch_of(plan))}, exchanges=no_exchange)
+        executor = Executor(
+            plan,
+            0,
+            {0: PausingStage(build_part(plan.num_layers, 0), batch_of(plan))},
+            run_pair=partial(run_together, exchanges=no_exchange),
+        )
         executor.run()
         num_turns.append(executor.num_turns)
     assert num_turns[0] > num_turns[1] == 0
@@ -178,7 +184,7 @@ def test_what_the_second_of_two_forwards_saves_is_counted():
         plan = with_steps(("0F0", "0F1"))
         stage = PausingStage(build_part(plan.num_layers, 0), batch_of(plan))
         with SavedTensors(stage.part.parameters(), lambda: stage.relay.num_bytes) as saved:
-            Executor(plan, 0, {0: stage}, exchanges=exchanges).run()
+            Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)).run()
         assert saved.live_bytes == 0
         return saved.peak_bytes
 

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.loss import pipeline_shards
-from megatron_epp.runtime.loss.pipeline_shards import Targets, VocabularyShards
-from megatron_epp.runtime.loss.shards import Shard, Summary, logits_pass, scale_part, weight_gradient
+from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, Targets
+from megatron_epp.runtime.loss.shards import Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.runtime.trace import Recorder
 
 TOKENS, WIDTH = 13, 6
@@ -50,7 +50,7 @@ def sharded(
     shards = [Shard(weight[start:end], start, block_tokens) for start, end in pairwise(bounds)]
     passed = [logits_pass(x, labels, shard, needs_gradient=True) for shard in shards]
     most = torch.stack([one.summary.most for one in passed]).amax(0)
-    losses, log_sum = Summary.combined(most, sum(one.summary.addends(most) for one in passed))  # type: ignore[arg-type]
+    losses, log_sum = ShardSummary.combined(most, sum(one.summary.addends(most) for one in passed))  # type: ignore[arg-type]
     parts = [scale_part(one, log_sum, labels, shard) for one, shard in zip(passed, shards, strict=True)]
     rows = [weight_gradient(x, labels, one, log_sum, weights, shard) for one, shard in zip(passed, shards, strict=True)]
     return losses, torch.stack(parts).sum(0), torch.cat(rows)
@@ -121,7 +121,7 @@ def test_by_blocks_no_logits_are_kept_and_parts_go_to_the_main_gradient() -> Non
     shard = Shard(weight, 0, 4, accumulate)
     passed = logits_pass(x, labels, shard, needs_gradient=True)
     assert passed.kept is None
-    _, log_sum = Summary.combined(passed.summary.most, passed.summary.addends(passed.summary.most))
+    _, log_sum = ShardSummary.combined(passed.summary.most, passed.summary.addends(passed.summary.most))
     weight_gradient(x, labels, passed, log_sum, weights, shard)
     assert max(sizes) <= 4
     torch.testing.assert_close(main, exact(x, weight, labels, weights)[2])
@@ -166,7 +166,7 @@ def test_on_a_device_the_time_of_a_broadcast_takes_no_stream_that_waits_for_it(
     )
     executor: Any = SimpleNamespace(recorder=Recorder(), plan=SimpleNamespace(forward_only=False))
     executor.recorder.begin()
-    handlers = VocabularyShards(rank, SimpleNamespace(root=0, spread=None), None, Any).handlers()  # type: ignore[arg-type]
+    handlers = PipelineShards(rank, SimpleNamespace(root=0, spread=None), None, Any).handlers()  # type: ignore[arg-type]
     handlers[Op.SPREAD](executor, Action(Op.SPREAD, 0, 0))
     assert len(executor.recorder.collectives()) == known_before
     handlers[Op.S](executor, Action(Op.S, 0, 0))

@@ -41,7 +41,7 @@ def usable(kernel, case):
 @pytest.mark.parametrize("kind", CHUNKS)
 @pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
 def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads, dtype, channels):
-    usable(kernel, kernels.Case("cuda", dtype, channels, HEADS, kv_heads))
+    usable(kernel, kernels.AttentionCase("cuda", dtype, channels, HEADS, kv_heads))
     table = SegmentTable.build(CHUNKS[kind], CHUNKS[kind].num_tokens)
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -66,7 +66,7 @@ def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads,
 
 @pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
 def test_key_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once(kernel):
-    usable(kernel, kernels.Case("cuda", torch.bfloat16, 64, HEADS, 2))
+    usable(kernel, kernels.AttentionCase("cuda", torch.bfloat16, 64, HEADS, 2))
     table = SegmentTable.build(CHUNKS["hybrid"], CHUNKS["hybrid"].num_tokens)
     tokens, keys = table.num_tokens, table.key_starts[-1]
     q, k, v = (torch.randn(*size, 64, device="cuda", dtype=torch.bfloat16) for size in ((tokens, HEADS), (keys, 2), (keys, 2)))
@@ -87,7 +87,7 @@ def test_key_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"])
 def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
-    case = kernels.Case("cuda", dtype, 128, HEADS, 2)
+    case = kernels.AttentionCase("cuda", dtype, 128, HEADS, 2)
     chosen, obstacles = kernels.explain(case)
     able = [kernel for kernel in kernels.PREFERENCES["auto"] if kernel.obstacle(case) is None]
     assert chosen is able[0], obstacles
@@ -95,7 +95,7 @@ def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
 
 @pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
 def test_attention_waits_for_nothing_on_the_host_and_draws_no_random_numbers(kernel):
-    usable(kernel, kernels.Case("cuda", torch.bfloat16, 64, HEADS, HEADS))
+    usable(kernel, kernels.AttentionCase("cuda", torch.bfloat16, 64, HEADS, HEADS))
     q, k, v = (torch.randn(64, HEADS, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     table = SegmentTable.build(Chunk((Segment(0, 0, 64),)), 64)
     before = torch.cuda.get_rng_state()

@@ -9,7 +9,7 @@ from torch.nn import functional
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss.blocks import Head, block_losses
-from megatron_epp.runtime.loss.kernels import LIGER, Case, explain
+from megatron_epp.runtime.loss.kernels import LIGER, LossCase, explain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -37,7 +37,7 @@ def test_gradients_agree_and_the_peak_is_what_plans_count(by_liger, monkeypatch)
     if by_liger and importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("needs Liger: pip install 'megatron-epp[liger]'")
     if by_liger:
-        assert explain(Case("cuda", torch.bfloat16, ENTRIES)) == (LIGER, "")
+        assert explain(LossCase("cuda", torch.bfloat16, ENTRIES)) == (LIGER, "")
     else:
         monkeypatch.setattr(block_loss, "choose", lambda case: None)
     x, weight, labels = tensors()
@@ -54,7 +54,7 @@ def test_gradients_agree_and_the_peak_is_what_plans_count(by_liger, monkeypatch)
 
 def test_liger_is_no_coarser_than_torch(monkeypatch):
     """Where tokens count or do not. Both are measured from the exact gradient of the same bf16 values."""
-    if explain(Case("cuda", torch.bfloat16, ENTRIES))[0] is None:
+    if explain(LossCase("cuda", torch.bfloat16, ENTRIES))[0] is None:
         pytest.skip("needs Liger: pip install 'megatron-epp[liger]'")
     x, weight, labels = tensors()
     mask = (torch.arange(TOKENS, device="cuda") % 3 != 0).float()

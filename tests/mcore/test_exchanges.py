@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.mcore.training import exchanges
-from megatron_epp.runtime.turns import Turns
+from megatron_epp.contrib.overlap import exchanges
+from megatron_epp.contrib.overlap.turns import Turns
+from megatron_epp.mcore.training.forward_backward import _pair_runner
+from megatron_epp.runtime.executor import PairRunner
 from scripts.bench.orders.unit import Unit
 
 ARGUMENTS = {
@@ -31,8 +34,8 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
-def found(name: str = "stp", **changes: Any) -> exchanges.Exchanges | None:
-    return exchanges.exchanges_for(Unit(name, 2, 5).plan(), Namespace(**(ARGUMENTS | changes)))
+def found(name: str = "stp", **changes: Any) -> PairRunner | None:
+    return _pair_runner(Unit(name, 2, 5).plan(), Namespace(**(ARGUMENTS | changes)))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,9 @@ def test_plans_without_steps_of_two_actions_have_nothing_to_take_turns_at(caplog
 
 
 def test_torch_and_megatron_are_as_they_were_after_a_step() -> None:
-    exchanging, before = found(), (dist.all_reduce, mappings.dist_all_gather_func)
-    assert exchanging is not None
-    with exchanging(Turns()):
+    runner, before = found(), (dist.all_reduce, mappings.dist_all_gather_func)
+    assert isinstance(runner, partial)
+    with runner.keywords["exchanges"](Turns()):
         assert dist.all_reduce is not before[0]
         assert mappings.dist_all_gather_func is not before[1]
         with get_cuda_rng_tracker().fork("no such state"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.advice.judge import Entry, Parts, Plain, Refusal
+from megatron_epp.advice.judge import Judged, Parts, Plain, Refusal
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text, why_slower
 from megatron_epp.advice.search import Advice, _simplest_first
@@ -17,13 +17,13 @@ QUESTION = Question(FLAGS, Cluster("nodes-of-two", H100, None, 2), 4, 8 << 30, (
 CONFIG = Configuration(1, 1, 2, 2, layers=(4, 4))
 PARTS = Parts(compute_us=600.0, exchange_us=100.0, recompute_us=100.0, bubble_us=100.0, waiting_us=60.0, reduction_us=40.0)
 PLAN = one_f_one_b()
-BEST = Entry(CONFIG, PARTS, replace(PLAN, predicted=replace(PLAN.predicted, peak_bytes=(3 << 30, 1 << 30))), is_exact=True)
+BEST = Judged(CONFIG, PARTS, replace(PLAN, predicted=replace(PLAN.predicted, peak_bytes=(3 << 30, 1 << 30))), is_exact=True)
 
 
 def entry(config=CONFIG, is_exact=True, **more_us):
     """An entry whose step has the parts of the best and some microseconds more of what is named."""
     parts = replace(PARTS, **{name: getattr(PARTS, name) + value for name, value in more_us.items()})
-    return Entry(config, parts, BEST.plan, is_exact)
+    return Judged(config, parts, BEST.plan, is_exact)
 
 
 def advice(best=(BEST,), slower=(), refused=(), plain=None):

@@ -11,7 +11,7 @@ from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table
-from megatron_epp.planner.assemble import build_plan, predicted_us
+from megatron_epp.planner.assemble import build_plan
 from scripts.bench.orders.unit import TOKENS, Unit
 
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
@@ -28,7 +28,7 @@ def best(unit: Unit, microbatches: float, options: Options) -> Proven:
     assert found.decisions is not None
     made = build_plan(capped, unit.costs, options, found.decisions)
     assert check(made) == []
-    assert made.predicted.makespan_us == found.makespan_us <= predicted_us(start, capped, unit.costs)
+    assert made.predicted.makespan_us == found.makespan_us <= start.makespan_us(capped, unit.costs)
     assert found.bound_us == pytest.approx(found.makespan_us)
     return found
 

@@ -8,15 +8,16 @@ from itertools import product
 
 import pytest
 
+from megatron_epp.contrib.helix.costs import with_separate_attention
+from megatron_epp.contrib.helix.helixpipe import helixpipe
+from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.helix.operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A, G
 from megatron_epp.contrib.papers.fixed_order import Batch
-from megatron_epp.contrib.papers.helixpipe import helixpipe
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
-from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.report.gantt import save_gantt
@@ -27,9 +28,9 @@ LENGTHS = (9000, 8192, 8192, 7000, 6000, 8192, 3000, 8192)
 
 
 def blocks(attention: bool = True):
-    layout = Layout.of_blocks(8, 4)
+    layout = HelixLayout.of(8, 4)
     costs = analytic_profile(SHAPE, H100).costs(layout.layers, state_bytes_per_parameter=7.5)
-    return layout, costs.with_separate_attention() if attention else costs
+    return layout, layout.costs_of(costs) if attention else costs
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,9 @@ def test_the_bubble_of_two_folds_is_at_most_twice_that_and_has_no_attention_in_i
 
 def test_attention_of_a_layer_is_on_all_ranks_and_backwards_reverse_forwards(made: Plan):
     for site, chunk in product(range(made.num_stages - 1), range(len(made.chunks))):
-        (rank,) = [rank for rank in range(4) if Action(Op.A, site, chunk) in made.actions(rank)]
+        (rank,) = [rank for rank in range(4) if Action(A, site, chunk) in made.actions(rank)]
         assert rank == (site + chunk // 2 + 1) % 4
-        assert Action(Op.G, site, chunk) in made.actions(rank)
+        assert Action(G, site, chunk) in made.actions(rank)
     for rank in range(4):
         row = made.actions(rank)
         assert [(a.stage, a.chunk) for a in row] == [(a.stage, a.chunk) for a in reversed(row)]
@@ -90,7 +91,7 @@ def test_messages_join_blocks_and_attention_only_where_their_ranks_differ(made: 
     placed = {action: rank for rank in range(4) for action in made.actions(rank)}
     sent = {action for row in lower(made) for action in row}
     for site, chunk in product(range(made.num_stages - 1), range(len(made.chunks))):
-        own = placed[Action(Op.A, site, chunk)]
+        own = placed[Action(A, site, chunk)]
         before, after = (placed[Action(Op.F, stage, chunk)] != own for stage in (site, site + 1))
         for message, moves, stage in ((INPUTS, before, site), (RESULT, after, site)):
             assert (Action(message.send, stage, chunk) in sent) == moves
@@ -116,18 +117,18 @@ def without(made: Plan, action: Action) -> Iterator[tuple[Step, ...]]:
 
 
 def test_attention_that_is_never_computed_is_found(made: Plan):
-    fault, *_ = check(replace(made, ranks=tuple(without(made, Action(Op.A, 3, 2)))))
+    fault, *_ = check(replace(made, ranks=tuple(without(made, Action(A, 3, 2)))))
     assert str(fault) == "3A2: missing: site 3 never runs A of chunk 2"
 
 
 def test_attention_that_is_computed_twice_is_found(made: Plan):
-    twice = (*made.ranks[:3], (*made.ranks[3], made.ranks[0][-1]._replace(action=Action(Op.A, 0, 0))))
+    twice = (*made.ranks[:3], (*made.ranks[3], made.ranks[0][-1]._replace(action=Action(A, 0, 0))))
     assert any("doubled" in str(fault) for fault in check(replace(made, ranks=twice)))
 
 
 def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made: Plan):
     """Queries, keys and values stay where attention ran, and no message brings them to another rank."""
-    moved = Action(Op.G, 0, 0)
+    moved = Action(G, 0, 0)
     step = next(step for row in made.ranks for step in row if step.action == moved)
     ranks = list(without(made, moved))
     ranks[3] = (*ranks[3], step)
@@ -139,7 +140,7 @@ def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made:
 
 def test_attention_before_its_queries_is_found(made: Plan):
     row = list(made.ranks[0])
-    at = next(i for i, step in enumerate(row) if step.action.op is Op.A)
+    at = next(i for i, step in enumerate(row) if step.action.op is A)
     site, chunk = row[at].action[1:]
     needed = next(i for i, step in enumerate(row) if step.action == Action(Op.F, site, chunk))
     row.insert(needed, row.pop(at))
@@ -149,7 +150,7 @@ def test_attention_before_its_queries_is_found(made: Plan):
 def test_all_that_a_layer_took_and_kept_is_in_its_parts():
     """Times and bytes of blocks and attention add up to those of the layers they are cut from, but for what is kept twice."""
     _, whole = blocks(attention=False)
-    separate = whole.with_separate_attention(last_in_backward=False)
+    separate = with_separate_attention(whole, last_in_backward=False)
     assert separate.attention is not None
     for stage, parts in zip(whole.stages, separate.stages, strict=True):
         attentions = stage.num_cached_layers
@@ -166,7 +167,7 @@ def test_all_that_a_layer_took_and_kept_is_in_its_parts():
 
 
 def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
-    whole = blocks(attention=False)[1].with_separate_attention(last_in_backward=False).stages[-1]
+    whole = with_separate_attention(blocks(attention=False)[1], last_in_backward=False).stages[-1]
     last = blocks()[1].stages[-1]
     assert (last.stage_forward, last.stage_backward) == (NO_TIME, whole.stage_forward + whole.stage_backward)
     kept = last.half.bytes_per_token + last.extra_bytes_per_token
@@ -184,7 +185,7 @@ def test_costs_with_attention_in_the_stages_and_slices_are_refused():
 
 def test_layers_that_the_ranks_cannot_share_equally_are_refused():
     with pytest.raises(EppError, match="equally many layers on every rank; 4 ranks share 10"):
-        Layout.of_blocks(10, 4)
+        HelixLayout.of(10, 4)
 
 
 def test_pictures_name_attention(made: Plan, tmp_path):

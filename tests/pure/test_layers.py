@@ -20,6 +20,8 @@ LAYERS = (
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
 PURE = ("plan", "cost", "planner", "report", "advice")
+OF_MEGATRON = ("contrib.overlap.exchanges",)
+"""Modules outside `mcore` that import Megatron."""
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")
 
 
@@ -84,9 +86,11 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
     for name, path in modules().items():
         package = name.partition(".")[0]
+        if package == "mcore" or name in OF_MEGATRON:
+            continue
         is_pure = package in PURE or name.startswith(PURE_CONTRIB)
         heavy = {"torch", "transformer_engine", "megatron"} if is_pure else {"megatron"}
         for node in ast.walk(ast.parse(path.read_text())):
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert package == "mcore" or not heavy & {module.partition(".")[0] for module in found}, name
+            assert not heavy & {module.partition(".")[0] for module in found}, name

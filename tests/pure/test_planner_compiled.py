@@ -79,15 +79,15 @@ import sys
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels import compiled
-from megatron_epp.planner.kernels.compiled import Integers, integers
+from megatron_epp.planner.kernels.compiled import IntegerList, integers
 
 class Columns(NamedTuple):
-    first: Integers
-    second: Integers
+    first: IntegerList
+    second: IntegerList
 
 class Found(NamedTuple):
-    at: Integers
-    sums: Integers
+    at: IntegerList
+    sums: IntegerList
 
 def add(columns, found):
     while found.at[0] < len(columns.first):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.cost import H100, Line, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages
@@ -12,7 +13,6 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.orders.joined import Passing, joined_us
 from scripts.bench.orders.unit import TOKENS, Unit
 
 

@@ -17,7 +17,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, si
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, for_table, plan
-from megatron_epp.planner.assemble import build_plan, predicted_us
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
@@ -92,7 +92,7 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
     made = replace(made, kv_offload=frozenset(draw.sample(pairs, draw.randint(1, len(pairs)))))
     built = build_plan(asked, costs, options, made)
     assert check(built) == []
-    assert built.predicted.makespan_us == pytest.approx(predicted_us(made, asked, costs), rel=1e-12)
+    assert built.predicted.makespan_us == pytest.approx(made.makespan_us(asked, costs), rel=1e-12)
     account = account_of(built, costs)
     assert item.KV_OFFLOAD in account.items
     for step in (step for row in built.ranks for step in row):

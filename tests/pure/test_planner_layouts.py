@@ -19,7 +19,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.layouts import estimates
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements_of
-from megatron_epp.planner.layouts.work import WHOLE, Work, moved
+from megatron_epp.planner.layouts.work import WHOLE, LayerWork, moved
 from megatron_epp.planner.search.estimate import CHUNKS_PER_RANK, Estimate, estimate
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
@@ -41,7 +41,7 @@ def sample(profile=PROFILE, ranks: int = 4, cap_bytes: int = UNLIMITED_BYTES, nu
 
 def test_no_other_whole_layers_have_a_lower_floor():
     asked = sample(ranks=3, num_layers=9)
-    work, placement = Work.of(asked.problems, asked.costs_of, halves=False), Placement("looped", 3, 1)
+    work, placement = LayerWork.of(asked.problems, asked.costs_of, halves=False), Placement("looped", 3, 1)
     every = [
         Layout.of_layers(layers, placement)
         for layers in product(range(10), repeat=3)
@@ -53,7 +53,7 @@ def test_no_other_whole_layers_have_a_lower_floor():
 @pytest.mark.parametrize("placement", placements_of(4))
 def test_no_plan_is_faster_than_the_floor(placement: Placement):
     asked = sample()
-    work = Work.of(asked.problems[:1], asked.costs_of, halves=False)
+    work = LayerWork.of(asked.problems[:1], asked.costs_of, halves=False)
     layout = work.spread(16, placement, WHOLE)
     made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
     assert work.floor_us(layout) <= made.predicted.makespan_us
@@ -129,7 +129,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_estimates_are_made_once_and_those_of_neighbours_with_one_grain(estimated: list[tuple[int, ...]]):
     asked = sample()
-    floors = Work.of(asked.problems, asked.costs_of, halves=False)
+    floors = LayerWork.of(asked.problems, asked.costs_of, halves=False)
     known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
     mean_us, grains = known.mean_us(asked.even), known.grains(asked.even)
     assert estimated == [CHUNKS_PER_RANK] * len(BATCHES)
@@ -144,7 +144,7 @@ def test_estimates_are_made_once_and_those_of_neighbours_with_one_grain(estimate
 
 def test_a_layout_whose_work_alone_takes_too_long_is_not_estimated(estimated: list[tuple[int, ...]]):
     asked = sample()
-    floors = Work.of(asked.problems, asked.costs_of, halves=False)
+    floors = LayerWork.of(asked.problems, asked.costs_of, halves=False)
     known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
     assert known.mean_like_us(asked.even, (12,) * len(BATCHES), floors.floor_us(asked.even)) == math.inf
     assert not estimated
@@ -153,7 +153,7 @@ def test_a_layout_whose_work_alone_takes_too_long_is_not_estimated(estimated: li
 @pytest.mark.parametrize("placement", placements_of(4))
 def test_an_estimate_is_between_the_floor_and_a_little_above_the_plan(placement: Placement):
     asked = sample()
-    work = Work.of(asked.problems[:1], asked.costs_of, halves=False)
+    work = LayerWork.of(asked.problems[:1], asked.costs_of, halves=False)
     layout = work.spread(16, placement, WHOLE)
     made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
     known = Estimates(asked.problems[:1], asked.costs_of, asked.options, work)

@@ -8,7 +8,6 @@ from itertools import chain
 import pytest
 
 from megatron_epp.planner import Options
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
@@ -56,10 +55,10 @@ def test_runs_go_on_from_the_best_while_they_gain(monkeypatch: pytest.MonkeyPatc
     (start,) = candidates(GIVEN, COSTS, OPTIONS).best
     tables, taken = start.tables(GIVEN, COSTS), steps_taken(monkeypatch)
     better = improve(start, tables, GIVEN, OPTIONS)
-    assert predicted_us(better, GIVEN, COSTS) < predicted_us(start, GIVEN, COSTS)
+    assert better.makespan_us(GIVEN, COSTS) < start.makespan_us(GIVEN, COSTS)
     assert taken == [*RUNS]
     taken.clear()
-    assert predicted_us(improve(better, tables, GIVEN, OPTIONS), GIVEN, COSTS) <= predicted_us(better, GIVEN, COSTS)
+    assert improve(better, tables, GIVEN, OPTIONS).makespan_us(GIVEN, COSTS) <= better.makespan_us(GIVEN, COSTS)
     assert taken == [RUNS[0]]
 
 
@@ -79,7 +78,7 @@ def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_fo
         return with_split_weights(made.order, tables, made.as_offload, given.cap_bytes)[1]
 
     assert split_us(split) < min(split_us(start), split_us(whole))
-    assert predicted_us(split, given, costs) >= predicted_us(whole, given, costs)
+    assert split.makespan_us(given, costs) >= whole.makespan_us(given, costs)
 
 
 def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
@@ -100,6 +99,6 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     given = replace(given, cap_bytes=(30_000_000_000,) * given.num_ranks)
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= SMALL
-    assert predicted_us(made, given, costs) == pytest.approx(211_229, abs=1)
+    assert made.makespan_us(given, costs) == pytest.approx(211_229, abs=1)
     monkeypatch.setattr("megatron_epp.planner.search.local.SMALL", 0)
-    assert predicted_us(greedy(given, costs, options), given, costs) > 1.05 * predicted_us(made, given, costs)
+    assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)

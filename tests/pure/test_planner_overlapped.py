@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 
 import pytest
 
+from megatron_epp.contrib.overlap.joined import JoinedDecisions
+from megatron_epp.contrib.overlap.search import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, fitted, plan, slice_groups
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.search.greedy import greedy
-from megatron_epp.planner.search.overlapped import WITH_FORWARDS, WITH_WEIGHTS
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem, web_lengths
 
 RANKS = 4
@@ -93,9 +94,10 @@ def test_backwards_that_would_wait_for_a_forwards_input_stay_alone():
     costs = costs_of(4, 8)
     made = greedy(asked, costs, ASKED)
     every = frozenset(pair for row in made.order for pair in pairwise(row) if (pair[0].op, pair[1].op) == (Op.B, Op.F))
+    assert isinstance(made, JoinedDecisions)
     assert made.joined < every
-    slower = fitted(made.order, made.chunks, asked, costs, Options(), every)
-    assert predicted_us(made, asked, costs) < predicted_us(slower, asked, costs)
+    slower = fitted(made.order, made.chunks, asked, costs, Options(), partial(JoinedDecisions, joined=every))
+    assert made.makespan_us(asked, costs) < slower.makespan_us(asked, costs)
 
 
 def test_shards_of_the_vocabulary_stand_between_the_steps():

@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, plan
-from megatron_epp.planner.assemble import build_plan, predicted_us
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.evaluate import play
@@ -142,7 +142,7 @@ def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
     written = build_plan(given, costs, Options(offload=True), made)
     assert any(written.copies)
     assert written.host_links == {1: (), 2: (0, 0, 1, 1), 3: (0, 0, 0, 1)}[turns]
-    assert predicted_us(made, given, costs) == written.predicted.makespan_us
+    assert made.makespan_us(given, costs) == written.predicted.makespan_us
     tables = made.tables(given, costs)
     played = play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
     assert tuple(peaks_with_copies(made.order, tables, made.as_offload, played)) == written.predicted.peak_bytes
@@ -225,7 +225,7 @@ def test_offload_spares_recompute_of_a_given_chunk_table():
     given = problem(EQUAL, 4, int(0.6 * max(free.predicted.peak_bytes)))
     bare, copied = (for_table(free.chunks, given, costs, Options(offload=offload)) for offload in (False, True))
     assert copied.copies
-    assert predicted_us(copied, given, costs) < predicted_us(bare, given, costs)
+    assert copied.makespan_us(given, costs) < bare.makespan_us(given, costs)
 
 
 @some_by_default("seed", [16, 18, 29, 30, 42, 56], 2)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.helix.operations import A
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
-from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit, fewest
 from tests.support.plan.planner_cases import GIB
@@ -195,7 +195,7 @@ def exchanging(unit: Unit, share: float, joined: bool = True) -> float:
     """Return the makespan in units, if a share of a forward, and as much of a backward, is exchange."""
     stages = tuple(replace(stage, exchange=stage.forward.scaled(share)) for stage in unit.costs.stages)
     made = unit.of_paper() if joined else replace(unit.of_paper(), joined=frozenset())
-    return predicted_us(made, unit.problem, replace(unit.costs, stages=stages)) / TOKENS
+    return made.makespan_us(unit.problem, replace(unit.costs, stages=stages)) / TOKENS
 
 
 DRAWN = {"terapipe": Unit("terapipe", 4, 2, slices=4), "sppo": Unit("sppo", 4, 1, slices=8, link=4)}
@@ -221,7 +221,8 @@ def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
 
 def costs_of(problem: Problem):
     if problem.num_stages > 32:
-        return PROFILE.costs(Layout.of_blocks(32, 4).layers, state_bytes_per_parameter=7.5).with_separate_attention()
+        layout = HelixLayout.of(32, 4)
+        return layout.costs_of(PROFILE.costs(layout.layers, state_bytes_per_parameter=7.5))
     return PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
 
 
@@ -256,7 +257,7 @@ def test_a_cap_is_held_by_recompute(name: str):
 def test_evaluations_have_forwards_alone(name: str):
     problem = replace(problem_of(name), forward_only=True)
     made = plan(problem, costs_of(problem), Options(planner=name))
-    assert {step.action.op for row in made.ranks for step in row} - {Op.A} == {Op.F}
+    assert {step.action.op for row in made.ranks for step in row} - {A} == {Op.F}
 
 
 @pytest.mark.parametrize(

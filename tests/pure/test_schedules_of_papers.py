@@ -23,7 +23,7 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.layouts.search import Choice, Sample, choose, placements_of
+from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.orders.warm_up import run_ahead, slice_groups
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
 
@@ -263,7 +263,7 @@ def uneven(layout: Layout) -> PipelineCosts:
     return PipelineCosts("uneven", tuple(stages), hidden_bytes_per_token=0.0)
 
 
-def chosen(microbatches: int, *, split: bool, placed: bool) -> Choice:
+def chosen(microbatches: int, *, split: bool, placed: bool) -> LayoutChoice:
     """Choose the layout of four such layers on two ranks: of one stage on each, unless the placement is open, too."""
     asked = on_ranks([1] * microbatches, 2)
     options = Options(split_weight=split, slices=1)

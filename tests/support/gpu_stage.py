@@ -9,7 +9,7 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 
@@ -94,7 +94,7 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
         try:
             recorder = Recorder()
             with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
-                offload = Offload(saved, host) if any(plan.copies) else None
+                offload = ActivationOffload(saved, host) if any(plan.copies) else None
                 Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload, host=host).run()
         finally:
             if strict:

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import asdict, dataclass, replace
 
-from megatron_epp.advice.judge import Entry, Plain, exactly, plain, shares_by_work
+from megatron_epp.advice.judge import Judged, Plain, exactly, plain, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.cli.first_run.outcome import PASSED, Outcome
@@ -29,7 +29,7 @@ class Gain:
     """Prediction for one configuration; `stock` is None if no microbatches of Megatron's schedule fit."""
 
     stock: Plain | None
-    elastic: Entry
+    elastic: Judged
 
     @property
     def speedup(self) -> float:

@@ -30,7 +30,7 @@ from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
-from megatron_epp.runtime.offload.activations import Timed
+from megatron_epp.runtime.offload.activations import CopyTimer
 
 Events = list[tuple[str, float, float]]
 Locks = Mapping[tuple[int, Op], Any]
@@ -162,13 +162,13 @@ class WaitingOffload:
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def out(self, owner: Owner, share: float, num_bytes: int, timed: Timed) -> None:
+    def out(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None:
         self._issue(Action(Op.O, *owner))
 
     def free(self, owner: Owner) -> None:
         self._ended_s[Action(Op.O, *owner)].result()
 
-    def back(self, owner: Owner, timed: Timed) -> None:
+    def back(self, owner: Owner, timed: CopyTimer) -> None:
         self._issue(Action(Op.L, *owner))
 
     def before_backward(self, owner: Owner) -> None:

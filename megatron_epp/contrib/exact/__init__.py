@@ -17,10 +17,10 @@ copied in shares of `choices.SHARES`, not whole or not at all. Times are those o
 from __future__ import annotations
 
 from megatron_epp.contrib.exact.refine import milp
-from megatron_epp.planner.registry import Entry
+from megatron_epp.planner.registry import PlannerEntry
 
 PLANNERS = {
-    "milp": Entry(
+    "milp": PlannerEntry(
         milp,
         "a solver around greedy: order, recompute, weight gradients and copies of small batches",
         "OptPipe, 2510.05186",

@@ -126,7 +126,7 @@ def makespan_us(
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         made: the decisions, or None.
         tables: of the chunks, where they are not those of the decisions.
     """

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from megatron_epp.contrib.exact.oracle import makespan_us, oracle
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.search.finishing import finisher_of, without_finishers
 from megatron_epp.planner.search.greedy import greedy
-from megatron_epp.planner.search.overlapped import overlapped
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def why_greedy(made: Decisions, problem: Problem) -> str:
 
     Args:
         made: by the greedy planner.
-        problem: as for `milp`.
+        problem: as `milp` takes it.
     """
     if problem.forward_only:
         return "it does not know evaluations"
@@ -58,7 +57,7 @@ def why_greedy(made: Decisions, problem: Problem) -> str:
 def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Look for better decisions than the greedy ones.
 
-    The oracle knows no steps of two actions: where exchanges are overlapped, neighbours in its order are joined afterwards.
+    The oracle knows no finishers: what the settings ask for, such as steps of two actions, is done to its order afterwards.
 
     Args:
         start: the greedy decisions.
@@ -66,12 +65,13 @@ def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) 
     """
     build_plan(problem, costs, options, start)  # raises where messages do not fit: `plan` then asks again, with room for them
     limit_s = TIME_LIMIT_S if options.plan_limit_s is None else options.plan_limit_s
-    single = greedy(problem, costs, replace(options, overlap_exchanges=False)) if start.joined else start
+    single = start if type(start) is Decisions else greedy(problem, costs, without_finishers(options))
     if why_greedy(single, problem):
         return start
     found = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)
-    if not options.overlap_exchanges:
+    improve_further = finisher_of(options)
+    if improve_further is None:
         return found.decisions or start
     better = found.decisions or single
-    choices = start, better, overlapped([better, start], problem, costs, options)
+    choices = start, better, improve_further([better, start], problem, costs, options)
     return min(choices, key=lambda one: makespan_us(problem, costs, options, one))

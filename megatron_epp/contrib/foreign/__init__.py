@@ -40,6 +40,6 @@ def from_table(text: str) -> Plan:
 def launches_of(text: str) -> Rows | None:
     """Return what every rank launches, in order, by a table whose own sends and receives are to be proven; None for others.
 
-    Arguments and errors as for `from_table`, which reads the same table as a plan.
+    Takes and raises what `from_table` does, which reads the same table as a plan.
     """
     return None if primus.is_table(text) or zero_bubble.is_table(text) else pipelining.launches_of(text)

@@ -33,7 +33,7 @@ class _Cell(NamedTuple):
 
 
 def from_pipelining(text: str) -> Plan:
-    """Read a table as a plan. Arguments and errors as for `foreign.from_table`."""
+    """Read a table as a plan. Takes and raises what `foreign.from_table` does."""
     return plan_of([[cell.passes for cell in row if cell.passes] for row in _rows(text)], SOURCE)
 
 

@@ -28,7 +28,7 @@ def is_table(text: str) -> bool:
 
 
 def from_primus(text: str) -> Plan:
-    """Read a table as a plan. Arguments and errors as for `foreign.from_table`."""
+    """Read a table as a plan. Takes and raises what `foreign.from_table` does."""
     rows: dict[int, list[tuple[Pass, ...]]] = {}
     for line in _COLOUR.sub("", text).splitlines():
         if row := _ROW.search(line):

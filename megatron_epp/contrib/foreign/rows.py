@@ -94,7 +94,7 @@ def placed(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
     Two stages of a rank are looped or a V, which such tables do not say: it is the one with fewer violations, looped if equal.
 
     Args:
-        rows, source, parts: as for `plan_of`.
+        rows, source, parts: as `plan_of` takes them.
     """
     held = 1 + max((one.stage for row in rows for together in row for one in together), default=0)
     if held * len(rows) > MOST_PASSES:

@@ -55,7 +55,7 @@ def is_table(text: str) -> bool:
 
 
 def from_zero_bubble(text: str) -> Plan:
-    """Read a table as a plan. Arguments and errors as for `foreign.from_table`."""
+    """Read a table as a plan. Takes and raises what `foreign.from_table` does."""
     lines = _rows_of(text)
     words = {found[0] for line in lines for word in line if (found := _WORD.fullmatch(word))}
     has_parts = not any("-" in word and word[0] in "BW" and word[:2] != "BW" for word in words)

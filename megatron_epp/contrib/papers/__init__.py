@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron_epp.contrib.helix.helixpipe import HelixOrder, helixpipe
 from megatron_epp.contrib.papers.breadth_first import breadth_first
 from megatron_epp.contrib.papers.chronos import chronos, longest_lived_first
 from megatron_epp.contrib.papers.chunkflow import chunkflow
@@ -15,7 +16,6 @@ from megatron_epp.contrib.papers.fixed_order import FixedOrder
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.gpipe import gpipe
 from megatron_epp.contrib.papers.hanayo import hanayo
-from megatron_epp.contrib.papers.helixpipe import helixpipe
 from megatron_epp.contrib.papers.infinipipe.search import infinipipe
 from megatron_epp.contrib.papers.interleaved import interleaved
 from megatron_epp.contrib.papers.kfkb import kfkb
@@ -29,15 +29,15 @@ from megatron_epp.contrib.papers.v_blocks import v_half, v_min
 from megatron_epp.contrib.papers.zb_v import zb_v
 from megatron_epp.contrib.papers.zero_bubble import zb_h1, zb_h2
 from megatron_epp.planner.memory.ahead import longest_lived_shares
-from megatron_epp.planner.registry import Entry
+from megatron_epp.planner.registry import PlannerEntry
 
 
-def _order(planner: FixedOrder, summary: str, source: str, **more: Any) -> Entry:
+def _order(planner: FixedOrder, summary: str, source: str, **more: Any) -> PlannerEntry:
     """Return the entry of an order, for which `fitted` or the schedule's own rule chooses copies to the host."""
-    return Entry(planner, summary, source, may_offload=True, **more)
+    return PlannerEntry(planner, summary, source, may_offload=True, **more)
 
 
-PLANNERS: dict[str, Entry] = {
+PLANNERS: dict[str, PlannerEntry] = {
     "1f1b-sliced": _order(FixedOrder(one_f_one_b), "1F1B over slices that take equal time", "2006.09503, 2406.03488"),
     "gpipe": _order(FixedOrder(gpipe), "all forwards, then all backwards", "1811.06965"),
     "terapipe": _order(
@@ -67,9 +67,10 @@ PLANNERS: dict[str, Entry] = {
     ),
     "hanayo": _order(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
     "helixpipe": _order(
-        FixedOrder(helixpipe, "helix", None),
+        HelixOrder(helixpipe, chunks_per_rank=None),
         "attention of several microbatches on all ranks at once",
         "2507.00394",
+        has_own_size=True,
         lacks="attention of a layer on another rank than its weights",
     ),
     "chronos": _order(
@@ -101,13 +102,18 @@ PLANNERS: dict[str, Entry] = {
         "slices of equal length on all stages of a rank, then the next",
         "2504.14519",
     ),
-    "chunkflow": Entry(chunkflow, "chunks of one size, activations of the last few kept", "2503.02356"),
-    "flexsp": Entry(
+    "chunkflow": PlannerEntry(
+        chunkflow, "chunks of one size, activations of the last few kept", "2503.02356", has_own_size=True
+    ),
+    "flexsp": PlannerEntry(
         flexsp,
         "a context-parallel degree for every sequence, the slowest group as fast as possible",
         "2412.01523",
+        has_own_size=True,
         lacks="groups of context-parallel ranks that change with every chunk",
     ),
-    "infinipipe": Entry(infinipipe, "slices of equal time, recompute by integer programs", "2509.21275"),
+    "infinipipe": PlannerEntry(
+        infinipipe, "slices of equal time, recompute by integer programs", "2509.21275", has_own_size=True
+    ),
 }
 """By their names in `Options.planner`."""

@@ -48,7 +48,7 @@ def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs
     """Recompute layers of each rank's first stage alone if that fits the caps; otherwise as `fitted`, with its errors.
 
     Args:
-        order, chunks, problem, costs, options: as for `fitted`.
+        order, chunks, problem, costs, options: as `fitted` takes them.
     """
     if options.recompute == "auto" and not problem.forward_only:
         tables = tabulate(chunks, problem, costs, options.modes(costs))

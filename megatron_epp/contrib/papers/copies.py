@@ -46,7 +46,7 @@ def copied(
 
     Args:
         wanted: returns the shares from the times and sizes of the chunks.
-        order, chunks, problem, costs, options: as for `fitted`.
+        order, chunks, problem, costs, options: as `fitted` takes them.
         limits: returns what may recompute next to the copies, tried in turn (`fit_ahead`).
         otherwise: chooses where these copies do not do.
 

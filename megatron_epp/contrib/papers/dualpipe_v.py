@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.rows import LetterRow
 from megatron_epp.plan import PlanError
-from megatron_epp.planner.orders.rows import LetterRow
 from megatron_epp.planner.orders.warm_up import Order, descending
 
 

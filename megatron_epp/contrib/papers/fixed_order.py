@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
+from megatron_epp.contrib.overlap.joined import JoinedDecisions, JoinedOrder, adjacent
 from megatron_epp.cost import Costs
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.operations import Presence, operation
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.orders.joined import JoinedOrder, adjacent
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
@@ -83,7 +84,7 @@ class FixedOrder:
     """
 
     orders: Callable[[Batch], Iterable[Order | JoinedOrder]]
-    kind: Literal["looped", "v", "helix"] = "looped"
+    kind: Literal["looped", "v"] = "looped"
     chunks_per_rank: int | None = 1
     tables: Callable[[Problem, Costs, Options], Iterable[ChunkTable]] = several_grains
     fit: Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions] = fitted
@@ -103,19 +104,24 @@ class FixedOrder:
                 try:
                     rows, joined = _asked_for(order, problem, options)
                     if joined:
-                        made = fitted(rows, chunks, problem, costs, options, joined)
+                        made = fitted(rows, chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
                     else:
                         made = self.fit(rows, chunks, problem, costs, options)
                 except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
                     refusals.append(refusal)
                     continue
-                took_us = predicted_us(made, problem, costs)
+                took_us = made.makespan_us(problem, costs)
                 if best is None or took_us < best[0]:
                     best = took_us, made
         if best is None:
             without_room = [one for one in refusals if isinstance(one, InfeasibleError)]
             raise min(without_room, key=lambda one: one.least_cap_bytes or math.inf) if without_room else refusals[0]
         return best[1]
+
+    @property
+    def stages(self) -> str:
+        """The stages of a rank, for people."""
+        return f"{self.chunks_per_rank or '2 or more'}{', V' if self.kind == 'v' else ''}"
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
         """Return the layout of even layers at the placement of the schedule.
@@ -128,8 +134,6 @@ class FixedOrder:
         Raises:
             EppError: there are more stages than layers, or the schedule divides them otherwise.
         """
-        if self.kind == "helix":
-            return Layout.of_blocks(num_layers, num_ranks)
         placement = Placement(self.kind, num_ranks, self.chunks_per_rank or max(2, count))
         return Layout.of_layers(even_layers(num_layers, placement.num_stages), placement)
 
@@ -144,10 +148,10 @@ class FixedOrder:
         """Return the placement of a problem. Raises `PlanError` if it is another than the schedule needs."""
         count, wanted = problem.num_stages // problem.num_ranks, self.chunks_per_rank
         found, fits = Placement(self.kind, problem.num_ranks, count), count > 1 if wanted is None else count == wanted
-        if found.rank_of == problem.placement and (fits or self.kind == "helix"):
+        if found.rank_of == problem.placement and fits:
             return found
         number = {None: "two or more stages", 1: "one stage"}.get(wanted, f"{wanted} stages")
-        shape = {"v": " in a V", "helix": ", and one stage more on the first"}.get(self.kind, "")
+        shape = " in a V" if self.kind == "v" else ""
         raise PlanError(
             f"planner {options.planner!r} needs {number} on each rank{shape}; the stages are on ranks {list(problem.placement)}"
         )
@@ -160,6 +164,9 @@ def as_joined(order: Order | JoinedOrder) -> JoinedOrder:
 
 def _asked_for(order: JoinedOrder, problem: Problem, options: Options) -> JoinedOrder:
     """Leave out what the problem does not have: backwards of an evaluation, and weight gradients that are not split off."""
-    left_out = {Op.B, Op.W, Op.G} if problem.forward_only else set() if options.split_weight else {Op.W}
+    ops = {action.op for row in order.rows for action in row}
+    left_out = set() if options.split_weight else {Op.W}
+    if problem.forward_only:
+        left_out = {op for op in ops if operation(op).presence not in (Presence.ALWAYS, Presence.COMPLETE_ALWAYS)}
     rows = tuple(tuple(action for action in row if action.op not in left_out) for row in order.rows)
     return JoinedOrder(rows, adjacent(rows, order.joined))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.plan import Op
-from megatron_epp.planner.orders.rows import actions
+from megatron_epp.planner.orders.patterns import actions
 from megatron_epp.planner.orders.warm_up import Order
 
 

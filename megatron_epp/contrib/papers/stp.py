@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_epp.contrib.overlap.joined import JoinedOrder
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.rows import LetterRow
 from megatron_epp.plan import Action, PlanError
-from megatron_epp.planner.orders.joined import JoinedOrder
-from megatron_epp.planner.orders.rows import LetterRow
 from megatron_epp.planner.orders.warm_up import descending
 
 

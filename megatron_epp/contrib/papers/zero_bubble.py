@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.rows import with_waiting
 from megatron_epp.plan import Op
-from megatron_epp.planner.orders.patterns import one_each
-from megatron_epp.planner.orders.rows import actions, with_waiting
+from megatron_epp.planner.orders.patterns import actions, one_each
 from megatron_epp.planner.orders.warm_up import Order, descending
 
 

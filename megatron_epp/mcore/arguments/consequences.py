@@ -14,9 +14,10 @@ from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, chec
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
+from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
-from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
+from megatron_epp.planner.registry import PLANNERS
 
 logger = logging.getLogger(__name__)
 
@@ -330,35 +331,15 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-def flags_against_overlap(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield flags with which the two actions of a step cannot take turns at their exchanges, as they are given, and why."""
-    at_a_time = "for one action at a time"
-    if args.tensor_model_parallel_size == 1:
-        yield "--tensor-model-parallel-size 1", "there is no exchange to overlap"
-    if args.num_experts:
-        yield (
-            f"--num-experts {args.num_experts}",
-            f"layers with experts keep what they have sent until it comes back, {at_a_time}",
-        )
-    for flag, share in (("--hidden-dropout", args.hidden_dropout), ("--attention-dropout", args.attention_dropout)):
-        if share:
-            yield f"{flag} {share}", "both would draw from one random state"
-    if args.tp_comm_overlap:
-        yield "--tp-comm-overlap", f"its buffers are {at_a_time}"
-    if args.timing_log_level > 1:
-        yield f"--timing-log-level {args.timing_log_level}", f"its timers are {at_a_time}"
-    if getattr(args, "nvtx_ranges", False):  # 0.18 and later
-        yield "--nvtx-ranges", f"its ranges are {at_a_time}"
+OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap.flags:problems"}
+"""Switches of other packages, each with the function that yields what does not go with it, imported where it is on."""
 
 
-def _overlap_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what does not go with steps of two actions."""
-    if not args.epp_overlap_exchanges:
-        return
-    if not begins_with_greedy(args.epp_planner):
-        yield f"--epp-overlap-exchanges is for --epp-planner greedy, not {args.epp_planner}; leave one of them out"
-    for flag, reason in flags_against_overlap(args):
-        yield f"--epp-overlap-exchanges does not go with {flag}: {reason}"
+def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what does not go with switches of other packages."""
+    for attribute, where in OPTIONAL.items():
+        if getattr(args, attribute):
+            yield from load(where)(args)
 
 
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
@@ -371,7 +352,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_stages,
     _batch_problems,
     _plan_problems,
-    _overlap_problems,
+    _optional_problems,
     vocabulary_problems,
     check_experts,
     _check_patterns,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime.autograd.saved import Owner, SavedTensors
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 
 
@@ -47,8 +47,8 @@ class KeptTensors:
         return None if self.offload is None else min(self.offload.shares, default=0.0)
 
 
-class OffloadWithShares(Offload):
-    """Offload that measures, at each backward, which share of a chunk's kept bytes nothing but autograd holds.
+class OffloadWithShares(ActivationOffload):
+    """ActivationOffload that measures, at each backward, which share of a chunk's kept bytes nothing but autograd holds.
 
     Attributes:
         shares: of the chunks that kept something and offloaded nothing.

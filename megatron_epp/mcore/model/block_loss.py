@@ -30,7 +30,7 @@ from megatron_epp.mcore.model.trained_rows import LOSS, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.loss.blocks import Head, block_losses
-from megatron_epp.runtime.loss.kernels import Case, explain
+from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class BlockLoss:
         self._rows: Tensor | None = None
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
-        self.kernel, self.passed_over = explain(Case(device, model.config.params_dtype, entries, shared))
+        self.kernel, self.passed_over = explain(LossCase(device, model.config.params_dtype, entries, shared))
 
     @property
     def workspace_bytes(self) -> int:

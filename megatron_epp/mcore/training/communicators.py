@@ -16,7 +16,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import naming, read_text, shown, whole
 from megatron_epp.plan.ways import Way
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
-from megatron_epp.runtime.links.objects import Options
+from megatron_epp.runtime.links.objects import GroupOptions
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
@@ -43,7 +43,7 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
     return settings
 
 
-def link_options(args: argparse.Namespace, used: Sequence[Way]) -> Options | None:
+def link_options(args: argparse.Namespace, used: Sequence[Way]) -> GroupOptions | None:
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
     Every rank of the job must call this at the same point. `used` is as for `Links.create`, errors are as for `link_settings`.

@@ -23,12 +23,12 @@ from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
-from megatron_epp.mcore.training.exchanges import exchanges_for
 from megatron_epp.mcore.training.reduction import Reduction, gather_parameters, process_groups
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
-from megatron_epp.plan import EppError
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.lazy import load
+from megatron_epp.runtime.executor import Executor, PairRunner
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
             handlers = None if vocabulary is None else vocabulary.begin(inputs)
         running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
-        Executor(*running, handlers, exchanges_for(batch.plan, args), program).run()
+        Executor(*running, handlers, _pair_runner(batch.plan, args), program).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
                 tied.add_gradients()
@@ -228,3 +228,11 @@ def _next_batch(
             f"{batch.global_size} in all"
         )
     return batch
+
+
+def _pair_runner(plan: Plan, args: argparse.Namespace) -> PairRunner | None:
+    """Return what runs the steps of two actions that a plan has; None if it has none, or they run one after the other."""
+    if not any(step.also for row in plan.ranks for step in row):
+        return None
+    runner: PairRunner | None = load("megatron_epp.contrib.overlap.exchanges:pair_runner")(args)
+    return runner

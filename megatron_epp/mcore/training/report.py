@@ -30,7 +30,7 @@ from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_byt
 from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.links.objects import gathered_by
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_retries, device_usage
 from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
 
@@ -61,7 +61,7 @@ class IterationReport:
     plan_wait_us: float
     recorder: Recorder = field(default_factory=Recorder)
     saved: SavedTensors | None = None
-    offload: Offload | None = None
+    offload: ActivationOffload | None = None
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
@@ -92,7 +92,7 @@ class IterationReport:
                 return sum(stage.relay.num_bytes for stage in stages) + of_shard
 
             self.saved = SavedTensors([*parameters, uploaded], others)
-            self.offload = None if self.session.host is None else Offload(self.saved, self.session.host)
+            self.offload = None if self.session.host is None else ActivationOffload(self.saved, self.session.host)
         with self.saved or contextlib.nullcontext():
             yield
 

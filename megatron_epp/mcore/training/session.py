@@ -47,7 +47,7 @@ from megatron_epp.planner.service.background import BackgroundPlanner, start_ear
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.planner.service.worker import Worker
-from megatron_epp.runtime.attention.warm_up import WarmUp
+from megatron_epp.runtime.attention.warm_up import KernelWarmUp
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
@@ -78,7 +78,7 @@ class Session:
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     vocabulary: RankVocabulary | None = None
     """This rank's shard of the output layer; None before `attach`, and if the last stage has all of it."""
-    warm_up: WarmUp | None = None
+    warm_up: KernelWarmUp | None = None
     """Warm-up of this rank's attention; None before `attach`, and if there is nothing to warm up."""
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""

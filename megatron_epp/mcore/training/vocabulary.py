@@ -25,8 +25,8 @@ from megatron_epp.mcore.patches.environment import fuses_own_gradients
 from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
-from megatron_epp.runtime.links.objects import Groups, Options
-from megatron_epp.runtime.loss.pipeline_shards import ShardGroups, Targets, VocabularyShards
+from megatron_epp.runtime.links.objects import GroupOptions, Groups
+from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, ShardGroups, Targets
 from megatron_epp.runtime.loss.shards import Shard
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
 
@@ -61,7 +61,7 @@ class RankVocabulary:
         self._block_tokens = block_tokens_of(args)
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._inputs: Callable[[int], ChunkInputs] | None = None
-        self._shards: VocabularyShards | None = None
+        self._shards: PipelineShards | None = None
         self.tied: TiedTable | None = None
         if tied_group is not None:
             table = first.embedding.word_embeddings if first.pre_process else None
@@ -74,7 +74,7 @@ class RankVocabulary:
         if self.tied is not None:
             self.tied.gather()
         last = None if self._last is None else self
-        self._shards = VocabularyShards(self, self.groups, last, self._background)
+        self._shards = PipelineShards(self, self.groups, last, self._background)
         return self._shards.handlers()
 
     def end(self) -> None:
@@ -158,7 +158,7 @@ def rank_vocabulary(
     config: Any,
     last_rank: int,
     groups: Groups,
-    options: Options | None,
+    options: GroupOptions | None,
 ) -> RankVocabulary | None:
     """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
 

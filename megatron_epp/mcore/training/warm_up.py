@@ -10,10 +10,10 @@ import torch
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.runtime.attention.warm_up import Heads, WarmUp
+from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 
 
-def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> WarmUp | None:
+def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> KernelWarmUp | None:
     """Return the warm-up of attention in a rank's stages; None if none of them needs one.
 
     Args:
@@ -37,5 +37,5 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         for part in stage.decoder.modules()
         if isinstance(part, RelayAttention)
     }
-    made = WarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")
+    made = KernelWarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")
     return made if made.is_active else None

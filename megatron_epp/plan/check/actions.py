@@ -9,11 +9,11 @@ import numpy as np
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.columns import NO_STEP, Columns, Integers, Listed
+from megatron_epp.plan.columns import NO_STEP, Integers, Listed, PlanColumns
 from megatron_epp.plan.graph import Graph
 from megatron_epp.plan.operations import (
     ANYWHERE,
-    Message,
+    MessageKind,
     Presence,
     Role,
     Track,
@@ -28,7 +28,7 @@ from megatron_epp.plan.plan import Copy, Plan
 from megatron_epp.plan.simulate import Playback
 
 
-def check_presence(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
+def check_presence(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless every forward and backward occurs exactly once and on its stage's rank, optional actions are
     complete, and no action is unknown.
 
@@ -61,7 +61,7 @@ def check_presence(plan: Plan, columns: Columns, found: Listed) -> Iterator[Viol
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
 
-def _misplaced(plan: Plan, columns: Columns, found: Listed) -> Integers:
+def _misplaced(plan: Plan, columns: PlanColumns, found: Listed) -> Integers:
     """Indices of actions that may not be on their rank.
 
     Those of one operation and site on one track may all be there or none: each such group is looked up once.
@@ -80,7 +80,7 @@ def _misplaced(plan: Plan, columns: Columns, found: Listed) -> Integers:
     return known[np.isin(keys, wrong)] if wrong else known[:0]
 
 
-def _first_positions(columns: Columns, found: Listed) -> dict[Action, tuple[int, int]]:
+def _first_positions(columns: PlanColumns, found: Listed) -> dict[Action, tuple[int, int]]:
     """Rank and position of the first occurrence of every known action."""
     positions: dict[Action, tuple[int, int]] = {}
     unknown = set(found.unknown.tolist())
@@ -149,7 +149,7 @@ class _Kind:
         return ""
 
 
-def _offloads(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
+def _offloads(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless offload and load occur together and exactly with a share above zero."""
     is_shared, both = np.array(plan.offload_share) > 0, (Op.O, Op.L)
     tables = [found.table(op, plan.num_stages, len(plan.chunks)) for op in both]
@@ -214,7 +214,7 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
     return Violation(rank, position, graph.steps[number].action, reason, number >= graph.columns.num_compute)
 
 
-def check_links(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violation]:
+def check_links(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
     Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
@@ -229,7 +229,7 @@ def check_links(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violati
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
             sends, takes = found.numbers.get(need.op), found.numbers.get(kind.op)
-            if not isinstance(need.carries, Message) or not isinstance(need.site, int) or sends is None or takes is None:
+            if not isinstance(need.carries, MessageKind) or not isinstance(need.site, int) or sends is None or takes is None:
                 continue
             sites = [dst for dst in range(len(takes)) if 0 <= dst + need.site < len(sends)]
             sent, taken = sends[[dst + need.site for dst in sites]], takes[sites]
@@ -241,7 +241,7 @@ def check_links(plan: Plan, columns: Columns, found: Listed) -> Iterator[Violati
                     yield from _crossed(*sides, Action(kind.op, dst, 0))
 
 
-def _chunks_of(columns: Columns, op: Op, site: int) -> list[tuple[int, int, int]]:
+def _chunks_of(columns: PlanColumns, op: Op, site: int) -> list[tuple[int, int, int]]:
     """Chunks of an operation's actions at a site in the order of the lists, each with its rank and position."""
     actions = columns.of(op)
     actions = actions[columns.site[actions] == site]

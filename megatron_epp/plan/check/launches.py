@@ -71,7 +71,7 @@ def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list
 
 
 def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> Iterator[Violation]:
-    """Yield a violation that names the cycle if lowered rows can hang. Arguments as for `blocked`."""
+    """Yield a violation that names the cycle if lowered rows can hang. Takes what `blocked` takes."""
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
@@ -102,7 +102,7 @@ class _Events(NamedTuple):
 
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
-    """Find the events of the rows of all replicas, one after another. Arguments as for `blocked`."""
+    """Find the events of the rows of all replicas, one after another. Takes what `blocked` takes."""
     none = np.zeros(0, dtype=np.int64)
     columns, rows, count = [(none,) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
@@ -147,7 +147,7 @@ class _Shared[T](NamedTuple):
             op: the operation.
             replica: whose row it is in.
             num_ranks: number of its rows.
-            lockstep: as for `blocked`.
+            lockstep: as `blocked` takes it.
         """
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.launches import Rows
-from megatron_epp.plan.operations import Message, Parties, Track, needs_of, operation, operations
+from megatron_epp.plan.operations import MessageKind, Parties, Track, needs_of, operation, operations
 from megatron_epp.plan.plan import Plan
 
 
@@ -53,5 +53,5 @@ def _takers() -> Iterator[tuple[Op, Op]]:
     """Yield receives, each with the operation of the same site that needs what it receives."""
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
-            if isinstance(need.carries, Message):
+            if isinstance(need.carries, MessageKind):
                 yield need.carries.receive, kind.op

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.columns import Booleans, Columns, Floats, entries, positions
+from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan
 
@@ -17,7 +17,7 @@ NOISE = 1e-9
 """Largest relative difference between equal sums of times that are added in another order."""
 
 
-def check_tables(plan: Plan, columns: Columns) -> Iterator[Violation]:
+def check_tables(plan: Plan, columns: PlanColumns) -> Iterator[Violation]:
     """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again.
 
     Args:
@@ -217,7 +217,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"stage {stage} offloads a share of {plan.offload_share[stage][c]} of chunk {c}; a share is within 0 and 1"
 
 
-def _recompute_times(plan: Plan, columns: Columns) -> Iterator[str]:
+def _recompute_times(plan: Plan, columns: PlanColumns) -> Iterator[str]:
     """Yield faults unless recompute time is within the time of the backward, or of the action that recomputes before it.
 
     Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.

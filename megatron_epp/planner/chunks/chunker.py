@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from megatron_epp.cost import Costs, Line, causal_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.packing import Item, pack
+from megatron_epp.planner.chunks.packing import PackedItem, pack
 from megatron_epp.planner.problem import Problem
 
 MOST_CHUNKS = 1024
@@ -191,13 +191,13 @@ class Chunker:
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
         cuts = cuts_at(ends, long, lengths)
-        tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
-        shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
+        tails = [PackedItem(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
+        shorts = [PackedItem(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
         buckets = pack(tails, shorts, time_us, self._token_limit(ends[0], shorts, time_us))
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
         return joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
 
-    def _token_limit(self, first_slice: int, shorts: Sequence[Item], time_us: float) -> int:
+    def _token_limit(self, first_slice: int, shorts: Sequence[PackedItem], time_us: float) -> int:
         """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.
 
         Args:

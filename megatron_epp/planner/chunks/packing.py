@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Item(NamedTuple):
+class PackedItem(NamedTuple):
     """A whole sequence, or a tail slice, with its time and tokens, without a chunk's fixed part."""
 
     time_us: float
@@ -25,7 +25,7 @@ class Bucket:
     tokens: int = 0
     sequences: list[int] = field(default_factory=list)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: PackedItem) -> None:
         self.time_us += item.time_us
         self.tokens += item.tokens
         self.sequences.append(item.sequence)
@@ -35,7 +35,7 @@ class Bucket:
         return self.time_us / self.tokens
 
 
-def pack(tails: Sequence[Item], shorts: Sequence[Item], time_limit_us: float, token_limit: int) -> list[Bucket]:
+def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_us: float, token_limit: int) -> list[Bucket]:
     """Put every short sequence into a bucket: that of a tail slice, or a new one.
 
     Longest first, each goes to the bucket with the smallest time per token that has room under both limits. The paper opens a
@@ -83,7 +83,7 @@ class _Shelf:
         self.open = sorted((bucket.ratio, number) for number, bucket in enumerate(buckets) if bucket.tokens <= self.most_tokens)
         self.parked: list[int] = []
 
-    def find(self, item: Item, time_limit_us: float) -> int | None:
+    def find(self, item: PackedItem, time_limit_us: float) -> int | None:
         most_us, most_tokens = time_limit_us - item.time_us, self.token_limit - item.tokens
         for _, number in self.open:
             bucket = self.buckets[number]
@@ -91,7 +91,7 @@ class _Shelf:
                 return number
         return None
 
-    def least_time_us(self, item: Item) -> float | None:
+    def least_time_us(self, item: PackedItem) -> float | None:
         """Return the least time of a bucket with token room for the item, after reopening all parked ones; None if none has."""
         for number in self.parked:
             insort(self.open, (self.buckets[number].ratio, number))
@@ -99,7 +99,7 @@ class _Shelf:
         buckets = (self.buckets[number] for _, number in self.open)
         return min((bucket.time_us for bucket in buckets if bucket.tokens + item.tokens <= self.token_limit), default=None)
 
-    def put(self, number: int, item: Item, time_limit_us: float) -> None:
+    def put(self, number: int, item: PackedItem, time_limit_us: float) -> None:
         """Add an item to a bucket.
 
         Args:

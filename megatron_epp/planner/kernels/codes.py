@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.operations import Track, operations
-from megatron_epp.planner.kernels.compiled import Integers, integers
+from megatron_epp.planner.kernels.compiled import IntegerList, integers
 
 KIND_BITS = 3
 """Low bits of a code that hold the kind of an action."""
@@ -44,8 +44,8 @@ class Codes(NamedTuple):
         kinds: operations of the order, which the actions count.
     """
 
-    actions: Integers
-    starts: Integers
+    actions: IntegerList
+    starts: IntegerList
     kinds: Kinds = KINDS
 
     @property

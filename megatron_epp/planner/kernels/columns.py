@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_epp.plan.operations import Collective, Message, operation
+from megatron_epp.plan.operations import Collective, MessageKind, operation
 from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.kernels.codes import Kinds
-from megatron_epp.planner.kernels.compiled import Floats, Integers, Numbers, compiled, floats, integers
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, Numbers, compiled, floats, integers
 
 
 class Columns(NamedTuple):
@@ -36,35 +36,35 @@ class Columns(NamedTuple):
     num_chunks: int
     num_frontier_steps: int
     num_items: int
-    rank_of: Integers
-    static: Integers
-    layer_us: Floats
-    price: Floats
-    dear_us: Floats
-    num_layers: Integers
-    most: Integers
-    activation: Integers
-    saved: Integers
-    fuller: Integers
-    forward_alloc: Integers
-    forward_free: Integers
-    head: Integers
-    release_per_layer: Integers
-    layer_peak: Integers
-    constant: Integers
-    half_peak: Integers
-    first_mlp: Integers
-    residual: Integers
-    weight_bytes: Integers
-    weight_layer: Integers
-    split_layer_peak: Integers
-    need_starts: Integers
-    needs: Integers
-    need_us: Floats
-    action_us: Floats
-    spared_us: Floats
-    added_takes: Integers
-    added_gives: Integers
+    rank_of: IntegerList
+    static: IntegerList
+    layer_us: FloatList
+    price: FloatList
+    dear_us: FloatList
+    num_layers: IntegerList
+    most: IntegerList
+    activation: IntegerList
+    saved: IntegerList
+    fuller: IntegerList
+    forward_alloc: IntegerList
+    forward_free: IntegerList
+    head: IntegerList
+    release_per_layer: IntegerList
+    layer_peak: IntegerList
+    constant: IntegerList
+    half_peak: IntegerList
+    first_mlp: IntegerList
+    residual: IntegerList
+    weight_bytes: IntegerList
+    weight_layer: IntegerList
+    split_layer_peak: IntegerList
+    need_starts: IntegerList
+    needs: IntegerList
+    need_us: FloatList
+    action_us: FloatList
+    spared_us: FloatList
+    added_takes: IntegerList
+    added_gives: IntegerList
 
 
 def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
@@ -102,8 +102,8 @@ def need_columns(
     rank_of: Sequence[int],
     num_items: int,
     num_chunks: int,
-    transfer_us: Callable[[Message | Collective | None, int], Sequence[float]],
-) -> tuple[Integers, Integers, Floats]:
+    transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float]],
+) -> tuple[IntegerList, IntegerList, FloatList]:
     """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`.
 
     Args:
@@ -118,7 +118,7 @@ def need_columns(
     return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))
 
 
-type Carried = tuple[Message | Collective | None, int]
+type Carried = tuple[MessageKind | Collective | None, int]
 """A transfer, and the lower of the stages at the boundary that it crosses."""
 
 
@@ -129,7 +129,7 @@ def _needs(
     """Return `Columns.need_starts` and `needs`, and the transfers for every kind and site that has needs.
 
     Args:
-        kinds, rank_of, num_items, num_chunks: as for `need_columns`.
+        kinds, rank_of, num_items, num_chunks: as `need_columns` takes them.
     """
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)

@@ -26,9 +26,9 @@ if os.environ.get(COMPILED_VARIABLE) != "0":
 
         _UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 
-Integers = MutableSequence[int]
+IntegerList = MutableSequence[int]
 """A column of 64-bit integers: an array when compiled, a list when not, because plain Python indexes lists faster."""
-Floats = MutableSequence[float]
+FloatList = MutableSequence[float]
 """A column of floats, likewise."""
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -83,20 +83,20 @@ def plain[F: Callable[..., Any]](function: F) -> F:
     return cast(F, getattr(function, "py_func", function))
 
 
-def integers(values: Iterable[int] | Numbers) -> Integers:
-    return cast(Integers, _column(values, np.int64))
+def integers(values: Iterable[int] | Numbers) -> IntegerList:
+    return cast(IntegerList, _column(values, np.int64))
 
 
-def floats(values: Iterable[float] | Numbers) -> Floats:
-    return cast(Floats, _column(values, np.float64))
+def floats(values: Iterable[float] | Numbers) -> FloatList:
+    return cast(FloatList, _column(values, np.float64))
 
 
-def integer_zeros(count: int) -> Integers:
-    return cast(Integers, np.zeros(count, dtype=np.int64) if _njit is not None else [0] * count)
+def integer_zeros(count: int) -> IntegerList:
+    return cast(IntegerList, np.zeros(count, dtype=np.int64) if _njit is not None else [0] * count)
 
 
-def float_zeros(count: int) -> Floats:
-    return cast(Floats, np.zeros(count) if _njit is not None else [0.0] * count)
+def float_zeros(count: int) -> FloatList:
+    return cast(FloatList, np.zeros(count) if _njit is not None else [0.0] * count)
 
 
 def _column(values: Any, dtype: type) -> object:

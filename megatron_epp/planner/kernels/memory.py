@@ -6,7 +6,7 @@ import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns, frontier_sum
-from megatron_epp.planner.kernels.compiled import Integers, compiled, compiled_with_lists, inlined
+from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists, inlined
 
 
 @compiled
@@ -90,7 +90,7 @@ def own(columns: Columns, item: int, num_steps: int) -> int:
 
 
 @compiled
-def peak(actions: Integers, begin: int, stop: int, columns: Columns, recompute_steps: Integers, static: int) -> int:
+def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recompute_steps: IntegerList, static: int) -> int:
     """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
 
     Args:
@@ -121,12 +121,17 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, recompute_s
 
 @compiled
 def step_bytes(
-    actions: Integers, columns: Columns, recompute_steps: Integers, split: Integers, takes: Integers, gives: Integers
+    actions: IntegerList,
+    columns: Columns,
+    recompute_steps: IntegerList,
+    split: IntegerList,
+    takes: IntegerList,
+    gives: IntegerList,
 ) -> None:
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        actions, columns, recompute_steps: as for `peak`.
+        actions, columns, recompute_steps: as `peak` takes them.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
         takes, gives: the results, by position among the actions.
     """
@@ -152,15 +157,15 @@ def step_bytes(
 
 @compiled_with_lists
 def sweep(
-    actions: Integers,
+    actions: IntegerList,
     begin: int,
     stop: int,
     columns: Columns,
-    limit: Integers,
-    caps: Integers,
+    limit: IntegerList,
+    caps: IntegerList,
     static: int,
-    recompute_steps: Integers,
-    leaves: Integers,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     by_stay: int,
 ) -> bool:
     """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
@@ -171,7 +176,7 @@ def sweep(
     within the limits.
 
     Args:
-        actions, begin, stop, columns, static: as for `peak`.
+        actions, begin, stop, columns, static: as `peak` takes them.
         limit: most recompute steps of each item.
         caps: bytes, by position among the actions.
         recompute_steps: the result, by item; items of other ranks are left alone.
@@ -223,13 +228,13 @@ def sweep(
 
 @compiled
 def fit(
-    actions: Integers,
-    starts: Integers,
+    actions: IntegerList,
+    starts: IntegerList,
     columns: Columns,
-    caps: Integers,
-    caps_at: Integers,
-    recompute_steps: Integers,
-    leaves: Integers,
+    caps: IntegerList,
+    caps_at: IntegerList,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     by_stay: int,
 ) -> bool:
     """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
@@ -241,7 +246,7 @@ def fit(
         caps_at: the same by position among the actions.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
-        by_stay: as for `sweep`.
+        by_stay: as `sweep` takes it.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
@@ -256,9 +261,9 @@ def fit(
 def give_cheapest(
     alive: list[tuple[float, int, int, int]],
     columns: Columns,
-    limit: Integers,
-    recompute_steps: Integers,
-    leaves: Integers,
+    limit: IntegerList,
+    recompute_steps: IntegerList,
+    leaves: IntegerList,
     at: int,
     excess: int,
 ) -> int:
@@ -269,7 +274,7 @@ def give_cheapest(
 
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
-        columns, limit, recompute_steps, leaves: as for `sweep`; `leaves` are the positions of the backwards.
+        columns, limit, recompute_steps, leaves: as `sweep` takes them; `leaves` are the positions of the backwards.
         at: the current position.
         excess: bytes above the cap.
     """
@@ -293,19 +298,19 @@ def give_cheapest(
 
 @compiled
 def trim(
-    actions: Integers,
+    actions: IntegerList,
     begin: int,
     stop: int,
     columns: Columns,
-    recompute_steps: Integers,
+    recompute_steps: IntegerList,
     cap: int,
     static: int,
-    dearest: Integers,
+    dearest: IntegerList,
 ) -> None:
     """Undo recompute that the cap does not need after all, dearest first.
 
     Args:
-        actions, begin, stop, columns, static: as for `peak`.
+        actions, begin, stop, columns, static: as `peak` takes them.
         recompute_steps: recompute steps by item, updated.
         cap: bytes of the rank.
         dearest: the rank's items, dearest first.

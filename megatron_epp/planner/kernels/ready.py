@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled, compiled_with_lists, inlined
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, compiled_with_lists, inlined
 
 NONE = -1
 """Rank that is returned where no action is ready."""
@@ -36,28 +36,28 @@ class Ready(NamedTuple):
     """
 
     num_chunks: int
-    rank_of: Integers
-    stages: Integers
-    first_stage: Integers
-    forward_us: Floats
-    backward_us: Floats
-    weight_us: Floats
-    hop_us: Floats
-    backwards: Integers
-    ahead: Integers
+    rank_of: IntegerList
+    stages: IntegerList
+    first_stage: IntegerList
+    forward_us: FloatList
+    backward_us: FloatList
+    weight_us: FloatList
+    hop_us: FloatList
+    backwards: IntegerList
+    ahead: IntegerList
     alternating: int
     most_waiting: int
-    forward_in: Floats
-    backward_in: Floats
-    forward_count: Integers
-    backward_count: Integers
-    clock_us: Floats
-    was_backward: Integers
-    waiting_us: Floats
-    queued: Integers
-    taken: Integers
-    out: Integers
-    filled: Integers
+    forward_in: FloatList
+    backward_in: FloatList
+    forward_count: IntegerList
+    backward_count: IntegerList
+    clock_us: FloatList
+    was_backward: IntegerList
+    waiting_us: FloatList
+    queued: IntegerList
+    taken: IntegerList
+    out: IntegerList
+    filled: IntegerList
 
 
 @compiled_with_lists
@@ -112,7 +112,7 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
     """Append an action to a rank's list and set its clock to the action's end, which is returned.
 
     Args:
-        rank, ready: as of `take`.
+        rank, ready: as `take` takes them.
         action: its stage and chunk, with its kind in the lowest bits.
         ended: end of the action in microseconds.
     """
@@ -124,7 +124,7 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
 
 @compiled
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready forward. Arguments as of `take`, and the result."""
+    """Run a ready forward. Takes what `take` takes, and the result."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
     stop = ready.first_stage[rank + 1]
     for at in range(ready.first_stage[rank], stop):
@@ -149,7 +149,7 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready backward. Arguments as of `take`, and the result."""
+    """Run a ready backward. Takes what `take` takes, and the result."""
     chunks = ready.num_chunks
     for at in range(ready.first_stage[rank], ready.first_stage[rank + 1]):
         stage = ready.stages[at]
@@ -176,7 +176,7 @@ def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run the weight gradient that has waited longest. Arguments as of `take`, and the result."""
+    """Run the weight gradient that has waited longest. Takes what `take` takes, and the result."""
     ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
     ready.taken[rank] += 1
     ready.clock_us[rank] = ended

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.timing import STUCK, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
@@ -35,38 +35,38 @@ class Shards(NamedTuple):
         out, first, filled: the new order, where each rank's begins and how far it is written.
     """
 
-    line: Integers
-    position: Integers
-    split: Integers
-    took_us: Floats
-    spread_us: Floats
-    gather_us: Floats
-    peak_bytes: Integers
-    kept_bytes: Integers
-    room_bytes: Integers
+    line: IntegerList
+    position: IntegerList
+    split: IntegerList
+    took_us: FloatList
+    spread_us: FloatList
+    gather_us: FloatList
+    peak_bytes: IntegerList
+    kept_bytes: IntegerList
+    room_bytes: IntegerList
     last_rank: int
     backward: int
-    came_us: Floats
-    gathered_us: Floats
-    finished: Integers
-    at: Integers
-    shards: Integers
-    gradients: Integers
-    losses: Integers
-    clock_us: Floats
-    held_bytes: Integers
-    choice: Integers
-    when_us: Floats
-    stale: Integers
-    ended_us: Floats
-    out: Integers
-    first: Integers
-    filled: Integers
+    came_us: FloatList
+    gathered_us: FloatList
+    finished: IntegerList
+    at: IntegerList
+    shards: IntegerList
+    gradients: IntegerList
+    losses: IntegerList
+    clock_us: FloatList
+    held_bytes: IntegerList
+    choice: IntegerList
+    when_us: FloatList
+    stale: IntegerList
+    ended_us: FloatList
+    out: IntegerList
+    first: IntegerList
+    filled: IntegerList
 
 
 @compiled
 def insert(
-    actions: Integers, starts: Integers, ends: Integers, columns: Columns, recompute_steps: Integers, run: Shards
+    actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: Columns, recompute_steps: IntegerList, run: Shards
 ) -> float:
     """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if not all can run.
 
@@ -105,8 +105,8 @@ def insert(
 
 
 @compiled
-def reset(actions: Integers, starts: Integers, ends: Integers, run: Shards) -> None:
-    """Read an order's split weight gradients and its last stage's forwards, and forget what ran. Arguments as of `insert`."""
+def reset(actions: IntegerList, starts: IntegerList, ends: IntegerList, run: Shards) -> None:
+    """Read an order's split weight gradients and its last stage's forwards, and forget what ran. Takes what `insert` takes."""
     chunks, stages = len(run.line), len(run.split) // len(run.line)
     at = 0
     for item in range(len(run.split)):
@@ -130,8 +130,8 @@ def reset(actions: Integers, starts: Integers, ends: Integers, run: Shards) -> N
 
 
 @compiled
-def decide(rank: int, actions: Integers, ends: Integers, columns: Columns, run: Shards) -> None:
-    """Choose what a rank runs next, and when, from what is known. Arguments as of `insert`."""
+def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns, run: Shards) -> None:
+    """Choose what a rank runs next, and when, from what is known. Takes what `insert` takes."""
     chunks, ranks, items = len(run.line), len(ends), columns.num_items
     now = run.clock_us[rank]
     base_us = shard_us = loss_us = gradient_us = inf
@@ -166,7 +166,7 @@ def decide(rank: int, actions: Integers, ends: Integers, columns: Columns, run: 
 
 
 @compiled
-def ready_us(node: int, now: float, columns: Columns, ended_us: Floats) -> float:
+def ready_us(node: int, now: float, columns: Columns, ended_us: FloatList) -> float:
     """Time at which an action can start; infinite if something that it needs has not run.
 
     Args:
@@ -185,8 +185,8 @@ def ready_us(node: int, now: float, columns: Columns, ended_us: Floats) -> float
 
 
 @compiled
-def commit(rank: int, actions: Integers, columns: Columns, run: Shards) -> None:
-    """Run what a rank has chosen. Arguments as of `insert`."""
+def commit(rank: int, actions: IntegerList, columns: Columns, run: Shards) -> None:
+    """Run what a rank has chosen. Takes what `insert` takes."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank
     if choice == FORWARD:  # or whatever comes next in the base order

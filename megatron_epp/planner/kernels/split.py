@@ -7,8 +7,8 @@ from typing import NamedTuple
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import (
-    Floats,
-    Integers,
+    FloatList,
+    IntegerList,
     compiled,
     float_zeros,
     floats,
@@ -40,16 +40,16 @@ class Whole(NamedTuple):
         none, every: zeros and ones by item.
     """
 
-    actions: Integers
-    starts: Integers
-    whole_us: Floats
-    split_us: Floats
-    free: Integers
-    extra: Integers
-    takes: Integers
-    gives: Integers
-    none: Integers
-    every: Integers
+    actions: IntegerList
+    starts: IntegerList
+    whole_us: FloatList
+    split_us: FloatList
+    free: IntegerList
+    extra: IntegerList
+    takes: IntegerList
+    gives: IntegerList
+    none: IntegerList
+    every: IntegerList
 
 
 class Filled(NamedTuple):
@@ -65,19 +65,19 @@ class Filled(NamedTuple):
         ended_us: ends by node.
     """
 
-    actions: Integers
-    starts: Integers
-    ends: Integers
-    waiting: Integers
-    first: Integers
-    last: Integers
-    waiting_bytes: Integers
-    at: Integers
-    clock_us: Floats
-    ended_us: Floats
+    actions: IntegerList
+    starts: IntegerList
+    ends: IntegerList
+    waiting: IntegerList
+    first: IntegerList
+    last: IntegerList
+    waiting_bytes: IntegerList
+    at: IntegerList
+    clock_us: FloatList
+    ended_us: FloatList
 
 
-def storage(actions: Integers, starts: Integers, columns: Columns) -> tuple[Whole, Filled]:
+def storage(actions: IntegerList, starts: IntegerList, columns: Columns) -> tuple[Whole, Filled]:
     """Return storage for an order, and for the same with weight gradients.
 
     Args:
@@ -99,7 +99,13 @@ def storage(actions: Integers, starts: Integers, columns: Columns) -> tuple[Whol
 
 @compiled
 def split_off(
-    whole: Whole, columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, filled: Filled, gap_share: float
+    whole: Whole,
+    columns: Columns,
+    recompute_steps: IntegerList,
+    caps: IntegerList,
+    away: IntegerList,
+    filled: Filled,
+    gap_share: float,
 ) -> float:
     """Put weight gradients into an order, and return its makespan in microseconds, or `STUCK` if it deadlocks.
 
@@ -125,8 +131,8 @@ def split_off(
 
 
 @compiled
-def spare_bytes(columns: Columns, recompute_steps: Integers, caps: Integers, away: Integers, whole: Whole) -> None:
-    """Compute `Whole.free` and `Whole.extra`. Arguments as of `split_off`."""
+def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerList, away: IntegerList, whole: Whole) -> None:
+    """Compute `Whole.free` and `Whole.extra`. Takes what `split_off` takes."""
     for rank in range(len(whole.starts) - 1):
         live = columns.static[rank]
         for at in range(whole.starts[rank], whole.starts[rank + 1]):
@@ -171,7 +177,7 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
         whole: the order.
         columns: times and sizes by item.
         filled: the result, and storage.
-        gap_share: as for `split_off`.
+        gap_share: as `split_off` takes it.
     """
     ranks = len(whole.starts) - 1
     for node in range(len(filled.ended_us)):
@@ -197,7 +203,7 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
 
 @compiled
 def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> int:
-    """Run a rank as far as it goes, and return how many of the order's actions it ran. Arguments as of `fill`."""
+    """Run a rank as far as it goes, and return how many of the order's actions it ran. Takes what `fill` takes."""
     items, ended_us = columns.num_items, filled.ended_us
     begin = at = filled.at[rank]
     while at < whole.starts[rank + 1]:
@@ -232,7 +238,7 @@ def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share
 
 @compiled
 def run_weight(rank: int, columns: Columns, filled: Filled) -> None:
-    """Run the weight gradient that has waited longest on a rank. Arguments as of `fill`."""
+    """Run the weight gradient that has waited longest on a rank. Takes what `fill` takes."""
     item = filled.waiting[filled.first[rank]]
     filled.first[rank] += 1
     filled.actions[filled.ends[rank]] = item << KIND_BITS | WEIGHT

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
 from megatron_epp.planner.kernels.columns import Columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
 from megatron_epp.planner.kernels.shards import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
-from megatron_epp.planner.kernels.timing import Copies, Room, durations, play
+from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
 NEVER = 1e300
 
 
-class Choice(NamedTuple):
+class StepChoice(NamedTuple):
     """State that the local search changes.
 
     Attributes:
@@ -24,9 +24,9 @@ class Choice(NamedTuple):
         limit: most recompute steps by item, where that fits.
     """
 
-    actions: Integers
-    recompute_steps: Integers
-    limit: Integers
+    actions: IntegerList
+    recompute_steps: IntegerList
+    limit: IntegerList
 
 
 class Facts(NamedTuple):
@@ -49,19 +49,19 @@ class Facts(NamedTuple):
             where there are none.
     """
 
-    starts: Integers
+    starts: IntegerList
     columns: Columns
-    group_of: Integers
-    caps: Integers
-    caps_at: Integers
-    dear: Integers
-    dear_starts: Integers
-    no_split: Integers
-    copies: Copies
+    group_of: IntegerList
+    caps: IntegerList
+    caps_at: IntegerList
+    dear: IntegerList
+    dear_starts: IntegerList
+    no_split: IntegerList
+    copies: CopyColumns
     splits: int
     whole: Whole
     filled: Filled
-    away: Integers
+    away: IntegerList
     full: Columns
     shards: Shards
 
@@ -76,17 +76,17 @@ class Spare(NamedTuple):
         took_us: a time per node.
     """
 
-    numbers: Integers
-    leaves: Integers
-    seen: Integers
-    took_us: Floats
+    numbers: IntegerList
+    leaves: IntegerList
+    seen: IntegerList
+    took_us: FloatList
 
 
 @compiled
 def search(
-    now: Choice,
-    best: Choice,
-    trial: Choice,
+    now: StepChoice,
+    best: StepChoice,
+    trial: StepChoice,
     facts: Facts,
     room: Room,
     spare: Spare,
@@ -132,7 +132,7 @@ def search(
 
 
 @compiled
-def copy_choice(source: Choice, target: Choice) -> None:
+def copy_choice(source: StepChoice, target: StepChoice) -> None:
     for at in range(len(source.actions)):
         target.actions[at] = source.actions[at]
     for item in range(len(source.recompute_steps)):
@@ -141,14 +141,14 @@ def copy_choice(source: Choice, target: Choice) -> None:
 
 
 @compiled
-def below(numbers: Integers, count: int) -> int:
+def below(numbers: IntegerList, count: int) -> int:
     """The next random number under `count`: a linear congruence, in integers that are the same everywhere."""
     numbers[0] = (numbers[0] * 1664525 + 1013904223) % 4294967296
     return (numbers[0] >> 8) * count >> 24
 
 
 @compiled
-def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
+def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
     """Change one thing; the ranks concerned, from and to. Nothing concerned where the change is not allowed.
 
     Args:
@@ -178,7 +178,7 @@ def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
 
 @compiled
-def move(actions: Integers, rank: int, facts: Facts, far: int, numbers: Integers) -> bool:
+def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: IntegerList) -> bool:
     """Move an action of a rank past its next neighbours, as far as that is allowed; whether anything moved.
 
     Args:
@@ -220,7 +220,7 @@ def may_swap(one: int, two: int, facts: Facts) -> bool:
 
 
 @compiled
-def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
+def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
     """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks.
 
     Args:
@@ -253,7 +253,7 @@ def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
 
 
 @compiled
-def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
+def legal(actions: IntegerList, rank: int, facts: Facts, seen: IntegerList) -> bool:
     """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend.
 
     Args:
@@ -281,7 +281,7 @@ def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
 
 
 @compiled
-def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
+def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
     """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks.
 
     Args:

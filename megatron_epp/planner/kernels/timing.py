@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns, frontier_sum
-from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
@@ -15,14 +15,14 @@ STUCK = -1.0
 class Room(NamedTuple):
     """Storage that `play` writes: times by position in the codes, progress by rank, ends by node (`Columns.needs`)."""
 
-    start_us: Floats
-    end_us: Floats
-    at: Integers
-    clock_us: Floats
-    ended_us: Floats
+    start_us: FloatList
+    end_us: FloatList
+    at: IntegerList
+    clock_us: FloatList
+    ended_us: FloatList
 
 
-class Copies(NamedTuple):
+class CopyColumns(NamedTuple):
     """Offloads and loads of every rank in their order; one runs at a time on a rank, and in either direction of a link.
 
     Attributes:
@@ -34,22 +34,24 @@ class Copies(NamedTuple):
         lane_us: the same; when either direction of a link is free.
     """
 
-    items: Integers
-    is_load: Integers
-    time_us: Floats
-    after: Integers
-    starts: Integers
-    load_of: Integers
-    links: Integers
-    start_us: Floats
-    end_us: Floats
-    at: Integers
-    clock_us: Floats
-    lane_us: Floats
+    items: IntegerList
+    is_load: IntegerList
+    time_us: FloatList
+    after: IntegerList
+    starts: IntegerList
+    load_of: IntegerList
+    links: IntegerList
+    start_us: FloatList
+    end_us: FloatList
+    at: IntegerList
+    clock_us: FloatList
+    lane_us: FloatList
 
 
 @compiled
-def play(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, copies: Copies, room: Room) -> float:
+def play(
+    actions: IntegerList, starts: IntegerList, columns: Columns, took_us: FloatList, copies: CopyColumns, room: Room
+) -> float:
     """Compute the makespan of an order, in microseconds; `STUCK` if it deadlocks.
 
     An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
@@ -103,14 +105,14 @@ def play(actions: Integers, starts: Integers, columns: Columns, took_us: Floats,
 @compiled
 def advance(
     rank: int,
-    actions: Integers,
-    starts: Integers,
+    actions: IntegerList,
+    starts: IntegerList,
     columns: Columns,
-    took_us: Floats,
-    copies: Copies,
+    took_us: FloatList,
+    copies: CopyColumns,
     room: Room,
 ) -> int:
-    """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as of `play`."""
+    """Run a rank as far as it goes, and return the number of actions that it ran. Takes what `play` takes."""
     items, loads = columns.num_items, len(copies.load_of)
     need_starts, needs, need_us, ended_us = columns.need_starts, columns.needs, columns.need_us, room.ended_us
     now = room.clock_us[rank]
@@ -148,7 +150,7 @@ def advance(
 
 
 @compiled
-def take_turn(copies: Copies, room: Room) -> int:
+def take_turn(copies: CopyColumns, room: Room) -> int:
     """Run the copy that came first of those that could start (`plan.simulate.play`); its rank, or -1 where none could."""
     first, came_us = -1, 0.0
     for rank in range(len(copies.starts) - 1):
@@ -183,7 +185,7 @@ def take_turn(copies: Copies, room: Room) -> int:
 
 
 @compiled
-def durations(columns: Columns, recompute_steps: Integers, split: Integers, out: Floats) -> None:
+def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList, out: FloatList) -> None:
     """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
 
     Args:
@@ -204,7 +206,7 @@ def durations(columns: Columns, recompute_steps: Integers, split: Integers, out:
 
 
 @compiled
-def mark_split(actions: Integers, split: Integers) -> None:
+def mark_split(actions: IntegerList, split: IntegerList) -> None:
     """Mark the items whose weight gradient is an action of its own."""
     for item in range(len(split)):
         split[item] = 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.layouts.work import CostsOf, Work
+from megatron_epp.planner.layouts.work import CostsOf, LayerWork
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.estimate import CHUNKS_PER_RANK, Estimate, estimate
 
@@ -27,7 +27,7 @@ class Estimates:
         floors: the work of the batches.
     """
 
-    def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: Work) -> None:
+    def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
         self.batches, self.costs_of, self.options, self.floors = batches, costs_of, options, floors
         self._known: dict[tuple[Layout, int, tuple[int, ...]], Estimate | None] = {}
 
@@ -72,7 +72,7 @@ class Estimates:
 
         Args:
             layout: whose estimate for that batch fits the caps.
-            grains: as for `mean_like_us`.
+            grains: as `mean_like_us` takes it.
         """
         found = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if found is None else found.busy_us

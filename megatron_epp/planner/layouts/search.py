@@ -28,7 +28,7 @@ from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, Work, moved
+from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, LayerWork, moved
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.registry import begins_with_greedy
 
@@ -92,7 +92,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayoutChoice:
     """The chosen layout, and means over the planned batches.
 
     Attributes:
@@ -113,7 +113,7 @@ class Choice:
         return 1 - self.makespan_us / self.even_us
 
 
-def choose(sample: Sample) -> Choice:
+def choose(sample: Sample) -> LayoutChoice:
     """Search for the layout with the least expected makespan under the caps.
 
     Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than `WORTH`.
@@ -138,16 +138,16 @@ class _Search:
 
     def __init__(self, sample: Sample, even: Layout) -> None:
         self.sample, self.even = sample, even
-        work = Work.of(sample.problems, sample.costs_of, halves=sample.halves)
+        work = LayerWork.of(sample.problems, sample.costs_of, halves=sample.halves)
         self.work = work
         self.batches = _typical(sample.problems, work.ranks_us(self.even).max(axis=0).tolist())
-        self.floors = Work.of(self.batches, sample.costs_of, halves=sample.halves)
+        self.floors = LayerWork.of(self.batches, sample.costs_of, halves=sample.halves)
         self.options = replace(sample.options, budget_ms=None, planner=_without_clock(sample.options.planner))
         self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
         self.plans: dict[Layout, dict[int, Plan]] = {}
         self.refusal: InfeasibleError | None = None
 
-    def choice(self) -> Choice:
+    def choice(self) -> LayoutChoice:
         plain, others = self._seeds()
         self.plan(self.even)
         logger.info("layout: %d candidates for %d batches", 1 + len(plain) + len(others), len(self.sample.problems))
@@ -166,7 +166,7 @@ class _Search:
             if math.isinf(self._plan_us(layout, number)):
                 break
 
-    def best(self) -> Choice:
+    def best(self) -> LayoutChoice:
         """Return the plainest of the layouts whose plans are within `WORTH` of the fastest."""
         made = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not made:
@@ -175,7 +175,7 @@ class _Search:
         close = [layout for layout in made if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
         best = min(close, key=lambda one: (_plainness(one), one != self.even, self._planned_us(one), one.halves))
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
-        found = Choice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
+        found = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
         logger.info(
             "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
             layers_text(best.halves),
@@ -260,7 +260,7 @@ class _Search:
         return plans[number].predicted.makespan_us
 
 
-def fastest(layouts: Sequence[Layout], sample: Sample) -> Choice:
+def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
     """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `WORTH`.
 
     Args:

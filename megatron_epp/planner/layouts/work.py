@@ -1,4 +1,4 @@
-"""Work of the ranks under a layout, without planning, and layouts that level it."""
+"""LayerWork of the ranks under a layout, without planning, and layouts that level it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE, HALF = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches.
 
     Attributes:
@@ -38,7 +38,7 @@ class Work:
     last_us: NDArray[np.float64]
 
     @staticmethod
-    def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> Work:
+    def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> LayerWork:
         """Return the work of batches.
 
         Args:
@@ -50,7 +50,7 @@ class Work:
         costs = costs_of(Layout(parts, Placement("looped", len(parts), 1)))
         times = np.array([_stages_us(problem, costs) for problem in problems]).T
         attention, mlp = (times[1], times[2]) if halves else (times[1] / 2, times[1] / 2)
-        return Work(attention, mlp, times[0] - attention - mlp, times[-1] - attention - mlp)
+        return LayerWork(attention, mlp, times[0] - attention - mlp, times[-1] - attention - mlp)
 
     def ranks_us(self, layout: Layout) -> NDArray[np.float64]:
         """Time of every rank's stages, ``[rank][batch]``."""

@@ -23,7 +23,7 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Chosen(NamedTuple):
+class ChosenSlots(NamedTuple):
     """A copy, when it is to start, and the compute action it waits for.
 
     Attributes:
@@ -93,7 +93,7 @@ class Chooser:
     ) -> None:
         self.actions, self.tables, self.recompute_steps = actions, tables, recompute_steps
         self.start, self.end = times
-        self.chosen: list[Chosen] = []
+        self.chosen: list[ChosenSlots] = []
         self.away: Integers = np.zeros(len(actions), dtype=np.int64)
         self.excess = excess
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
@@ -101,7 +101,7 @@ class Chooser:
 
     @property
     def copies(self) -> tuple[tuple[Action, Action | None], ...]:
-        """Chosen copies in order, each with the compute action that it waits for."""
+        """ChosenSlots copies in order, each with the compute action that it waits for."""
         ordered = sorted(self.chosen, key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
         return tuple((copy.action, copy.after) for copy in ordered)
 
@@ -178,8 +178,10 @@ class Chooser:
         # On a link of its own the rank's order is enough: what waits for a gap waits for the rank's copies before it.
         left = min(int(np.searchsorted(self.end, out, side="right")), leaves) - 1 if self.shared else entered
         self.chosen += [
-            Chosen(out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share),
-            Chosen(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
+            ChosenSlots(
+                out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share
+            ),
+            ChosenSlots(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
         ]
         return True
 

@@ -134,7 +134,7 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
     """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
 
     Args:
-        chunks, problem, costs, pairs: as for `with_kv_offload`.
+        chunks, problem, costs, pairs: as `with_kv_offload` takes them.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)
@@ -159,7 +159,7 @@ def choices(
 
     Args:
         order: of all actions.
-        tables, chunks, problem, costs, modes, in_order: as for `with_kv_offload`.
+        tables, chunks, problem, costs, modes, in_order: as `with_kv_offload` takes them.
 
     Returns:
         two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
@@ -188,7 +188,7 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
 
     Args:
         order: the actions of every rank.
-        chunks, problem, costs, pairs: as for `kv_offload_entries`.
+        chunks, problem, costs, pairs: as `kv_offload_entries` takes them.
     """
     entries = kv_offload_entries(chunks, problem, costs, pairs)
     changes: Counter[tuple[Action, bool]] = Counter()

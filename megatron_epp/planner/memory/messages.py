@@ -79,7 +79,7 @@ def planned_with_room[T](
     """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
 
     Args:
-        problem, make: as for `with_room`.
+        problem, make: as `with_room` takes them.
         smaller: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
             not fit.
         least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
@@ -136,7 +136,7 @@ def _missing_bytes[T](
     Args:
         problem: what to plan.
         cap_bytes: of every rank that has less.
-        make, smaller: as for `planned_with_room`.
+        make, smaller: as `planned_with_room` takes them.
     """
     raised, missing = replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), 0
     for attempt in filter(None, (make, smaller)):

@@ -287,7 +287,7 @@ def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
-        tables, made, played: as for `peaks_with_copies`.
+        tables, made, played: as `peaks_with_copies` takes them.
     """
     found = []
     for rank, starts in enumerate(played.start_us):
@@ -302,7 +302,7 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
     """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
 
     Args:
-        tables, made, played: as for `peaks_with_copies`.
+        tables, made, played: as `peaks_with_copies` takes them.
         rank: the rank.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]

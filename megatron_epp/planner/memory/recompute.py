@@ -6,28 +6,31 @@ bytes the plan's steps carry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.plan import Action
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
 from megatron_epp.planner.kernels.columns import Columns
-from megatron_epp.planner.kernels.compiled import Integers, integer_zeros, integers, numbers
+from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
-from megatron_epp.planner.orders.joined import Joined, joined_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 
+Sharing = Callable[[Sequence[Action], Tables, list[int], list[int]], None]
+"""Change of the bytes that the actions of a rank take and give, in place, where several actions hold their bytes at once."""
+
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class RecomputeFit:
     """Recompute that keeps every rank under its cap; or, where `recompute_steps` is None, the smallest cap that would suffice.
 
     Attributes:
@@ -39,7 +42,7 @@ class Fit:
     needed_bytes: int = 0
 
     @staticmethod
-    def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> Fit:
+    def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> RecomputeFit:
         """Judge a recompute by the peak bytes of every rank with it.
 
         Args:
@@ -47,7 +50,7 @@ class Fit:
             peaks: most bytes of every rank.
             caps: bytes that every rank may hold.
         """
-        return Fit(recompute_steps) if is_within(peaks, caps) else Fit(None, max(peaks))
+        return RecomputeFit(recompute_steps) if is_within(peaks, caps) else RecomputeFit(None, max(peaks))
 
 
 def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
@@ -55,7 +58,9 @@ def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
     return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
-def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options, by_stay: bool = False) -> Fit:
+def fit_recompute(
+    order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options, by_stay: bool = False
+) -> RecomputeFit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
 
     When recompute of everything meets the caps, they are met (`least_peaks`).
@@ -72,16 +77,16 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     if options.recompute != "auto" or not tables.backward_us:
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
         recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
-        return Fit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
+        return RecomputeFit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves, int(by_stay)):
-        return Fit(None, max(least_peaks(codes, tables)))
-    return Fit(by_stage(column, columns.num_chunks))
+        return RecomputeFit(None, max(least_peaks(codes, tables)))
+    return RecomputeFit(by_stage(column, columns.num_chunks))
 
 
 def fit_lockstep(
     codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options, by_stay: bool = False
-) -> Fit:
+) -> RecomputeFit:
     """Keep every rank of every replica under its cap with the same recompute in all.
 
     The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that
@@ -92,18 +97,18 @@ def fit_lockstep(
         tables: of every replica; their times are the same (`replicas.slowest_times`).
         caps: of the ranks of every replica.
         options: the user's settings.
-        by_stay: as for `fit_recompute`.
+        by_stay: as `fit_recompute` takes it.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:
         return fits[0]
     if any(fit.recompute_steps is None for fit in fits):
-        return Fit(None, max(fit.needed_bytes for fit in fits))
+        return RecomputeFit(None, max(fit.needed_bytes for fit in fits))
     found = [list(chain.from_iterable(fit.recompute_steps or ())) for fit in fits]
     together = [max(each) for each in zip(*found, strict=True)]
     if options.recompute == "auto" and any(one != together for one in found):
-        return Fit(_trimmed(together, codes, tables, caps))
-    return Fit(by_stage(integers(together), tables[0].columns.num_chunks))
+        return RecomputeFit(_trimmed(together, codes, tables, caps))
+    return RecomputeFit(by_stage(integers(together), tables[0].columns.num_chunks))
 
 
 def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> RecomputeSteps:
@@ -128,7 +133,7 @@ def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: 
 def fit_with_copies(
     codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
 ) -> bool:
-    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
+    """RecomputeFit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
         codes: the order of all ranks.
@@ -153,7 +158,7 @@ def fit_with_copies(
     return True
 
 
-def caps_at(codes: Codes, caps: Sequence[int]) -> Integers:
+def caps_at(codes: Codes, caps: Sequence[int]) -> IntegerList:
     """Every rank's cap, by position among the codes' actions."""
     return integers(np.repeat(np.array(caps, dtype=np.int64), np.diff(codes.starts)))
 
@@ -179,15 +184,15 @@ def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
 
 
 def step_bytes(
-    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
 
     Args:
-        order: the actions of every rank; no codes where actions are joined.
+        order: the actions of every rank; no codes with `sharing`.
         tables: sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``.
-        joined: pairs of actions that run in one step: the first allocates what both do, the second frees it.
+        sharing: change of the bytes of a rank; None if every action holds its own.
     """
     codes, columns = _coded(order, tables)
     count, split = len(codes.actions), integer_zeros(columns.num_items)
@@ -196,23 +201,23 @@ def step_bytes(
     inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
     taken, given = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
-    if joined and not isinstance(order, Codes):
+    if sharing is not None and not isinstance(order, Codes):
         for actions, *own in zip(order, taken, given, strict=True):
-            joined_bytes(actions, joined, tables, *own)
+            sharing(actions, tables, *own)
     return taken, given
 
 
 def held_bytes(
-    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, joined: Joined = frozenset()
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> list[NDArray[np.int64]]:
     """Bytes live while each action runs, ``[rank][position]``.
 
     Args:
-        order, joined: as for `step_bytes`.
+        order, sharing: as `step_bytes` takes them.
         tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
     """
-    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, joined), strict=True)
+    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, sharing), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 
@@ -221,7 +226,7 @@ def peaks_of(held: Sequence[NDArray[np.int64]]) -> list[int]:
     return [int(row.max(initial=0)) for row in held]
 
 
-def by_stage(column: Integers, num_chunks: int) -> RecomputeSteps:
+def by_stage(column: IntegerList, num_chunks: int) -> RecomputeSteps:
     entries = numbers(column)
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
@@ -231,7 +236,7 @@ def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
     return codes, tables.columns_with(codes.kinds)
 
 
-def _peaks(order: Order | Codes, tables: Tables, recompute_steps: Integers) -> list[int]:
+def _peaks(order: Order | Codes, tables: Tables, recompute_steps: IntegerList) -> list[int]:
     codes, columns = _coded(order, tables)
     return [
         int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], columns, recompute_steps, static))

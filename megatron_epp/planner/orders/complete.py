@@ -19,7 +19,7 @@ def completed(
 
     Args:
         order: forwards and whole backwards that fit the caps.
-        tables, made, caps, enough_us, parts: as for `with_split_weights`.
+        tables, made, caps, enough_us, parts: as `with_split_weights` takes them.
         split: weight gradients may be split off.
 
     Returns:

@@ -49,7 +49,7 @@ class Interleaved:
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as for `OrderRule.order`."""
+        """Order all actions. Takes what `OrderRule.order` takes."""
         own, groups = looped(problem), slice_groups(chunks)
         made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         made += [one_warm_up(groups, own)] if is_looped(problem) else []
@@ -83,7 +83,7 @@ class Block:
     squeezed: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as for `OrderRule.order`."""
+        """Order all actions. Takes what `OrderRule.order` takes."""
         own = Placement("v", problem.num_ranks, 2)
         made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return running(made, chunks, tables, problem)
@@ -99,6 +99,17 @@ class Block:
         ranks = range(own.num_ranks)
         rows = [in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks) for rank in ranks]
         return without_weights(squeezed(rows) if self.squeezed else laid_out(rows))
+
+
+def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
+    """Return an operation of one stage for several chunks.
+
+    Args:
+        op: the operation.
+        stage: where it runs.
+        chunks: in the order in which they run.
+    """
+    return [Action(op, stage, c) for c in chunks]
 
 
 def looped(problem: Problem) -> Placement:
@@ -226,7 +237,7 @@ def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, prob
 
     Args:
         made: the orders.
-        chunks, tables, problem: as for `OrderRule.order`.
+        chunks, tables, problem: as `OrderRule.order` takes them.
     """
     for order in (coded(one, len(chunks)) for one in made):
         with suppress(PlanError):

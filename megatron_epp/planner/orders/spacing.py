@@ -101,7 +101,7 @@ class Spaced:
     in_groups: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as for `OrderRule.order`."""
+        """Order all actions. Takes what `OrderRule.order` takes."""
         group = -(-problem.num_ranks // 2) if self.in_groups else 1
         made = [whole_backwards(slice_groups(chunks), looped(problem), self.units, group)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)
@@ -111,8 +111,8 @@ def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[
     """Return the order of least distances without W.
 
     Args:
-        groups, placement: as for `Spacing.order`.
-        units, group: as for `Spacing.of`.
+        groups, placement: as `Spacing.order` takes them.
+        units, group: as `Spacing.of` takes them.
     """
     made = Spacing.of(placement.num_ranks, placement.num_chunks, group, units).order(groups, placement)
     return without_weights(made)

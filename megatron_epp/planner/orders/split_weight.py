@@ -63,9 +63,9 @@ def split_with_copies(
 
     Args:
         order: forwards and whole backwards that fit the caps.
-        tables, made, caps: as for `with_split_weights`.
-        away: bytes that the copies of the order have taken away, as for `split_weights`.
-        gap_share: as for `split_weights`.
+        tables, made, caps: as `with_split_weights` takes them.
+        away: bytes that the copies of the order have taken away, as `split_weights` takes them.
+        gap_share: as `split_weights` takes it.
 
     Returns:
         the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
@@ -126,7 +126,7 @@ def peaks(order: Order | Codes, tables: Tables, made: Offload, played: Played | 
 
     Args:
         order: the actions of every rank.
-        tables, made: as for `with_split_weights`.
+        tables, made: as `with_split_weights` takes them.
         played: times of the order with the copies, where they are known.
     """
     if made.copies:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from megatron_epp.plan import Action, Op
 from megatron_epp.planner.orders.warm_up import Order
 
-Units = Mapping[int, Action]
+UnitTimes = Mapping[int, Action]
 """Forwards and backwards of a rank by the unit of time in which they run, each after its inputs.
 
 Weight gradients take the units that are left, the one that has waited longest first.
 """
 
 
-def squeezed(rows: Sequence[Units]) -> Order:
+def squeezed(rows: Sequence[UnitTimes]) -> Order:
     """Order the actions of every rank, weight gradients split off.
 
     No more weight gradients wait than there are ranks, for what they need is never recomputed: with slices, which take many
@@ -42,8 +42,8 @@ def squeezed(rows: Sequence[Units]) -> Order:
     return tuple(rank.order() for rank in ranks)
 
 
-def laid_out(rows: Sequence[Units]) -> Order:
-    """Order the actions of every rank as the pattern has them. Arguments as for `squeezed`."""
+def laid_out(rows: Sequence[UnitTimes]) -> Order:
+    """Order the actions of every rank as the pattern has them. Takes what `squeezed` takes."""
     return tuple(_Rank(row).order() for row in rows)
 
 
@@ -79,7 +79,7 @@ class _Rank:
         row: where the pattern has them.
     """
 
-    def __init__(self, row: Units) -> None:
+    def __init__(self, row: UnitTimes) -> None:
         self._row = dict(row)
         self._before = [_Counts(0, 0)]
         for unit in range(max(row) + len(row) + 1):

@@ -22,7 +22,7 @@ class UnitTimes:
     """Order rule for two stages per rank in a V: the greedy order in units of time. Elsewhere it is list scheduling."""
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as for `OrderRule.order`."""
+        """Order all actions. Takes what `OrderRule.order` takes."""
         own = Placement("v", problem.num_ranks, 2)
         made = (without_weights(in_unit_times(slice_groups(chunks), own)),) if is_v(problem) else ()
         return running(made, chunks, tables, problem)
@@ -44,7 +44,7 @@ class _Units:
     """Run of a pipeline in units of time.
 
     Args:
-        groups, placement: as for `in_unit_times`.
+        groups, placement: as `in_unit_times` takes them.
     """
 
     def __init__(self, groups: Sequence[range], placement: Placement) -> None:

@@ -13,7 +13,7 @@ from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import shards
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
-from megatron_epp.planner.kernels.compiled import Floats, Integers, float_zeros, floats, integer_zeros, integers
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
@@ -30,7 +30,7 @@ def completed_with_shards(order: Order, tables: Tables, recompute_steps: Recompu
     """Insert the operations of vocabulary shards if there are any and the order has none.
 
     Args:
-        order, tables, recompute_steps: as for `with_shards`.
+        order, tables, recompute_steps: as `with_shards` takes them.
     """
     if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
         return order
@@ -109,5 +109,5 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
 
 def no_storage() -> shards.Shards:
     """Return storage of the same types for tables without shards."""
-    empty: dict[Any, Any] = {Integers: integer_zeros(0), Floats: float_zeros(0), int: 0}
+    empty: dict[Any, Any] = {IntegerList: integer_zeros(0), FloatList: float_zeros(0), int: 0}
     return shards.Shards(**{name: empty[kind] for name, kind in get_type_hints(shards.Shards).items()})

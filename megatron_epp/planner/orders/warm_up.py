@@ -88,7 +88,7 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
 
     Args:
         groups: of the chunk table (`slice_groups`).
-        num_stages, forward_only: as for `elastic_1f1b`.
+        num_stages, forward_only: as `elastic_1f1b` takes them.
         ahead: the numbers of forwards before the backwards of a stage.
     """
     total = groups[-1].stop if groups else 0

@@ -15,10 +15,10 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.finishing import finisher_of
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished
 from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
 from megatron_epp.planner.search.local import improve
-from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
 from megatron_epp.planner.search.replicas import Replicas
 
@@ -50,7 +50,7 @@ def improved(
 
     Args:
         made: decisions with whole backwards that fit the caps.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """
@@ -103,8 +103,8 @@ class Anytime:
         if Replicas((asked,), self.costs, self.options).splits_weight:
             best = fastest([self._split(Candidates([whole], []), asked), known.best], asked, self.costs)
         self.solved.remember(asked, Known(whole, best))
-        if self.options.overlap_exchanges:
-            best = overlapped([best, whole], asked, self.costs, self.options)
+        if (improve_further := finisher_of(self.options)) is not None:
+            best = improve_further([best, whole], asked, self.costs, self.options)
         return build_plan(problem, self.costs, self.options, relabelled(best, sequences))
 
     def _started(self, asked: Problem) -> Known:

@@ -43,7 +43,7 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
     Equal arguments give equal estimates, in every process. It has the pipeline's fill and the recompute that the caps force.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
 
     Raises:
         PlanError: the arguments make no sense.
@@ -56,7 +56,7 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
     """Make a few plans as `estimate_us` does, and describe the fastest.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         grains: chunks per rank that are tried. With fewer than all of `CHUNKS_PER_RANK` sequences are not tried whole.
 
     Raises:
@@ -75,7 +75,7 @@ def about_us(problem: Problem, costs: Costs, options: Options) -> float:
     """Estimate the makespan, or compute it where the estimate fits no cap, in microseconds. Raises what `plan` raises.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
     """
     try:
         return estimate_us(problem, costs, options)
@@ -87,7 +87,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     """Write the plan whose makespan `estimate_us` gives. Raises what it raises.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
     """
     return planned_with_room(
         problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options)[0].result().only)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +16,8 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
+from megatron_epp.planner.memory.recompute import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
-from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.orders.warm_up import Order, without_weights
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -34,7 +33,7 @@ def fitted(
     problem: Problem,
     costs: Costs,
     options: Options = Options(),  # noqa: B008 - frozen
-    joined: Joined = frozenset(),
+    kind: Callable[..., Decisions] = Decisions,
 ) -> Decisions:
     """Choose how much recomputes, and with `options.offload` what is copied to the host, so that an order fits the memory caps.
 
@@ -47,7 +46,8 @@ def fitted(
         problem: the batch, the placement and the memory caps.
         costs: time and memory of every stage.
         options: `recompute`, `recompute_modes` and `offload` are respected; the order is not changed.
-        joined: pairs of neighbouring actions that run in one step; with such, no activations are offloaded.
+        kind: makes the decisions from the fields of `Decisions`. Where actions share bytes (`Decisions.sharing`), nothing is
+            offloaded.
 
     Returns:
         The chunks and the order with recompute and copies.
@@ -59,7 +59,7 @@ def fitted(
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
-    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs), joined=joined)
+    made = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
     refuse_mistakes(made, problem, costs, planner, complete=True)
     tables = made.tables(problem, costs)
     order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
@@ -68,7 +68,7 @@ def fitted(
     fit = _fit(made, whole, tables, problem.cap_bytes, options)
     best_us = _makespan_us(order, tables, fit.recompute_steps)
     copied = None
-    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and not joined
+    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and made.sharing is None
     if may_offload and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
     if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
@@ -93,21 +93,21 @@ def _is_worth(action: Action, tables: Tables) -> bool:
     return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
 
-def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
-    """Fit recompute to the caps, with what waits for weight gradients and what two actions of a step hold at once.
+def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
+    """RecomputeFit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
     What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
     and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.
 
     Args:
-        made: the order, with weight gradients of their own or steps of two actions.
+        made: the order, with weight gradients of their own or actions that share bytes.
         whole: the order without weight gradients.
         tables: times and sizes of the chunks.
         caps: bytes of the ranks.
         options: the user's settings.
     """
-    order, joined = made.order, made.joined
-    if not split_off(order) and not joined:
+    order, sharing = made.order, made.sharing
+    if not split_off(order) and sharing is None:
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
     is_fixed = options.recompute != "auto"
@@ -116,7 +116,7 @@ def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], opt
     at = [[position for position, action in enumerate(row) if action.op is not Op.W] for row in order]
     more = [np.zeros(len(row), dtype=np.int64) for row in whole]
     for left in reversed(range(ROUNDS)):
-        held = held_bytes(order, tables, recompute_steps, joined)
+        held = held_bytes(order, tables, recompute_steps, sharing)
         above = [rank for rank, cap in enumerate(caps) if held[rank].max(initial=0) > cap]
         if not above or is_fixed:
             break
@@ -127,7 +127,7 @@ def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], opt
             if not left or not fit_with_copies(codes, tables, rank, allowed, most, recompute_steps):
                 for stage in tables.stages_of[rank]:
                     recompute_steps[stage] = most[stage]
-    return Fit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, joined)), caps)
+    return RecomputeFit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, sharing)), caps)
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
@@ -136,7 +136,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
     Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
 
     Args:
-        order, whole, tables: as for `_fit`.
+        order, whole, tables: as `_fit` takes them.
         problem: the memory caps.
 
     Returns:
@@ -155,7 +155,7 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
 
     Args:
         aims: bytes of the ranks to begin with.
-        order, whole, tables, problem: as for `_copied`.
+        order, whole, tables, problem: as `_copied` takes them.
     """
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):

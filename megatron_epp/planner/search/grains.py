@@ -70,7 +70,7 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best.
 
     Args:
-        trials, chunkers, warm: as for `search_tables`.
+        trials, chunkers, warm: as `search_tables` takes them.
     """
     problem = trials.problem
     counts = grain_counts(problem.num_ranks, chunkers.coarsest)
@@ -128,7 +128,7 @@ def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], t
     pipeline with one sequence alive at a time may be faster.
 
     Args:
-        trials, chunkers: as for `search_tables`.
+        trials, chunkers: as `search_tables` takes them.
         counts: chunks in all to aim at, rising.
         tables: those tried by count, updated.
     """
@@ -247,8 +247,8 @@ def walk_further(
     With slices that the user fixed there is one table.
 
     Args:
-        trials, chunkers: as for `search_tables`.
-        patience: as for `_walk`.
+        trials, chunkers: as `search_tables` takes them.
+        patience: as `_walk` takes it.
         try_rules: tries a table in several orders; returns True if one is better.
     """
     rules, best = trials.rules.walked, trials.best

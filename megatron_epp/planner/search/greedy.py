@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
@@ -20,9 +19,9 @@ from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
+from megatron_epp.planner.search.finishing import finisher_of
 from megatron_epp.planner.search.local import improve, searches
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
-from megatron_epp.planner.search.overlapped import overlapped
 from megatron_epp.planner.search.passes import search, search_table
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Replicas
@@ -41,8 +40,8 @@ ENOUGH = 1.001
 completion come after it, from fewer starts.
 """
 
-JOINED = 8
-"""Candidates of which actions are joined into steps of two, the fastest; set by hand."""
+FINISHED = 8
+"""Candidates that a finisher (`finishing`) tries to improve, the fastest; set by hand."""
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -66,11 +65,11 @@ class Earlier(NamedTuple):
         return is_same and sum(self.problem.message_bytes) < sum(problem.message_bytes)
 
 
-Before = dict[Options, Earlier]
+LastSearches = dict[Options, Earlier]
 """The last search with each set of options."""
 
 
-def greedy(problem: Problem, costs: Costs, options: Options, before: Before | None = None) -> Decisions:
+def greedy(problem: Problem, costs: Costs, options: Options, before: LastSearches | None = None) -> Decisions:
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
@@ -78,16 +77,16 @@ def greedy(problem: Problem, costs: Costs, options: Options, before: Before | No
     matters. With `options.slices` there is one grain and nothing to search.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
         before: earlier searches, whose fastest candidates are tried first; updated.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
-    made = _overlapped(candidates(problem, costs, options, before=before), problem, costs, options)
-    if not options.overlap_exchanges or not options.split_weight:
+    made = _complete(candidates(problem, costs, options, before=before), problem, costs, options)
+    if finisher_of(options) is None or not options.split_weight:
         return made
-    # Orders that are fast with weight gradients split off may leave few pairs to join.
+    # Orders that are fast with weight gradients split off may leave a finisher little to improve.
     return fastest([made, greedy(problem, costs, replace(options, split_weight=False), before)], problem, costs)
 
 
@@ -106,14 +105,14 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    problem: Problem, costs: Costs, options: Options, warm: Warm | None = None, before: Before | None = None
+    problem: Problem, costs: Costs, options: Options, warm: Warm | None = None, before: LastSearches | None = None
 ) -> Candidates:
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
     Args:
-        problem, costs, options: as for `greedy`.
+        problem, costs, options: as `greedy` takes them.
         warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
-        before: as for `greedy`. Where those candidates are nearly as fast now, there is no further search.
+        before: as `greedy` takes it. Where those candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)
     trials, found = _searched(replicas, warm, {} if before is None else before)
@@ -128,12 +127,12 @@ def candidates(
     return _candidates(found or [trials.result()], trials)
 
 
-def _searched(replicas: Replicas, warm: Warm | None, before: Before) -> tuple[Trials, list[Candidate]]:
+def _searched(replicas: Replicas, warm: Warm | None, before: LastSearches) -> tuple[Trials, list[Candidate]]:
     """Search, unless candidates of an earlier search are nearly as fast now; return what was tried and the best of each kind.
 
     Args:
         replicas: of the problem.
-        warm, before: as for `candidates`.
+        warm, before: as `candidates` takes them.
     """
     (problem,), options = replicas.problems, replicas.options
     earlier = before.get(options)
@@ -168,11 +167,11 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
     Args:
         choices: decisions for one batch; at least one.
-        problem, costs: as for `plan`.
+        problem, costs: as `plan` takes them.
     """
     if len(choices) == 1:
         return choices[0]
-    return min(choices, key=lambda one: predicted_us(one, problem, costs))
+    return min(choices, key=lambda one: one.makespan_us(problem, costs))
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -185,7 +184,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
     Args:
         found: what the search found.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
     """
     replicas = Replicas((problem,), costs, options)
     split, better = replicas.splits_weight, found.best
@@ -205,15 +204,15 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     return min(done, key=attrgetter("makespan_us")).made
 
 
-def _overlapped(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Finish candidates, and where that is asked for, join actions of the result, or of a candidate that is nearly as fast."""
-    made = finished(found, problem, costs, options)
-    if not options.overlap_exchanges:
+def _complete(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Finish candidates, and improve the result, or a candidate that is nearly as fast, by what the settings ask for."""
+    made, improve_further = finished(found, problem, costs, options), finisher_of(options)
+    if improve_further is None:
         return made
     more = [*found.near, *(one for one in found.of_rules if one not in found.near)]
-    more = sorted(more, key=attrgetter("makespan_us"))[:JOINED]
+    more = sorted(more, key=attrgetter("makespan_us"))[:FINISHED]
     orders = [replace(one.only, order=one.complete or one.order) for one in more]
-    return overlapped([made, *found.best, *orders], problem, costs, options)
+    return improve_further([made, *found.best, *orders], problem, costs, options)
 
 
 class Completed(NamedTuple):
@@ -268,7 +267,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(Replicas((problem,), costs, options))
     found = search_table(trials, Aligned((chunks,))) or [trials.result()]
-    return _overlapped(_candidates(found, trials), problem, costs, options)
+    return _complete(_candidates(found, trials), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

@@ -63,7 +63,7 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
     Args:
         problem: the batch, the placement, of one stage per rank, and its caps.
-        costs, options: as for `least_cap_bytes`.
+        costs, options: as `least_cap_bytes` takes them.
 
     Raises:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
@@ -77,7 +77,7 @@ def last_resort(problem: Problem, costs: Costs, options: Options) -> Callable[[P
     """Return `least_plan` for these costs and options where one order tells what fits, else None.
 
     Args:
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
     """
     return (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
 
@@ -91,7 +91,7 @@ def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[P
     """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
 
     Args:
-        problem, costs, options: as for `least_plan`, which has its errors.
+        problem, costs, options: as `least_plan` takes them, which has its errors.
     """
     validate(problem, costs, options)
     cap, asked = 0, problem
@@ -114,7 +114,7 @@ def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:
     """Return True if there is a `least_plan`, which is faster to know than the smallest cap.
 
     Args:
-        problem, costs, options: as for `least_plan`.
+        problem, costs, options: as `least_plan` takes them.
     """
     validate(problem, costs, options)
     try:
@@ -131,7 +131,7 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
 
     Args:
         asked: the problem, with memory set aside for messages.
-        costs, options: as for `least_plan`.
+        costs, options: as `least_plan` takes them.
 
     Raises:
         InfeasibleError: no table fits.
@@ -172,7 +172,7 @@ def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) 
     Weight gradients are not split off, which decides nothing about memory.
 
     Args:
-        problem, costs, options: as for `least_plan`.
+        problem, costs, options: as `least_plan` takes them.
     """
     options = replace(options, split_weight=False)
     if type(costs) is not PipelineCosts or costs.vocabulary is not None:  # shards join all ranks

@@ -16,7 +16,7 @@ from megatron_epp.planner.evaluate import copy_columns, room_for
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.split import storage
-from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, copy_choice, search
+from megatron_epp.planner.kernels.steps import Facts, Spare, StepChoice, copy_choice, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, has_shards, no_storage
@@ -102,7 +102,9 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
     codes = encode(made.order, columns.num_chunks)
     _, start_us = completed(made.order, tables, made.as_offload, problem.cap_bytes, split_weight)
     recompute_steps = list(chain.from_iterable(made.recompute_steps))
-    now, best, trial = (Choice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3))
+    now, best, trial = (
+        StepChoice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3)
+    )
     facts = _facts(made, tables, problem, codes, trial, split_weight)
     items = len(recompute_steps)
     spare = Spare(
@@ -128,7 +130,7 @@ def _say_if_slow() -> None:
         LOG.info("planning runs in plain Python; pip install 'megatron-epp[fast]' makes its search about ten times faster")
 
 
-def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: Choice, split_weight: bool) -> Facts:
+def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: StepChoice, split_weight: bool) -> Facts:
     columns, chunks = tables.columns, tables.columns.num_chunks
     groups = slice_groups(made.chunks)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]

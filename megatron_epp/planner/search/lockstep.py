@@ -79,7 +79,7 @@ def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -
     """Raise `PlanError` if a problem makes no sense, there is none, or one differs from the first in more than its lengths.
 
     Args:
-        problems, costs, options: as for `plan_lockstep`.
+        problems, costs, options: as `plan_lockstep` takes them.
     """
     for problem in problems:
         validate(problem, costs, options)

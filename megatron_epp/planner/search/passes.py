@@ -103,7 +103,7 @@ def _coarser(table: Aligned, trials: Trials, chunkers: Chunkers) -> Aligned | No
 
     Args:
         table: of one replica.
-        trials, chunkers: as for `search_tables`.
+        trials, chunkers: as `search_tables` takes them.
     """
     if trials.replicas.options.slices is not None:
         return None
@@ -163,7 +163,7 @@ def _search_kv_offload(trials: Trials, chunkers: Chunkers, enough_us: float) -> 
     """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values.
 
     Args:
-        trials, chunkers: as for `search_tables`.
+        trials, chunkers: as `search_tables` takes them.
         enough_us: makespan up to which no order that keeps less is tried.
     """
     options, ranks = trials.replicas.options, trials.problem.num_ranks

@@ -16,13 +16,13 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.kernels.codes import Codes
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
-from megatron_epp.planner.memory.recompute import Fit, fit_lockstep
+from megatron_epp.planner.memory.recompute import RecomputeFit, fit_lockstep
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -110,7 +110,7 @@ class Replicas:
         Args:
             tables: without it.
             table: the chunk table.
-            pairs, sharing: as for `with_kv_offload`, `pairs` for every replica.
+            pairs, sharing: as `with_kv_offload` takes them, `pairs` for every replica.
         """
         every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
         shared = self.costs, self.modes
@@ -121,7 +121,7 @@ class Replicas:
 
         Args:
             order: of all actions.
-            table, pairs: as for `kv_offload`.
+            table, pairs: as `kv_offload` takes them.
         """
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
@@ -131,13 +131,13 @@ class Replicas:
             for chunks, problem, mine in every
         ]
 
-    def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> Fit:
-        """Fit the recompute of all replicas under their caps.
+    def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> RecomputeFit:
+        """RecomputeFit the recompute of all replicas under their caps.
 
         Args:
             codes: the order.
             tables: of every replica.
-            by_stay: as for `fit_recompute`.
+            by_stay: as `fit_recompute` takes it.
         """
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 
@@ -204,10 +204,12 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     return tuple(found)
 
 
-def _largest(rows: Sequence[Rows]) -> Rows:
+def _largest(rows: Sequence[OperationRows]) -> OperationRows:
     """Return the longest times and largest bytes of an operation in all replicas, so that all insert it at the same places."""
     takes = np.max([own.takes for own in rows], axis=0)
     frees = np.array([np.array(own.gives) - np.array(own.takes) for own in rows])  # below zero for what it leaves
     frees = np.where(frees.max(axis=0) > 0, frees.max(axis=0), frees.min(axis=0))
     carried = {op: np.max([own.collective_us[op] for own in rows], axis=0).tolist() for op in rows[0].collective_us}
-    return Rows(np.max([own.time_us for own in rows], axis=0).tolist(), takes.tolist(), (takes + frees).tolist(), carried)
+    return OperationRows(
+        np.max([own.time_us for own in rows], axis=0).tolist(), takes.tolist(), (takes + frees).tolist(), carried
+    )

@@ -119,7 +119,7 @@ def _planning(
     """Make the function that the process calls for every batch.
 
     Args:
-        costs, options: as for `plan`.
+        costs, options: as `plan` takes them.
         lockstep_group: number of the replica's group.
         lockstep_groups: the replicas of each group.
     """

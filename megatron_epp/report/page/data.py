@@ -23,14 +23,14 @@ from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, mea
 from megatron_epp.report.memory import item_colours
 from megatron_epp.report.text import headline
 
-Columns = dict[str, Any]
+PageColumns = dict[str, Any]
 
 _STREAMS = (COMPUTE, COPY, LINK)
 _DECIMALS = 3
 """Times in microseconds are rounded to nanoseconds."""
 
 
-def operation_columns() -> list[Columns]:
+def operation_columns() -> list[PageColumns]:
     """All operations in the order to which the column `op` of boxes refers, with the names and colours of pictures."""
     return [
         {
@@ -59,7 +59,7 @@ class Shown(NamedTuple):
     account: Account | None = None
 
 
-def plan_columns(shown: Shown) -> Columns:
+def plan_columns(shown: Shown) -> PageColumns:
     """Return everything that a page shows of a plan, and of a run of it.
 
     Raises:
@@ -84,7 +84,7 @@ def plan_columns(shown: Shown) -> Columns:
     }
 
 
-def _chunk_columns(plan: Plan) -> Columns:
+def _chunk_columns(plan: Plan) -> PageColumns:
     shades = Shades(plan)
     return {
         "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
@@ -95,7 +95,7 @@ def _chunk_columns(plan: Plan) -> Columns:
     }
 
 
-def _planned(timeline: Timeline, graph: Graph) -> Columns:
+def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
     plan, (starts, ends) = timeline.plan, times_of(timeline)
     found = waits(graph, starts, ends)
     lanes = _lanes([step.action for step in graph.steps], [len(numbers) for numbers in graph.tracks], starts, ends)
@@ -111,8 +111,8 @@ def _planned(timeline: Timeline, graph: Graph) -> Columns:
     }
 
 
-def _measured(plan: Plan, measured: Measured, graph: Graph) -> Columns:
-    """Columns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
+def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
+    """PageColumns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
     boxes = measured_boxes(plan, measured)
     order = {stream: number for number, stream in enumerate(_STREAMS)}
     boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
@@ -139,7 +139,7 @@ def _number(graph: Graph, box: Box) -> int:
     return -1 if number is None else number
 
 
-def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> Columns:
+def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> PageColumns:
     index = {op: number for number, op in enumerate(each.op for each in operations())}
     return {
         "lanes": counts,
@@ -157,8 +157,8 @@ def _times(values: Iterable[float]) -> list[float]:
     return [int(value) if value == int(value) else value for value in rounded]
 
 
-def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> Columns:
-    """Columns with what each box waited for, and the boxes of the critical path.
+def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
+    """PageColumns with what each box waited for, and the boxes of the critical path.
 
     `because` is the distance back to the box that it waited for, 0 if it waited for none.
 
@@ -185,8 +185,8 @@ def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers
     }
 
 
-def _recompute(plan: Plan, graph: Graph) -> Columns:
-    """Columns of the boxes with recompute: their number, its time, and the modes of their layers."""
+def _recompute(plan: Plan, graph: Graph) -> PageColumns:
+    """PageColumns of the boxes with recompute: their number, its time, and the modes of their layers."""
     boxes, times, modes = [], [], []
     shares = facts.recompute_in_backward(plan)
     for number, step in enumerate(graph.steps):
@@ -199,14 +199,14 @@ def _recompute(plan: Plan, graph: Graph) -> Columns:
     return {"recompute": {"box": boxes, "time_us": _times(times), "mode": [index[mode] for mode in modes], "modes": names}}
 
 
-def _memory_columns(timeline: Timeline, graph: Graph) -> Columns:
-    """Columns with the memory of every rank.
+def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
+    """PageColumns with the memory of every rank.
 
     A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of
     a box, plus one if it is the release.
     """
     plan = timeline.plan
-    events: dict[int, Columns] = {}
+    events: dict[int, PageColumns] = {}
     for rank, copies in enumerate(plan.copies):
         if not copies:
             continue
@@ -222,8 +222,8 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> Columns:
     }
 
 
-def item_columns(account: Account) -> Columns:
-    """Columns with the memory of every rank by item, with the colours of pictures.
+def item_columns(account: Account) -> PageColumns:
+    """PageColumns with the memory of every rank by item, with the colours of pictures.
 
     `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
     the item, and the bytes that are added.

@@ -181,7 +181,7 @@ class KVRelay:
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
 
         Args:
-            layer, view, part: as for `append`.
+            layer, view, part: as `append` takes them.
             uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
 
         Raises:
@@ -212,7 +212,7 @@ class KVRelay:
         After the backward of the sequence's first slice its cache is freed.
 
         Args:
-            layer, view, part: as for `append`.
+            layer, view, part: as `append` takes them.
             grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
         """

@@ -29,7 +29,7 @@ class Use(NamedTuple):
     num_rows: int
 
 
-class LookAhead:
+class PieceReader:
     """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
 
     Requests that are not among those `expected`, in order, are loaded when they are made. `load` begins to fill a buffer, 0 or
@@ -103,7 +103,7 @@ class _Running:
     view: SliceView
     backward: bool
     wide: bool
-    ahead: LookAhead
+    ahead: PieceReader
     buffers: list[Tensors] = field(default_factory=list)
     gradient: Tensors = ()
     current: int = 0
@@ -134,7 +134,7 @@ class HostStore:
 
         The arguments are those of `KVRelay.running`; gradients add up in fp32 if `wide`.
         """
-        now = self._now = _Running(view, backward, wide, LookAhead(self._uses(view, backward, num_whole), self._load))
+        now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:
             if view.sequence in self._held:
                 self._open(now)

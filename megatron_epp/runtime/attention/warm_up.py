@@ -60,7 +60,7 @@ class Heads:
 
 
 @dataclass(slots=True)
-class WarmUp:
+class KernelWarmUp:
     """Attention of a rank's stages, and the classes of shapes that have run.
 
     Attributes:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.handles import SavedHandle
-from megatron_epp.runtime.turns import hand_over
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Function from the kept part of a layer's input and its output's gradient to its weight's gradient."""
@@ -38,6 +37,10 @@ class DeferredGradient(NamedTuple):
 
     weight: Tensor
     run: Callable[[], None]
+
+
+after_each: Callable[[], None] | None = None
+"""Called after each deferred gradient, where another action runs between two of them."""
 
 
 class WeightGradients:
@@ -71,11 +74,12 @@ class WeightGradients:
         return self._deferred.pop(chunk)
 
     def run(self, chunk: int) -> None:
-        """Compute the deferred gradients of a chunk, freeing their tensors layer by layer; between two, hand over the turn."""
+        """Compute the deferred gradients of a chunk, freeing their tensors layer by layer."""
         deferred = self.pop(chunk)
         while deferred:
             deferred.pop(0).run()
-            hand_over()
+            if after_each is not None:
+                after_each()
 
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_epp.plan import EppError
 from megatron_epp.plan.ways import Way, ways
-from megatron_epp.runtime.links.objects import Groups, ObjectGroup, Options
+from megatron_epp.runtime.links.objects import GroupOptions, Groups, ObjectGroup
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Links:
         control_ranks: Sequence[int],
         groups: Groups,
         used: Sequence[Way] | None = None,
-        options: Options | None = None,
+        options: GroupOptions | None = None,
         slots_on_cpu: bool = False,
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.

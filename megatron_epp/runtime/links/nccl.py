@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.plan.ways import Way, most_links
-from megatron_epp.runtime.links.objects import Options, from_each
+from megatron_epp.runtime.links.objects import GroupOptions, from_each
 
 _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 """Settings of a communicator that are passed to NCCL by the same name."""
@@ -31,7 +31,7 @@ def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
 def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
     """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
 
-    A collective call of all ranks. `used` is as for `Links.create`.
+    A collective call of all ranks. `used`: as `Links.create` takes it.
     """
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return most_links(used), min(from_each(own_sms))
@@ -42,7 +42,7 @@ def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
     return {"is_high_priority_stream": True, "max_ctas": link_ctas(num_links, num_sms)}
 
 
-def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> Options:
+def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> GroupOptions:
     """Return a factory of the options of communicators.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_epp.plan.tree import LARGEST_MESH, tree_of
 
-Options = Callable[[], Any]
+GroupOptions = Callable[[], Any]
 """Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
 
 
@@ -29,7 +29,7 @@ class Groups:
     create: Callable[..., dist.ProcessGroup] = dist.new_group
     largest_mesh: int = LARGEST_MESH
 
-    def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
+    def of(self, mine: tuple[int, ...], backend: str | None = None, options: GroupOptions | None = None) -> dist.ProcessGroup:
         """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
         A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the

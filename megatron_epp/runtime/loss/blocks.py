@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.runtime.loss.kernels import Case, choose
+from megatron_epp.runtime.loss.kernels import LossCase, choose
 
 
 class Head(NamedTuple):
@@ -56,7 +56,7 @@ def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: 
 class _BlockLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-        kernel = choose(Case(x.device.type, x.dtype, len(weight), head.group is not None))
+        kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         counted = labels if head.rows is None else labels[head.rows]
         index, is_here = _entries(counted, weight, head)
         blocks, log_sum = blocks_of(len(counted), head.block_tokens), None

@@ -35,7 +35,7 @@ _GRADIENT_TOLERANCE = 1.1 * 2**-8
 """Largest relative error of any gradient value: half a unit in the last of bf16's 8 bits, plus a margin."""
 
 
-class Case(NamedTuple):
+class LossCase(NamedTuple):
     """Properties on which the choice depends: `entries` counts this rank's vocabulary, which is a part of it if `is_shared`."""
 
     device: str
@@ -58,16 +58,16 @@ class LossKernel:
     name: str
     losses: Callable[[Tensor, Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
-    obstacle: Callable[[Case], str]
+    obstacle: Callable[[LossCase], str]
 
 
-def choose(case: Case) -> LossKernel | None:
+def choose(case: LossCase) -> LossKernel | None:
     """Return the kernel for a case; None if plain torch is used."""
     return explain(case)[0]
 
 
 @functools.cache
-def explain(case: Case) -> tuple[LossKernel | None, str]:
+def explain(case: LossCase) -> tuple[LossKernel | None, str]:
     """Return the kernel for a case and an empty string, or None and the reason.
 
     Every rank on which a supported kernel fails verification logs a warning.
@@ -80,7 +80,7 @@ def explain(case: Case) -> tuple[LossKernel | None, str]:
     return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
 
 
-def _failure(kernel: LossKernel, case: Case) -> str:
+def _failure(kernel: LossKernel, case: LossCase) -> str:
     """Return why a kernel fails verification; empty if it passes."""
     try:
         of_losses, of_gradient = errors(kernel, case)
@@ -96,7 +96,7 @@ def _failure(kernel: LossKernel, case: Case) -> str:
 
 
 @torch.no_grad()
-def errors(kernel: LossKernel, case: Case) -> tuple[float, float]:
+def errors(kernel: LossKernel, case: LossCase) -> tuple[float, float]:
     """Return the largest relative errors of a kernel's losses and of its gradient's values, on a few tokens.
 
     Among them are a token whose label is almost certain, so that its gradient there is a small difference, one whose
@@ -172,7 +172,7 @@ def _liger_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     return logits
 
 
-def _obstacle(case: Case) -> str:
+def _obstacle(case: LossCase) -> str:
     if case.device != "cuda":
         return "it runs on GPUs"
     if case.is_shared:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.executor import Executor, Handler
-from megatron_epp.runtime.loss.shards import Logits, Shard, Summary, logits_pass, scale_part, weight_gradient
+from megatron_epp.runtime.loss.shards import Logits, Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.runtime.side_thread import Background
 
 
@@ -102,7 +102,7 @@ class _State:
     num_uses: int = 0
 
 
-class VocabularyShards:
+class PipelineShards:
     """Operations of one rank's shard during an iteration.
 
     Args:
@@ -183,7 +183,7 @@ class VocabularyShards:
         summary, most = logits.summary, logits.summary.most.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.statistics)
         dist.all_reduce(added := summary.addends(most), group=groups.statistics)
-        state.losses, state.log_sum = Summary.combined(most, added)
+        state.losses, state.log_sum = ShardSummary.combined(most, added)
         if logits.part is not None:
             part = scale_part(logits, state.log_sum, state.targets.labels, self._rank.shard())
             dist.reduce(part, groups.root, group=groups.gather)

@@ -2,7 +2,7 @@
 
 `logits_pass` runs ahead of any exchange. It returns statistics of the rank's logits, and its part of the gradient of the
 layer's input without the label's own term, relative to the rank's largest logit. When all ranks' statistics have been combined
-(`Summary.combined`), `scale_part` completes the part, and `weight_gradient` computes the gradient of the rank's rows.
+(`ShardSummary.combined`), `scale_part` completes the part, and `weight_gradient` computes the gradient of the rank's rows.
 
 The label's term has the coefficient ``p - 1`` for its probability ``p``. It is computed from log-probabilities, not as the
 difference of two sums that nearly cancel where the model is certain of the label.
@@ -49,7 +49,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ShardSummary:
     """Statistics of logits, ``[tokens]`` each, in fp32 (fp64 for fp64 logits).
 
     Attributes:
@@ -86,7 +86,7 @@ class Logits:
         kept: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if it is to be recomputed.
     """
 
-    summary: Summary
+    summary: ShardSummary
     part: Tensor | None = None
     kept: Tensor | None = None
 
@@ -117,7 +117,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         del exponentials
         parts.append(wide(kept @ shard.weight))
     most, summed, predicted = torch.cat(rows, dim=1)
-    summary = Summary(most, summed, predicted, is_here)
+    summary = ShardSummary(most, summed, predicted, is_here)
     if not needs_gradient:
         return Logits(summary)
     return Logits(summary, parts[0] if len(parts) == 1 else torch.cat(parts), None if shard.block_tokens else kept)
@@ -149,7 +149,7 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
     Args:
-        x, labels: as for `logits_pass`.
+        x, labels: as `logits_pass` takes them.
         logits: its result; what it has kept is overwritten.
         log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
         weights: gradient of each token's loss, ``[tokens]``.
@@ -173,6 +173,6 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
     return total.result()
 
 
-def _label_terms(summary: Summary, log_sum: Tensor) -> Tensor:
+def _label_terms(summary: ShardSummary, log_sum: Tensor) -> Tensor:
     """Return ``p - 1`` for the probability of the label where it is one of the rank's rows, else 0: ``[tokens]``."""
     return torch.where(summary.is_here, torch.expm1(summary.predicted - log_sum), 0.0)

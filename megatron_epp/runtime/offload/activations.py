@@ -15,11 +15,11 @@ from megatron_epp.runtime.autograd.saved import Owner, SavedTensors, Storage, by
 from megatron_epp.runtime.offload.copy_streams import Mark
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
-Timed = AbstractContextManager[None]
+CopyTimer = AbstractContextManager[None]
 """Context manager that times the copies of one action, entered on their stream."""
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """Storage, and the number of its bytes that are offloaded, from the first."""
 
     storage: Storage
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 class _Moved:
     """Offloaded parts of one chunk, one after the other in a region. `mark` is behind their last copy on its stream."""
 
-    parts: list[Part]
+    parts: list[SavedPart]
     region: Region
     mark: Mark = None
 
@@ -47,7 +47,7 @@ class _Moved:
             start += part.num_bytes
 
 
-class Offload:
+class ActivationOffload:
     """Activation offload of one rank in one iteration. `saved` tracks all saved tensors, and is active while the plan runs.
 
     Attributes:
@@ -63,7 +63,7 @@ class Offload:
         """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
-    def out(self, owner: Owner, share: float, num_bytes: int = 0, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
+    def out(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy a share of a chunk's saved bytes to the host, and `num_bytes` at least. They stay on the device until
         `free`.
 
@@ -87,7 +87,7 @@ class Offload:
         for part in moved.parts:
             self._saved.take_away(*part)
 
-    def back(self, owner: Owner, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
+    def back(self, owner: Owner, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy all parts of a chunk back to the device. In `free`, compute has waited for their offload."""
         moved = self._moved[owner]
         for storage, _ in reversed(moved.parts):
@@ -97,7 +97,7 @@ class Offload:
         moved.region.give_back(moved.mark)
         self.host_bytes -= _size(moved.parts)
 
-    def _copy(self, moved: _Moved, timed: Timed, out: bool) -> None:
+    def _copy(self, moved: _Moved, timed: CopyTimer, out: bool) -> None:
         streams = self._host.streams
         with streams.copying(out), timed:
             for device, host in moved.pairs():
@@ -117,7 +117,7 @@ class Offload:
             raise EppError(f"activations of (stage, chunk) {sorted(self._moved)} were offloaded and never loaded")
 
 
-def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
+def choose(storages: Sequence[Storage], num_bytes: int) -> list[SavedPart]:
     """Choose storages to offload `num_bytes` bytes; fewer only if the storages hold fewer.
 
     The largest come first, because every copy has a fixed cost; of equal ones, those that the forward saved first, because they
@@ -128,16 +128,16 @@ def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
     for storage in sorted(storages, key=lambda storage: -storage.num_bytes):
         fits = 0 < storage.num_bytes <= num_bytes
         if fits:
-            parts.append(Part(storage, storage.num_bytes))
+            parts.append(SavedPart(storage, storage.num_bytes))
             num_bytes -= storage.num_bytes
         elif storage.num_bytes:
             others.append(storage)
     if others and num_bytes:
         last = others[-1]
         if last.num_bytes - num_bytes <= _size(parts):
-            return [*parts, Part(last, num_bytes)]
+            return [*parts, SavedPart(last, num_bytes)]
         spare = last.num_bytes - num_bytes
-        parts.append(Part(last, last.num_bytes))
+        parts.append(SavedPart(last, last.num_bytes))
         for part in parts[-2::-1]:
             if part.num_bytes <= spare:
                 parts.remove(part)
@@ -145,5 +145,5 @@ def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
     return parts
 
 
-def _size(parts: Sequence[Part]) -> int:
+def _size(parts: Sequence[SavedPart]) -> int:
     return sum(part.num_bytes for part in parts)

@@ -69,7 +69,7 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
         tokens: of the slice in `chunks`.
     """
     for dtype, tolerance in TOLERANCES.items():
-        case = kernels.Case(device, dtype, channels, query_heads, kv_heads)
+        case = kernels.AttentionCase(device, dtype, channels, query_heads, kv_heads)
         chosen, _ = kernels.explain(case)
         for kernel in kernels.PREFERENCES["auto"] if device == "cuda" else (kernels.EXACT,):
             error, obstacle = None, kernel.obstacle(case) or ""
@@ -82,7 +82,7 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
             yield Proof(kernel.name, name, obstacle, error, tolerance, kernel is chosen)
 
 
-def _error(kernel: kernels.Kernel, case: kernels.Case, chunk: Chunk) -> float:
+def _error(kernel: kernels.Kernel, case: kernels.AttentionCase, chunk: Chunk) -> float:
     """Return the largest relative error, in norms, of the output and the gradients of q, k and v; infinite for NaN."""
     with _no_tf32():
         return _error_in_fp32(kernel, case, chunk)
@@ -99,7 +99,7 @@ def _no_tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _error_in_fp32(kernel: kernels.Kernel, case: kernels.Case, chunk: Chunk) -> float:
+def _error_in_fp32(kernel: kernels.Kernel, case: kernels.AttentionCase, chunk: Chunk) -> float:
     table, generator = SegmentTable.build(chunk, chunk.num_tokens), torch.Generator().manual_seed(0)
 
     def random(tokens: int, heads: int) -> Tensor:
@@ -123,7 +123,7 @@ def _reference(inputs: Sequence[Tensor], table: SegmentTable, scale: float) -> T
     """Return torch's attention ``[tokens, query_heads, channels]`` of every segment, the last query of which sees all keys.
 
     Args:
-        inputs: queries, keys and values, as for `Kernel`.
+        inputs: queries, keys and values, as `Kernel` takes them.
         table: the segments.
         scale: factor of the scores.
     """

@@ -31,7 +31,7 @@ from megatron_epp.launch.machine import allocator_setting, machine
 from megatron_epp.plan import Plan
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.tools.kernel_proofs import prove
 from scripts.bench.gpu.runs import versions
@@ -135,7 +135,7 @@ def peaks(plan: Plan) -> Part:
         gc.collect()
         before = _begin()
         with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
-            offload = Offload(saved, host) if any(plan.copies) else None
+            offload = ActivationOffload(saved, host) if any(plan.copies) else None
             Executor(plan, 0, {0: stage}, offload=offload, host=host).run()
         counted = saved.peak_bytes
         if DEVICE.type == "cuda":

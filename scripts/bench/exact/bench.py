@@ -23,7 +23,6 @@ from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, for_table
-from megatron_epp.planner.assemble import predicted_us
 from scripts.bench.orders.unit import TOKENS, Unit
 from scripts.bench.planner.report import table
 
@@ -72,7 +71,7 @@ def _idle(
     if start is None:
         return None
     if limit_s is None:
-        times_us = [predicted_us(start, problem, costs)] * 2
+        times_us = [start.makespan_us(problem, costs)] * 2
     else:
         best = oracle(unit.chunks, problem, costs, options, start=start, time_limit_s=limit_s, workers=workers)
         times_us = [best.makespan_us, best.makespan_us if best.optimal else best.bound_us]

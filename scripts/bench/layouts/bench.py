@@ -34,7 +34,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.layouts.search import Sample, choose
-from megatron_epp.planner.layouts.work import HALF, Work
+from megatron_epp.planner.layouts.work import HALF, LayerWork
 from scripts.bench.planner.report import table
 from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
 
@@ -80,7 +80,7 @@ class Run(Case):
         if name == "balanced":
             return Layout.of_layers(balanced_layers(self.profile, num_layers, self.stages, self.other_lengths), one_each)
         if name == "halves":
-            return Work.of(self.sample.problems, self.costs_of, halves=True).spread(num_layers, one_each, HALF)
+            return LayerWork.of(self.sample.problems, self.costs_of, halves=True).spread(num_layers, one_each, HALF)
         either = (False, True) if name == "vocabulary" else (False,)
         return choose(replace(self.sample, vocabulary=either)).layout
 

@@ -99,7 +99,7 @@ def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_par
     shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     costs = on_device(profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES))
-    return costs.with_separate_attention() if layout.has_separate_attention else costs
+    return layout.costs_of(costs)
 
 
 def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool = False) -> Plan | None:

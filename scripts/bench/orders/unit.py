@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 
+from megatron_epp.contrib.helix.costs import with_separate_attention
+from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
-from megatron_epp.planner.assemble import build_plan, predicted_us
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.registry import PLANNERS
@@ -72,7 +75,7 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
     )
     stages = (first, *(inner,) * (num_layers - 1), last)
-    return PipelineCosts("unit", stages, hidden_bytes_per_token=0.0).with_separate_attention(last_in_backward=False)
+    return with_separate_attention(PipelineCosts("unit", stages, hidden_bytes_per_token=0.0), last_in_backward=False)
 
 
 class Unit:
@@ -98,7 +101,7 @@ class Unit:
         self.placement = layout.placement
         size = TOKENS // slices
         self.chunks = tuple(Chunk((Segment(q, size * k, size * k + size),)) for q in range(microbatches) for k in range(slices))
-        if layout.has_separate_attention:
+        if isinstance(layout, HelixLayout):
             self.costs = block_costs(layout.num_layers, 1 / per_rank)
         else:
             self.costs = unit_costs(self.placement.num_stages, 1 / per_rank, link * PASSES / 2)
@@ -108,7 +111,7 @@ class Unit:
     def of_paper(self, which: int = 0) -> Decisions:
         batch = Batch(self.chunks, slice_groups(self.chunks), self.placement, self.problem, self.costs)
         order, joined = as_joined(list(self.order.orders(batch))[which])
-        return Decisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages, joined=joined)
+        return JoinedDecisions(self.chunks, order, [[0] * len(self.chunks)] * self.problem.num_stages, joined=joined)
 
     def with_copies(self, which: int = 0) -> Plan:
         """Return the plan with the copies that the schedule wants."""
@@ -122,10 +125,10 @@ class Unit:
         return for_table(self.chunks, problem, self.costs, Options(split_weight=self.splits_weight))
 
     def makespan_us(self, made: Decisions) -> float:
-        return predicted_us(made, self.problem, self.costs)
+        return made.makespan_us(self.problem, self.costs)
 
     def peak_bytes(self, made: Decisions) -> int:
-        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps, made.joined)))
+        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps, made.sharing)))
 
     def waits(self, made: Decisions) -> float:
         """Return the time that a rank waits, in units: F, B and W of a microbatch on all stages of a rank take one each."""

@@ -83,7 +83,7 @@ def of_batches(executor, batches):
     from megatron_epp.mcore.training import session as sessions
     from megatron_epp.plan import lower
     from megatron_epp.runtime.autograd.saved import SavedTensors
-    from megatron_epp.runtime.offload.activations import Offload
+    from megatron_epp.runtime.offload.activations import ActivationOffload
 
     class RandomText:
         def __init__(self, lengths):
@@ -110,7 +110,7 @@ def of_batches(executor, batches):
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
                 saved = SavedTensors(others, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
-                offload = Offload(saved, session.host)
+                offload = ActivationOffload(saved, session.host)
                 for stage in self.stages.values():
                     stage.begin(prepared.inputs.chunk)
                 with saved:

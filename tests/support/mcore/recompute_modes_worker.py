@@ -106,7 +106,7 @@ def by_levels(executor):
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.training import session as sessions
     from megatron_epp.runtime.autograd.saved import SavedTensors
-    from megatron_epp.runtime.offload.activations import Offload
+    from megatron_epp.runtime.offload.activations import ActivationOffload
     from megatron_epp.runtime.offload.host import HostMemory
 
     calls = counted_calls()
@@ -131,7 +131,7 @@ def by_levels(executor):
             host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.relay for stage in self.stages.values()]
             others = [self._upload.buffer, *(p for stage in self.stages.values() for p in stage.parameters)]
             with SavedTensors(others, lambda: sum(relay.num_bytes for relay in relays)) as saved:
-                offload = Offload(saved, host)
+                offload = ActivationOffload(saved, host)
                 self.again(variant, offload, host).run()
             caches = [relay.offloaded for relay in relays if relay.offloaded is not None]
             assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0

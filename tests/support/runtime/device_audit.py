@@ -15,7 +15,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.copy_streams import CopyStreams
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
@@ -170,7 +170,7 @@ def run(audit, plan, rank, watchdog=None, program=None):
         host = HostMemory(torch.device("cpu"), 1 << 30, CopyStreams(audit))
         parameters = [parameter for stage in stages.values() for parameter in stage.part.parameters()]
         with SavedTensors(parameters) as saved:
-            offload = Offload(saved, host) if any(plan.copies) else None
+            offload = ActivationOffload(saved, host) if any(plan.copies) else None
             program = prepare(plan, rank) if program is None else program
             Executor(plan, rank, stages, links, recorder, watchdog, offload, host=host, program=program).run()
     return recorder

@@ -23,7 +23,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.copy_streams import CopyStreams
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
@@ -277,7 +277,7 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
         patch.object(dist, "isend", messages.isend),
         patch.object(dist, "irecv", messages.irecv),
     ):
-        offload = Offload(saved, host) if any(plan.copies) else None
+        offload = ActivationOffload(saved, host) if any(plan.copies) else None
         program = _uploaded(prepare(plan, rank), batch, log)
         executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, host=host, program=program)
         executor.log = log

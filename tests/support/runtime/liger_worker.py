@@ -4,7 +4,7 @@ import torch
 
 from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss.blocks import Head, block_losses
-from megatron_epp.runtime.loss.kernels import LIGER, Case, errors
+from megatron_epp.runtime.loss.kernels import LIGER, LossCase, errors
 from tests.support.runtime.block_loss_runs import losses_and_gradients, problem
 
 ENTRIES = (1000, 40000)
@@ -13,12 +13,12 @@ ENTRIES = (1000, 40000)
 
 def check_numbers():
     """In fp32 as exact as fp32 is. In bf16 the interpreter cuts off what a GPU rounds: a unit in the last place, not half."""
-    assert LIGER.obstacle(Case("cuda", torch.bfloat16, 1000)) == ""
+    assert LIGER.obstacle(LossCase("cuda", torch.bfloat16, 1000)) == ""
     for entries in ENTRIES:
-        of_losses, of_gradient = errors(LIGER, Case("cpu", torch.float32, entries))
+        of_losses, of_gradient = errors(LIGER, LossCase("cpu", torch.float32, entries))
         assert of_losses < 1e-6, of_losses
         assert of_gradient < 2e-4, of_gradient  # of a probability of 0.999, less 1, a digit in ten thousand is left
-        of_losses, of_gradient = errors(LIGER, Case("cpu", torch.bfloat16, entries))
+        of_losses, of_gradient = errors(LIGER, LossCase("cpu", torch.bfloat16, entries))
         assert of_losses < 1e-6, of_losses
         assert of_gradient < 1.02 * 2**-7, of_gradient
 

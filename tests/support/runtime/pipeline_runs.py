@@ -7,7 +7,7 @@ import torch
 
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
@@ -35,7 +35,7 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     host = host or HostMemory(torch.device("cpu"), 1 << 30)
     with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
-        offload = Offload(saved, host) if any(plan.copies) else None
+        offload = ActivationOffload(saved, host) if any(plan.copies) else None
         Executor(plan, rank, stages, links, offload=offload, host=host).run()
     kv_offload = [stage.relay.offloaded for stage in stages.values() if stage.relay.offloaded is not None]
     left = saved.live_bytes + sum(stage.relay.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)

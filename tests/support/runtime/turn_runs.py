@@ -5,7 +5,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.turns import Collective, exchanges_of, run_together
+from megatron_epp.contrib.overlap.turns import Collective, exchanges_of, run_together
 
 LAYERS = 3
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.runtime.attention.kernels.base import Case, Kernel, backward_by_heads
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, backward_by_heads
 from megatron_epp.runtime.attention.kernels.exact import EXACT
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
@@ -31,7 +31,7 @@ __all__ = [
     "PREFERENCES",
     "TORCH_FLASH",
     "TRANSFORMER_ENGINE",
-    "Case",
+    "AttentionCase",
     "Kernel",
     "choose",
     "explain",
@@ -62,12 +62,14 @@ def choose(q: Tensor, k: Tensor, v: Tensor, preference: str = "auto") -> Kernel:
 
     Raises `EppError` if no kernel of the preference, a key of `PREFERENCES`, can be used.
     """
-    case = Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], v.shape[2] if v.shape[2] != k.shape[2] else 0)
+    case = AttentionCase(
+        q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], v.shape[2] if v.shape[2] != k.shape[2] else 0
+    )
     return _choose(case, preference)
 
 
 @functools.cache
-def _choose(case: Case, preference: str) -> Kernel:
+def _choose(case: AttentionCase, preference: str) -> Kernel:
     chosen, obstacles = explain(case, preference)
     if chosen is None:
         raise EppError(f"--attention-backend {preference}: {'; '.join(obstacles)}. Leave it at auto")
@@ -81,7 +83,7 @@ def _choose(case: Case, preference: str) -> Kernel:
     return chosen
 
 
-def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[str]]:
+def explain(case: AttentionCase, preference: str = "auto") -> tuple[Kernel | None, list[str]]:
     """Return the kernel for a case, or None, and for each kernel preferred to it the reason why it cannot be used.
 
     Running out of memory is not such a reason: `torch.OutOfMemoryError` is raised.
@@ -95,7 +97,7 @@ def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[s
     return None, obstacles
 
 
-def _failure(kernel: Kernel, case: Case) -> str | None:
+def _failure(kernel: Kernel, case: AttentionCase) -> str | None:
     """Return why a kernel fails verification; None if it passes, as exact attention always does."""
     if kernel is EXACT:
         return None
@@ -109,7 +111,7 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
 
 
 @torch.no_grad()
-def _relative_error(kernel: Kernel, case: Case) -> float:
+def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
     table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ type TakeGradients = Callable[[Tensor, Tensor, slice | None], Tensors]
 tensors of the chunk's own tokens."""
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """Properties on which the choice of a kernel depends: those of this rank's tensors, not of the chunk.
 
     `channels` is the width of a head of queries and keys; `value_channels` that of values, or 0 if it is the same.
@@ -59,7 +59,7 @@ class Kernel:
     name: str
     forward: Forward
     backward: Backward
-    obstacle: Callable[[Case], str | None]
+    obstacle: Callable[[AttentionCase], str | None]
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
     builds_plans: bool = False
 
@@ -73,7 +73,7 @@ MOST_CHANNELS = 256
 """Largest number of channels of a head that fused kernels take."""
 
 
-def needs_half_precision_on_a_gpu(case: Case) -> str | None:
+def needs_half_precision_on_a_gpu(case: AttentionCase) -> str | None:
     """Return why no fused kernel can be used for a case, or None: limits that all of them share."""
     if case.device != "cuda":
         return "it runs on GPUs"
@@ -106,7 +106,7 @@ def backward_by_heads(
 
     Args:
         kernel: the kernel.
-        grad, q, k, v, out, saved, table, scale: as for `Kernel.backward`.
+        grad, q, k, v, out, saved, table, scale: as `Kernel.backward` takes them.
         take: called with the gradients of keys and values of one group after the other, first to last, which are freed
             afterwards.
         count: key heads at a time; None to choose it by the memory that the gradients need.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, needs_half_precision_on_a_gpu
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.layout import SegmentTable
 
 
@@ -32,7 +32,7 @@ def _torch_backward(
     )
 
 
-def _torch_obstacle(case: Case) -> str | None:
+def _torch_obstacle(case: AttentionCase) -> str | None:
     if problem := needs_half_precision_on_a_gpu(case):
         return problem
     if not torch.backends.cuda.is_flash_attention_available():
@@ -79,7 +79,7 @@ def _package_backward(
     return dq, dk, dv
 
 
-def _package_obstacle(case: Case) -> str | None:
+def _package_obstacle(case: AttentionCase) -> str | None:
     if problem := needs_half_precision_on_a_gpu(case):
         return problem
     try:
@@ -118,7 +118,7 @@ def _hopper_backward(
     return dq, dk, dv
 
 
-def _hopper_obstacle(case: Case) -> str | None:
+def _hopper_obstacle(case: AttentionCase) -> str | None:
     if problem := needs_half_precision_on_a_gpu(case):
         return problem
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, needs_half_precision_on_a_gpu
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.layout import SegmentTable
 
 _LAYOUT, _FORMAT = "thd_thd_thd", "thd"
@@ -101,7 +101,7 @@ def _of_heads(saved: Saved, own: slice) -> Saved:
     return saved[0][:, own].contiguous(), *saved[1:]
 
 
-def _obstacle(case: Case) -> str | None:
+def _obstacle(case: AttentionCase) -> str | None:
     if problem := needs_half_precision_on_a_gpu(case):
         return problem
     if os.environ.get("NVTE_FUSED_ATTN", "1") == "0":

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from megatron_epp.contrib.helix.operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
 from megatron_epp.plan import Op
-from megatron_epp.plan.attention import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT
-from megatron_epp.plan.operations import Rows
+from megatron_epp.plan.operations import OperationRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class SeparateAttention:
     input_bytes_per_token: float
     output_bytes_per_token: float
 
-    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> Rows:
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation, equal at all sites.
 
         Args:
@@ -48,11 +49,43 @@ class SeparateAttention:
 
         kept = size(self.input_bytes_per_token + self.output_bytes_per_token)
         nothing, passing = np.zeros_like(kept), size(self.input_bytes_per_token)  # the gradient while `G` runs
-        line, takes, gives = (self.forward, kept, nothing) if op is Op.A else (self.backward, passing, passing + kept)
+        line, takes, gives = (self.forward, kept, nothing) if op is A else (self.backward, passing, passing + kept)
         times_us: list[float] = (line.time_us(work.tokens, work.pairs) + 0.0).tolist()
-        inputs, output = (INPUTS, RESULT) if op is Op.A else (INPUTS_GRADIENT, RESULT_GRADIENT)
+        inputs, output = (INPUTS, RESULT) if op is A else (INPUTS_GRADIENT, RESULT_GRADIENT)
         carried = {inputs.send: moved_us(self.input_bytes_per_token), output.send: moved_us(self.output_bytes_per_token)}
-        return Rows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
+        return OperationRows([times_us] * num_sites, [takes.tolist()] * num_sites, [gives.tolist()] * num_sites, {}, carried)
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateAttentionCosts(PipelineCosts):
+    """Costs of stages that are cut inside attention, which runs separately from them.
+
+    Attributes:
+        attention: of every layer.
+    """
+
+    attention: SeparateAttention | None = None
+
+    def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
+        """Return times and bytes of `A` or `G`, ``[site][chunk]``."""
+        message = Line(self.message_latency_us, self.message_us_per_byte)
+        return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
+
+
+def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = True) -> SeparateAttentionCosts:
+    """Return the costs of the same stages, each cut inside attention, which runs separately from them.
+
+    The output projection is counted with the queries, keys and values of its layer, one stage before the one it runs in.
+    To be called behind `on_device`.
+
+    Args:
+        costs: of the stages with their attention.
+        last_in_backward: the last stage's backward runs its forward too, so that little of it waits.
+    """
+    *stages, last = map(without_attention, costs.stages)
+    last = in_backward(last) if last_in_backward else last
+    kept = {one.name: getattr(costs, one.name) for one in fields(PipelineCosts)}
+    return SeparateAttentionCosts(**kept | {"stages": (*stages, last)}, attention=attention_of(costs.stages))
 
 
 def without_attention(stage: StageCosts) -> StageCosts:

@@ -7,15 +7,16 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.mcore.arguments.consequences import flags_against_overlap
-from megatron_epp.plan import Plan
-from megatron_epp.runtime.turns import Collective, Exchanges, Turns, exchanges_of
+from megatron_epp.contrib.overlap.flags import flags_against_overlap
+from megatron_epp.contrib.overlap.turns import Collective, Turns, exchanges_of, run_together
+from megatron_epp.runtime.executor import PairRunner
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +31,11 @@ another action must not fill before it has been used.
 """
 
 
-def exchanges_for(plan: Plan, args: argparse.Namespace) -> Exchanges | None:
-    """Return the exchanges at which the actions of a plan's steps take turns; None where they run one after the other.
+def pair_runner(args: argparse.Namespace) -> PairRunner | None:
+    """Return what runs the two actions of a step in turns, by Megatron's arguments; None where they run one after the other.
 
     Rank 0 logs the reason once.
-
-    Args:
-        plan: of an iteration.
-        args: of the training.
     """
-    if not any(step.also for row in plan.ranks for step in row):
-        return None
     for flag, reason in flags_against_overlap(args):
         _say(f"with {flag} {reason}")
         return None
@@ -52,7 +47,7 @@ def exchanges_for(plan: Plan, args: argparse.Namespace) -> Exchanges | None:
         with collectives(turns), _without_forks():
             yield
 
-    return exchanging
+    return partial(run_together, exchanges=exchanging)
 
 
 @functools.cache

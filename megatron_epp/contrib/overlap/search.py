@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
+from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
-from megatron_epp.planner.assemble import predicted_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
 from megatron_epp.planner.kernels.split import WHOLE
-from megatron_epp.planner.orders.joined import Joined
 from megatron_epp.planner.orders.split_weight import peaks, split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.orders.warm_up import Order, slice_groups, without_weights
@@ -41,12 +41,12 @@ def overlapped(found: Sequence[Decisions], problem: Problem, costs: Costs, optio
 
     Args:
         found: decisions that fit the caps, the fastest first.
-        problem, costs, options: as for `plan`.
+        problem, costs, options: as `plan` takes them.
 
     Returns:
         The fastest, which may be the first of `found`.
     """
-    best, best_us = found[0], predicted_us(found[0], problem, costs)
+    best, best_us = found[0], found[0].makespan_us(problem, costs)
     seen: set[tuple[tuple[Chunk, ...], Order, Joined]] = set()
     for made in found:
         tables = made.tables(problem, costs)
@@ -57,11 +57,11 @@ def overlapped(found: Sequence[Decisions], problem: Problem, costs: Costs, optio
                 continue
             seen.add((made.chunks, order, joined))
             try:
-                tried = fitted(order, made.chunks, problem, costs, options, joined)
+                tried = fitted(order, made.chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
                 if has_shards(tables):
                     rows = with_shards(tried.order, tables, tried.recompute_steps)
                     tried = replace(tried, order=tuple(tuple(_together(row, joined)) for row in rows))
-                took_us = predicted_us(tried, problem, costs)
+                took_us = tried.makespan_us(problem, costs)
             except (InfeasibleError, PlanError):  # no room for two actions at once, or a deadlock
                 continue
             if took_us < best_us:

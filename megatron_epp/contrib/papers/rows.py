@@ -1,4 +1,4 @@
-"""Parts of orders: a rank's forwards and backwards merged, and weight gradients put where they wait."""
+"""Parts of orders: weight gradients put where they wait, and a rank's actions written as letters."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.plan import Action, Op
 
 Row = Sequence[Action]
-
-
-def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
-    """Return an operation of one stage for several chunks.
-
-    Args:
-        op: the operation.
-        stage: where it runs.
-        chunks: in the order in which they run.
-    """
-    return [Action(op, stage, c) for c in chunks]
 
 
 def with_waiting(row: Row, waiting: int) -> Iterator[Action]:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.operations import ANYWHERE, Before, Message, Need, Of, Operation, Presence, Rows, register
+from megatron_epp.plan.operations import ANYWHERE, Before, MessageKind, Need, Of, Operation, OperationRows, Presence, register
 
-INPUTS = Message("queries, keys and values", Op.define("SEND_QKV"), Op.define("RECV_QKV"))
-RESULT = Message("attention's output", Op.define("SEND_A"), Op.define("RECV_A"))
-RESULT_GRADIENT = Message("the gradient of attention's output", Op.define("SEND_DA"), Op.define("RECV_DA"))
-INPUTS_GRADIENT = Message("the gradient of queries, keys and values", Op.define("SEND_DQKV"), Op.define("RECV_DQKV"))
+A, G = Op.define("A"), Op.define("G")
 
-_BOTH = (Op.A, Op.G)
+INPUTS = MessageKind("queries, keys and values", Op.define("SEND_QKV"), Op.define("RECV_QKV"))
+RESULT = MessageKind("attention's output", Op.define("SEND_A"), Op.define("RECV_A"))
+RESULT_GRADIENT = MessageKind("the gradient of attention's output", Op.define("SEND_DA"), Op.define("RECV_DA"))
+INPUTS_GRADIENT = MessageKind("the gradient of queries, keys and values", Op.define("SEND_DQKV"), Op.define("RECV_DQKV"))
+
+_BOTH = (A, G)
 
 
 def between_stages(placement: Sequence[int]) -> Sequence[int]:
@@ -27,34 +29,38 @@ def between_stages(placement: Sequence[int]) -> Sequence[int]:
     return (ANYWHERE,) * (len(placement) - 1)
 
 
-def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], Rows | None]:
+def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], OperationRows | None]:
     """Times and bytes of an operation: none if the costs have attention in its stage."""
-    return lambda costs, sites, work: costs.attention_rows(op, sites, work)
+
+    def rows(costs: Any, sites: Sequence[int], work: Any) -> OperationRows | None:
+        return costs.attention_rows(op, sites, work) if hasattr(costs, "attention_rows") else None
+
+    return rows
 
 
 register(
     Operation(
-        op=Op.A,
+        op=A,
         text="attention",
         colour="#E69F00",
         presence=Presence.COMPLETE_ALWAYS,
         together=_BOTH,
         sites=between_stages,
-        needs=(Need(Op.F, 0, carries=INPUTS), Need(Op.A, chunk=Of.PREVIOUS)),  # the latter's keys and values
-        before=(Before(Op.F, Need(Op.A, -1, carries=RESULT)),),
-        rows=_rows(Op.A),
+        needs=(Need(Op.F, 0, carries=INPUTS), Need(A, chunk=Of.PREVIOUS)),  # the latter's keys and values
+        before=(Before(Op.F, Need(A, -1, carries=RESULT)),),
+        rows=_rows(A),
     )
 )
 register(
     Operation(
-        op=Op.G,
+        op=G,
         text="attention backward",
         colour="#6A3D9A",
         presence=Presence.COMPLETE,
         together=_BOTH,
         sites=between_stages,
-        needs=(Need(Op.A), Need(Op.B, 1, carries=RESULT_GRADIENT), Need(Op.G, chunk=Of.FOLLOWING)),
-        before=(Before(Op.B, Need(Op.G, 0, carries=INPUTS_GRADIENT)),),
-        rows=_rows(Op.G),
+        needs=(Need(A), Need(Op.B, 1, carries=RESULT_GRADIENT), Need(G, chunk=Of.FOLLOWING)),
+        before=(Before(Op.B, Need(G, 0, carries=INPUTS_GRADIENT)),),
+        rows=_rows(G),
     )
 )

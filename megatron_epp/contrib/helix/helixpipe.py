@@ -15,16 +15,22 @@ weights in place of queries, keys and values; a chunked MLP.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import batched
 
-from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.helix.costs import SeparateAttentionCosts
+from megatron_epp.contrib.helix.layout import HelixLayout, HelixPlacement
+from megatron_epp.contrib.helix.operations import A, G
+from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder
 from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options, Problem
 
 FOLDS = 2
 """Microbatches that alternate."""
 
-_BACKWARD = {Op.F: Op.B, Op.A: Op.G}
+_BACKWARD = {Op.F: Op.B, A: G}
 
 
 def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
@@ -37,8 +43,8 @@ def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
     Raises:
         PlanError: the costs have attention in the stages, or a chunk is a slice.
     """
-    if batch.costs.attention is None:
-        raise PlanError("HelixPipe needs costs of separate attention: `PipelineCosts.with_separate_attention`")
+    if not isinstance(batch.costs, SeparateAttentionCosts):
+        raise PlanError("HelixPipe needs costs of separate attention: `with_separate_attention`")
     if batch.most_slices > 1:
         raise PlanError(f"HelixPipe runs whole sequences; a sequence is in {batch.most_slices} slices")
     ranks = range(batch.placement.num_ranks)
@@ -61,9 +67,30 @@ def _forwards(batch: Batch, rank: int, folds: int) -> Iterator[Action]:
             for j in range(ranks):
                 for stage, number in ((last, done - 1), (0, done)) if site == 0 else ((site, done),):
                     yield from (Action(Op.F, stage, c) for c in _at(rounds, number, j))
-        yield from (Action(Op.A, site, c) for c in _at(rounds, done, (rank - 1 - turn) % ranks))
+        yield from (Action(A, site, c) for c in _at(rounds, done, (rank - 1 - turn) % ranks))
 
 
 def _at(rounds: list[list[tuple[int, ...]]], number: int, j: int) -> tuple[int, ...]:
     """Return the chunks of a place in a round; none if there is no such round, or it is short."""
     return rounds[number][j] if 0 <= number < len(rounds) and j < len(rounds[number]) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class HelixOrder(FixedOrder):
+    """Planner of an order over blocks: stages that are cut inside attention, with one stage more on the first rank."""
+
+    @property
+    def stages(self) -> str:
+        return "one per layer"
+
+    def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> HelixLayout:
+        return HelixLayout.of(num_layers, num_ranks)
+
+    def placement(self, problem: Problem, options: Options) -> Placement:
+        found = HelixPlacement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+        if found.rank_of == problem.placement:
+            return found
+        raise PlanError(
+            f"planner {options.planner!r} needs two or more stages on each rank, and one stage more on the first; the stages "
+            f"are on ranks {list(problem.placement)}"
+        )
