@@ -11,7 +11,7 @@ from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE
+from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\
@@ -24,10 +24,6 @@ Training takes Megatron's own flags and those of the first table; in YAML they s
 `--help-all` all of a command's. The tables have every spelling of a flag.
 """
 REFUSED = """\
-## Old names
-
-They work for one more release, and a warning names the new one: {renamed}.
-
 ## Megatron's flags that --epp refuses
 
 All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
@@ -52,7 +48,7 @@ def document() -> str:
         table(rows_of(training, lambda action: action.option_strings[0] in everyday)),
         "More:\n",
         table(rows_of(training, lambda action: action.option_strings[0] not in everyday)),
-        REFUSED.format(renamed=renamed()),
+        REFUSED,
         table(refused, ("flag", "but for", "advice")),
     ]
     parts.append(NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)))
@@ -77,15 +73,6 @@ def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[s
         if again := [row for row in rows if row in above]:
             yield f"And, as `megatron-epp {above[again[0]]}` does: {'; '.join(row[0] for row in again)}.\n"
         above |= dict.fromkeys(new, command)
-
-
-def renamed() -> str:
-    """Every old name and value with the new one."""
-    names = [(name, row.training if name.startswith("--epp") else row.short) for row in TABLE for name in row.old_names]
-    said = [f"{code(old)} is {code(new)}" for old, new in names]
-    said += [f"its {code(old)} is {code(new)}" for row in TABLE for old, new in row.old_values.items()]
-    said += [f"{code(f'megatron-epp {old}')} is {code(f'megatron-epp {new}')}" for old, new in cli.OLD_NAMES.items()]
-    return ", ".join(said)
 
 
 def flags_in(flags: Iterable[MegatronFlag]) -> str:

@@ -76,8 +76,6 @@ also:
 
 `megatron-epp COMMAND --help` lists a command's everyday options, `--help-all` all of them.
 """
-OLD_NAMES = {"rehearse": "emulate"}
-"""Names of commands that work for one more release, and the new ones."""
 _HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
 _REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"
@@ -85,7 +83,7 @@ _REPORT = "a fault of megatron-epp: run it again with --debug, and report what i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors print one or two lines on stderr, a traceback only with ``--debug``."""
-    argv = _renamed(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or not _HELP.isdisjoint(argv):
         os.environ.setdefault(megatron_epp.COMPILED_VARIABLE, "0")  # help compiles nothing, and importing numba takes long
     named = next((word for word in argv if not word.startswith("-")), "")
@@ -103,14 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             tell_traceback(error)
         return _refused(error, parser)
-
-
-def _renamed(argv: Sequence[str]) -> Sequence[str]:
-    """Replace an old name of a command, with a warning."""
-    if not argv or argv[0] not in OLD_NAMES:
-        return argv
-    tell(f"{PROGRAM}: warning: {argv[0]} is now {OLD_NAMES[argv[0]]}; the old name goes with the next release")
-    return [OLD_NAMES[argv[0]], *argv[1:]]
 
 
 def _refused(error: Exception, parser: Parser) -> int:

@@ -97,13 +97,6 @@ def test_help_shows_no_old_name():
     assert "recompute-levels" not in shown
 
 
-def test_an_old_command_works_with_a_warning(capsys):
-    assert cli.main(["rehearse", "no-such-plan.json"]) == 2
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning == "megatron-epp: warning: rehearse is now emulate; the old name goes with the next release"
-    assert "no-such-plan.json" in error
-
-
 def test_a_removed_flag_is_refused_with_what_to_do_and_not_shown(monkeypatch, capsys):
     row = Flag("gone", "--epp-gone", removed="0.2.0: lower --epp-slices")
     monkeypatch.setattr("megatron_epp.mcore.arguments.parser.TABLE", (row,))
