@@ -19,7 +19,7 @@ HEAD = """\
 
 # Flags
 
-Training takes Megatron's own flags and those of the first table; in YAML they stand under `epp:` without the prefix
+Training takes Megatron's own flags and those of the first two tables; in YAML they stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first: `megatron-epp COMMAND --help` lists them,
 `--help-all` all of a command's. The tables have every spelling of a flag.
 """
