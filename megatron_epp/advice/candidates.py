@@ -103,7 +103,7 @@ def _with_experts(question: Question, config: Configuration) -> list[Configurati
 
 
 def _in_whole_groups(config: Configuration, expert: int) -> bool:
-    """True if context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
+    """True if context-parallel ranks share experts among themselves, or all of them share with whole other replicas."""
     return config.context % expert == 0 or (expert % config.context == 0 and config.data % (expert // config.context) == 0)
 
 

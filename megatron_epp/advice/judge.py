@@ -22,7 +22,7 @@ PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
 _PLANNED = 4
-"""Largest number of planned groups of replicas of a configuration, those that are estimated to take longest."""
+"""Largest number of groups of replicas of a configuration that are planned: the ones estimated to take longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

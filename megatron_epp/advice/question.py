@@ -234,7 +234,7 @@ class Question:
     def reduction_us(self, config: Configuration) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
 
-        It is that of the slowest rank, without overlap with compute. A ring over nodes uses every member's link.
+        It is the slowest rank's, without overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(config), config.context * config.data
         layers = [0.0] * config.pipeline

@@ -14,7 +14,7 @@ from megatron_epp.planner.layouts.search import choose
 from megatron_epp.planner.service.replica_balance import Share
 
 VARIED = 6
-"""Number of configurations whose variants are evaluated: those with the best rough plans."""
+"""Number of configurations whose variants are evaluated: the ones with the best rough plans."""
 SEARCHED = 2
 """Number of parallel sizes for which the layers of the stages are searched."""
 PLANNED = 12
@@ -191,7 +191,7 @@ def _speed(entry: Judged) -> tuple[float, Configuration]:
 
 
 def _simplest_first(entries: list[Judged]) -> list[Judged]:
-    """Sort entries by time, but put the simplest of those that are at most `CLOSE` slower than the fastest first."""
+    """Sort entries by time, but first put the simplest of all that are at most `CLOSE` slower than the fastest."""
     ranked = sorted(entries, key=_speed)
     close = [entry for entry in ranked if entry.parts.step_us <= (1 + CLOSE) * ranked[0].parts.step_us]
     simplest = min(close, key=lambda entry: (entry.config.kinds, _speed(entry)))

@@ -24,8 +24,8 @@ from megatron_epp.plan import EppError
 MICROSECONDS = 1e6
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
-"""Time of launching weight gradients as a share of a backward's, that of attention as a share of a dense layer's, and that of a
-layer with experts as a multiple of it: by the counts of `python -m scripts.bench.host`, with its times."""
+"""Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
+experts as a multiple of a dense layer; by the counts of `python -m scripts.bench.host`, with its times."""
 _HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1
 """Time of launching a head and an embedding as shares of a layer's. Assumed."""
 
@@ -147,7 +147,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of a layer's attention with its norm and projections, as parts of those of `_layer`."""
+    """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)

@@ -62,7 +62,7 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 
     Args:
         costs: of the stages.
-        lengths: tokens of sequences like those to come.
+        lengths: tokens of typical sequences.
     """
     tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
 

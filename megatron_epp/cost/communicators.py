@@ -72,7 +72,7 @@ def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> Lin
     Args:
         placement: stages on ranks.
         num_sms: SMs of a device.
-        ctas: of one link; those that training sets if None.
+        ctas: CTAs of one link; as training sets them if None.
     """
     used = ways(placement.rank_of)
     links = most_links(used)

@@ -43,7 +43,7 @@ class LineFit:
 
 
 def fit_line(points: Sequence[Point], pairs: bool = True) -> LineFit:
-    """LineFit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
+    """Fit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
 
     Args:
         points: at least one.

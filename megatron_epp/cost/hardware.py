@@ -64,7 +64,7 @@ H100 = Rates(
 )
 """An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host.
 
-Peaks are those of NVIDIA's datasheet of the H100 SXM, and the shares of them that a training sustains are assumed:
+Peaks are from NVIDIA's datasheet of the H100 SXM; the shares of them that a training sustains are assumed:
 989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 %, between the 35 % of FlashAttention-2 and the
 75 % of FlashAttention-3 there (arXiv 2407.08608; its figures have 335, 539 and 616 TFLOP/s for FlashAttention-2, cuDNN and
 FlashAttention-3 forward, with causal masks, heads of 128 and 16K tokens, and 322, 516 and 561 backward, so with the latter two

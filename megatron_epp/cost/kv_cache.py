@@ -52,7 +52,7 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
         own: costs of the stage.
         work: of the chunks.
         copy_us: times of copies over the link to the host.
-        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of those in use.
+        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of bytes in use.
     """
     parts = head_parts(own.kv_heads)
     layers, kv = own.num_cached_layers, own.kv_bytes_per_token / parts
@@ -84,8 +84,8 @@ def _whole(amount: TimeColumn) -> IntColumn:
 
 
 def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
-    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums, without those of
-    the chunk's own tokens, which `working_bytes_per_token` includes. 0 if that is 0: then memory of passes is not counted.
+    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums. The gradients of
+    the chunk's own tokens are in `working_bytes_per_token`. 0 if those are 0: then memory of passes is not counted.
 
     Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32, as
     the one with the largest memory does.

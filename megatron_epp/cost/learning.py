@@ -25,7 +25,7 @@ OutputShare = Callable[[int], float]
 
 @dataclass(slots=True)
 class Learner:
-    """Collects times and bytes of actions, iteration by iteration."""
+    """Collector of times and bytes of actions, iteration by iteration."""
 
     seen: int = 0
     learnt: Learnt = field(default_factory=Learnt)
@@ -180,7 +180,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
 
 
 def _with_all_tokens(earlier: Line, extra: Line, times: Sequence[Timed]) -> list[Timed]:
-    """Scale times to those of all tokens passing the output layer, by the ratio that the earlier lines give.
+    """Scale times to all tokens passing the output layer, by the ratio that the earlier lines give.
 
     Args:
         earlier: time of the pass with all tokens.
@@ -230,7 +230,7 @@ def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineC
 
     Args:
         costs: the learnt costs.
-        num_bytes: by stage; 0 for those that are not named.
+        num_bytes: by stage; 0 for stages that are not named.
     """
     stages = (replace(stage, static=Static(weights=num_bytes.get(number, 0))) for number, stage in enumerate(costs.stages))
     return replace(costs, stages=tuple(stages))
@@ -241,7 +241,7 @@ def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> Pip
 
     Args:
         costs: without microbatches.
-        num_bytes: by stage; 0 for those that are not named.
+        num_bytes: by stage; 0 for stages that are not named.
     """
     return replace(
         costs,
@@ -276,7 +276,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
 
 class CostDeviation(NamedTuple):
-    """Ratio of learnt times to those by the earlier costs.
+    """Ratio of learnt times to the earlier costs' times.
 
     Attributes:
         overall: over all stages.

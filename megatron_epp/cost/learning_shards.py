@@ -29,7 +29,7 @@ def fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> Vocabul
 
 
 def _pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Learnt]) -> Line:
-    """Fit the line of an operation for the whole vocabulary: of each rank's shard its own, of which the slowest counts.
+    """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
 
     A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
     """
@@ -45,7 +45,7 @@ def _pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Le
 def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
     """Return the time of every collective: the least of its pipeline's ranks.
 
-    The rank that enters last waits for no other. Its time is that of the collective, and the others' contain their waits.
+    The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
     Collectives that some rank has not measured are left out.
     """
     found: dict[tuple[int, int, int], list[Timed]] = {}

@@ -204,7 +204,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     """Shape of the model that Megatron's flags describe, with Megatron's defaults.
 
     Args:
-        flags: names with underscores; those that do not bear on the shape are ignored.
+        flags: names with underscores; flags that do not bear on the shape are ignored.
 
     Raises:
         EppError: a flag that makes a shape is missing or is not a whole number.
@@ -335,8 +335,8 @@ def balanced_layers(
 
 
 def _range(rate: str) -> tuple[float, float]:
-    """Smallest and largest value of a rate. Rates per second are divisors, so they are at least 1, except that of the link to
-    the host, which may be absent.
+    """Smallest and largest value of a rate. Rates per second are divisors, so they are at least 1, except the rate of the link
+    to the host, which may be absent.
     """
     divides = rate.endswith(("_flops", "_bytes")) and rate != "host_bytes"
     return (1.0 if divides else 0.0), MOST_RATE

@@ -130,7 +130,7 @@ class PipelineCosts:
         return self._time_us(stage, own.stage_weight, own.extra_weight, work)
 
     def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time by which B is shorter if W is split off: that of W, or less where the host bounds B without it."""
+        """Time by which B is shorter if W is split off: the time of W, or less where the host bounds B without it."""
         own = self.stages[stage]
         if not own.stage_backward.launch_us:
             return self.weight_us(stage, work)
@@ -147,7 +147,7 @@ class PipelineCosts:
         return np.asarray(np.minimum.reduce(times_us), dtype=np.float64)
 
     def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
-        """Time of a pass, less that of its extras for tokens that do not pass the output layer of the last stage."""
+        """Time of a pass, less the time of its extras for tokens that do not pass the output layer of the last stage."""
         device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
         if work.trained is not None:
             device_us = device_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
@@ -222,7 +222,7 @@ class PipelineCosts:
         return self._whole_bytes(per_token * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of one layer among `weight_bytes`; those of all others are held when the backward reaches the layers."""
+        """Bytes of one layer in `weight_bytes`. The bytes of all others are held when the backward reaches the layers."""
         return self._whole_bytes(self.stages[stage].weight_bytes_per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -289,8 +289,8 @@ class PipelineCosts:
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
 
     def half_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if its
-        weight gradient is split that of its output, of the size of its input.
+        """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if weight
+        gradients are split off the gradient of its output, which is as large as its input.
         """
         own = self.stages[stage]
         if own.half.kind != ATTENTION:

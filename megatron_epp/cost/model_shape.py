@@ -68,12 +68,12 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, which is also that of the values."""
+        """Width of the keys, and of the values."""
         return (self.num_query_groups or self.num_attention_heads) * self.head_width
 
     @property
     def head_width(self) -> int:
-        """Width of a head's queries, which is also that of its keys and values."""
+        """Width of a head: of its queries, keys and values."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -213,9 +213,7 @@ class ModelShape:
 
     @property
     def attended_bytes_per_token(self) -> float:
-        """Bytes of `layer_bytes_per_token` still held after attention's backward: without those of the MLP and without its
-        norm's input and output.
-        """
+        """Bytes of `layer_bytes_per_token` held after attention's backward: without the MLP and its norm's input and output."""
         return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
 
     @property

@@ -151,7 +151,7 @@ class Profile:
 
         `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
         logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
-        The broadcast carries a message's bytes; the reduction those of fp32 gradients, once towards the last stage.
+        The broadcast carries a message's bytes; the reduction carries fp32 gradients, once towards the last stage.
         """
         head, is_blocked = self.head, self.head.workspace_bytes > 0
         gradient = head.backward.scaled(2 / 3) if is_blocked else head.weight

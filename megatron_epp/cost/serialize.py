@@ -50,7 +50,7 @@ class Form(NamedTuple):
     version: int
 
     def write(self, costs: DataclassInstance) -> str:
-        """Return canonical JSON; a missing link to the host, of which a copy takes for ever, is written as null."""
+        """Return canonical JSON; a missing link to the host, whose copies take infinite time, is written as null."""
         body = {"schema": self.schema, "version": self.version, **asdict(costs)}
         if body["host_us_per_byte"] == math.inf:
             body["host_us_per_byte"] = None
@@ -83,7 +83,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
 
     Args:
         kind: dataclass whose fields are numbers, text, such dataclasses again, or tuples or dictionaries of these. If it has a
-            function `upgraded`, that turns the objects of older files into those of today.
+            function `upgraded`, it converts objects of older files.
         body: the JSON object; null stands for a missing field.
         where: path of the object inside the file, for errors; empty at the top.
         ignore_unknown: ignore names that are not fields, unless they resemble a field that is missing.

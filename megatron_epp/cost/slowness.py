@@ -29,7 +29,7 @@ class SlowStages:
         Args:
             plan: its plan.
             rank: pipeline rank.
-            took_us: measured time of every action of the rank; those that do not compute, or not for a stage, are left out.
+            took_us: measured time of every action of the rank; actions that do not compute for a stage are left out.
         """
         planned_us: dict[int, float] = {}
         alone = [step for step in plan.ranks[rank] if not step.also and _is_of_stage(step.action)]

@@ -121,7 +121,7 @@ class StageCosts(LayerCosts):
         static: weights, gradients, optimizer state.
         working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
         first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
-            stage's end: backward comes to that first and to the MLP last, so these bytes go later than those of a layer.
+            stage's end: backward comes to that attention first and to the MLP last, so these bytes go later than a layer's.
     """
 
     num_layers: int
@@ -160,7 +160,7 @@ class StageCosts(LayerCosts):
 
     @property
     def num_cached_layers(self) -> int:
-        """Number of layers whose keys and values the stage caches: those whose attention it has."""
+        """Number of layers whose keys and values the stage caches: layers whose attention it has."""
         return self.num_layers + self.half.num_cached_layers
 
     @property
@@ -227,7 +227,7 @@ class StageCosts(LayerCosts):
 
     @property
     def stage_exchange(self) -> Line:
-        """Time of the exchange in the stage's forward, and of that in its backward; a half layer has half of a layer's."""
+        """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
         return self.exchange.scaled(self.num_halves / 2)
 
 

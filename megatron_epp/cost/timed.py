@@ -23,7 +23,7 @@ class Timed(NamedTuple):
     """Measured time of an action.
 
     Attributes:
-        tokens: of its chunk, padded; of vocabulary shards and their collectives those that pass the output layer.
+        tokens: of its chunk, padded; for vocabulary shards and their collectives, tokens that pass the output layer.
         pairs: causal query-key pairs of its chunk; 0 where the time does not depend on them.
         time_us: measured.
         recompute: layers that recomputed in it.
@@ -76,7 +76,7 @@ def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Li
 
 
 def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
-    """Fit a line whatever the time of launching; takes what `fitted_line` takes."""
+    """Fit a line whatever the time of launching; arguments as in `fitted_line`."""
     by_size: dict[tuple[int, int], list[float]] = {}
     for one in times:
         by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
@@ -92,6 +92,6 @@ def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
 
 
 def ratio_to(earlier: Line, times: Sequence[Timed]) -> float:
-    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
+    """Median ratio of measured times to an earlier line's; 1 if there are none."""
     ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
     return statistics.median(ratios) if ratios else 1.0

@@ -41,14 +41,14 @@ class VocabularyShards:
     gather: Line = Line()  # noqa: RUF009 - frozen
 
     def of_shard(self, whole: Line, rank: int) -> Line:
-        """Return the time of a rank's pass, given that of the whole vocabulary without `PASS_US`.
+        """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.
 
         Every shard launches as many kernels as the whole vocabulary.
         """
         return replace(Line(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
 
     def of_whole(self, own: Line, rank: int) -> Line:
-        """Return the time of a pass of the whole vocabulary without `PASS_US`, given that of a rank's."""
+        """Return the time of a pass of the whole vocabulary without `PASS_US`, given the time of a rank's pass."""
         return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
@@ -63,7 +63,7 @@ class VocabularyShards:
         return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
 
     def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
-        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; takes what `kept_bytes` takes."""
+        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as in `kept_bytes`."""
         passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
         more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)
         return self.kept_bytes(rank, tokens, fragmentation) + more

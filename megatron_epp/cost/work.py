@@ -27,7 +27,7 @@ def causal_pairs(start: int, end: int) -> int:
 
 
 TrainedParts = tuple[int, ...]
-"""Numbers of trained tokens in equal parts of a sequence, in their order; each part has those of its length, rounded."""
+"""Numbers of trained tokens in equal parts of a sequence, in order; the length of a part is rounded."""
 
 
 def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> float:
@@ -81,11 +81,11 @@ class Line:
         return self.launched(self.device_us(tokens, pairs))
 
     def device_us(self, tokens: Any, pairs: Any) -> Any:
-        """Time on the device alone, in microseconds; takes what `time_us` takes."""
+        """Time on the device alone, in microseconds; arguments as in `time_us`."""
         return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
 
     def launched(self, device_us: Any) -> Any:
-        """Time of a pass whose kernels take `device_us` (a number or a column): that, or the time of launching them.
+        """Time of a pass whose kernels take `device_us` (a number or a column), at least the time of launching them.
 
         Every time of a pass comes from here.
         """
@@ -97,7 +97,7 @@ class Line:
         return Line(*(own * factor for own in self._coefficients))
 
     def within(self, whole: Line) -> Line:
-        """Return the line with each coefficient limited to that of the line it is a part of."""
+        """Return the line with each coefficient limited to the coefficient of the line that it is a part of."""
         return Line(*map(min, self._coefficients, whole._coefficients))
 
     def larger(self, other: Line) -> Line:
@@ -126,8 +126,8 @@ class ModeCosts:
     Attributes:
         again: time of the recomputed part.
         bytes_per_token: kept from forward to backward, K and V included if the mode keeps them.
-        full_bytes_per_token: peak during its backward, K and V included; None if it equals that of a layer that keeps
-            everything.
+        full_bytes_per_token: peak during its backward, K and V included; None if it equals the peak of a layer that
+            keeps everything.
     """
 
     again: Line

@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatEncoder:
-    """Conversion of a conversation to tokens, of which those of some roles are trained.
+    """Conversion of a conversation to tokens, and to a mask of the tokens that are trained: the messages of some roles.
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
     trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens.
@@ -121,7 +121,7 @@ class _Chat:
         return common if common == len(prompted) else max(common, self._end(ids, number))
 
     def _end(self, ids: Ids, count: int) -> int:
-        """Return the number of tokens of the first `count` messages, which must be the beginning of those of all messages."""
+        """Return the number of tokens of the first `count` messages, which must be the first tokens of all messages."""
         if count in (0, len(self.messages)):
             return len(ids) if count else 0
         first = self._up_to(count)

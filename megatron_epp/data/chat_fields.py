@@ -22,9 +22,9 @@ class Fields:
     Attributes:
         given: messages that have a field with a value, by its name; the role is none, and the content is counted only of
             messages with further fields. `TOOLS` counts conversations.
-        lost: those of them of whose field the template renders nothing.
+        lost: of these, messages whose field the template does not render.
         num_empty: messages that are trained although nothing of them is rendered.
-        num_null: messages whose content is null, of which the template makes text.
+        num_null: messages whose content is null and that the template renders as text.
     """
 
     given: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Fields:
     num_null: int = 0
 
     def warnings(self, roles: Sequence[str]) -> Iterator[str]:
-        """Yield what is lost, in a line each; `roles` are those whose messages are trained."""
+        """Yield what is lost, in a line each; `roles` are the roles whose messages are trained."""
         if self.lost:
             counts = (f"{name} in {self.lost[name]:,} of {self.given[name]:,}" for name in sorted(self.lost))
             yield (
@@ -130,7 +130,7 @@ def _marked(value: Any, mark: str) -> Any:
 
 
 def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> list[tuple[int, str]]:
-    """Return those of some fields without which the text is the same."""
+    """Return the fields without which the text is the same."""
     if not items:
         return []
     fewer: Sequence[Message] = messages
@@ -145,7 +145,7 @@ def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole:
 
 
 def _with(messages: Sequence[Message], number: int, name: str, value: object) -> list[Message]:
-    """Return messages of which one has another value in a field; None for no such field."""
+    """Return the messages with another value in one message's field; None removes the field."""
     changed = {key: one for key, one in messages[number].items() if key != name} | ({} if value is None else {name: value})
     return [*messages[:number], changed, *messages[number + 1 :]]
 

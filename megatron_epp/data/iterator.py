@@ -71,7 +71,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
     A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
     every rank of a replica must take its batches at the same points. Another thread prepares the next batch while one runs.
     Errors of planning are raised by all ranks in place of the batch, after the batches before it, and again at every later
-    call; those of preparing a batch by their own rank.
+    call; errors of preparing a batch are raised by their own rank only.
 
     Args:
         dataset: source of lengths and, later, of tokens.

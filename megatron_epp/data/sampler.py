@@ -93,7 +93,7 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
 class TokenBatchSampler(GlobalBatchSampler):
     """Infinite iterator over the sequence indices of global batches of a number of tokens.
 
-    The global order is that of `GlobalBatchSampler`. An iteration takes the next sequences of it until one more would exceed
+    The global order is as in `GlobalBatchSampler`. An iteration takes its next sequences until one more would exceed
     `batch_tokens`, but at least `least` of them. The state is `consumed_samples` as there.
 
     Args:

@@ -24,7 +24,7 @@ def wikipedia(count: int, seed: int) -> Lengths:
 
 
 def code(count: int, seed: int) -> Lengths:
-    """Draw lengths like those of code repositories: log-normal (median 2,000), and one in twenty Pareto from 16,384 up."""
+    """Draw lengths as in code repositories: log-normal (median 2,000), and one in twenty Pareto from 16,384 up."""
     draw = np.random.RandomState(seed)
     body, tail = 2000 * np.exp(1.3 * draw.randn(count)), 16384 * (1 + draw.pareto(0.8, count))
     return np.where(draw.rand(count) < 0.95, body, tail).clip(1, 1 << 24).astype(int)

@@ -163,7 +163,7 @@ def _count(body: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Raise `EppError` if tokens are not those of a run's tokenizer.
+    """Raise `EppError` if tokens are not from a run's tokenizer.
 
     Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
     are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
@@ -226,8 +226,8 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> 
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
-    """Digest, of 16 hexadecimal digits, of the ids that a tokenizer makes of a text, without those that it adds to any text;
-    None if it reads ids instead of text.
+    """Digest, of 16 hexadecimal digits, of the ids that a tokenizer makes of a text, without ids that it adds to any text; None
+    if it reads ids instead of text.
     """
     try:
         around = set(tokenize(""))

@@ -24,7 +24,7 @@ _BLOCK_TOKENS = 1 << 20
 
 
 class TrainedLabels(NamedTuple):
-    """Numbers of labels of some documents that are trained: of all, and of those beyond what truncation leaves."""
+    """Numbers of trained labels of some documents: all, and the part that truncation removes."""
 
     total: int
     cut: int
@@ -37,7 +37,7 @@ def trained_labels(
 
     Args:
         read: returns the mask of tokens from one to before another of a pair.
-        first: number of the pair's tokens before those of the first document.
+        first: number of the pair's tokens before the first document.
         num_tokens: [documents], tokens of each.
         limit: positions to which documents are truncated; None if they are not.
     """

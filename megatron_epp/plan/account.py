@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
     Attributes:
         time_us: begin of the moment.
-        items: bytes by item, those held throughout included; none is zero.
+        items: bytes by item, with bytes that are held throughout; none is zero.
         step: the step that begins or ends then; None at the start.
     """
 
@@ -67,7 +67,7 @@ class Account:
         return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
-        """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
+        """Return a rank's memory at the start and after every change; the sums equal `Timeline.live_bytes`."""
         return [Moment(time_us, self._shown(rank, live), step) for time_us, live, step in self._changes(rank)]
 
     def peak(self, rank: int) -> Moment:

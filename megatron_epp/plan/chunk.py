@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Chunks that hold the slices just before and just after that of each chunk; None if there is none."""
+    """Chunks that hold the slices just before and just after each chunk's slice; None if there is none."""
 
     previous: tuple[int | None, ...]
     following: tuple[int | None, ...]

@@ -190,7 +190,7 @@ def entries(rows: Sequence[Sequence[float]]) -> Floats:
 
 
 def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tuple[int, int]]:
-    """Yield row and position of those of their numbers that are chosen.
+    """Yield row and position of every chosen number.
 
     Args:
         rows: as `entries` takes it.

@@ -75,7 +75,7 @@ class EppError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def text(self, names: Names) -> str:
-        """Format the error for who asked, with their names of the settings."""
+        """Format the error with the asker's names of the settings."""
         if not self.remedies:
             return self.message + self.after
         advice = ", or ".join(_phrases(self.remedies, names))
@@ -96,7 +96,7 @@ class EppError(Exception):
 
         Args:
             before, after: text in front of the message, and behind the remedies.
-            names: names that `str` of the copy uses; None for those of this error.
+            names: names that `str` of the copy uses; None for the names of this error.
         """
         made = copy.copy(self)
         made.message, made.after = before + self.message, self.after + after
@@ -115,7 +115,7 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest sufficient limit, or the remedies the setting to change.
+    """No plan fits the limits. The message names the smallest sufficient limit, or remedies name the setting to change.
 
     Attributes:
         least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.

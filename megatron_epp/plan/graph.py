@@ -219,7 +219,7 @@ class _Relations:
             self._add(op, waiting, sites, chunks)
 
     def add(self, op: Op) -> None:
-        """Add the relations of an operation's actions to those that they wait for."""
+        """Add what an operation's actions wait for."""
         columns, others = self.columns, dict[tuple[Need, int], Integers]()
         count = len(operation(op).sites(self.plan.placement))
         for site in range(count):
@@ -244,7 +244,7 @@ class _Relations:
         Args:
             source: operation of the actions that are waited for.
             waiting: indices of the actions that wait.
-            sites, chunks: of those that are waited for.
+            sites, chunks: of the actions that are waited for.
             op, need: the operation that waits, and its relation; None for the issue of copies.
         """
         table = self.listed.numbers.get(source, np.zeros((0, 0), dtype=np.int64))
@@ -278,7 +278,7 @@ class _Relations:
         pairs = _Pairs(
             *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
         )
-        order = np.argsort(pairs.waiting, kind="stable")  # those of one action stay in the order of the table
+        order = np.argsort(pairs.waiting, kind="stable")  # pairs of one action stay in the order of the table
         waiting, need, time_us, link, site, chunk = pairs
         pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
         step = columns.step[pairs.waiting]

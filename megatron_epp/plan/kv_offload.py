@@ -13,11 +13,15 @@ from megatron_epp.plan.plan import KVOffload, Plan
 from megatron_epp.plan.simulate import Timeline
 
 MOST_PARTS = 4
-"""Largest number of groups of heads of attention: fewer heads at a time would leave a GPU idle at short slices."""
+"""Largest number of groups of heads of attention. Not measured: fewer heads at a time would leave a GPU idle at short slices,
+fewer groups take more device memory for the three pieces that it holds.
+"""
 
 
 HOST_UNIT_BYTES = 256
-"""Unit in which host memory is allocated: for a chunk's offloaded activations and for a sequence's cache on a stage."""
+"""Unit in which host memory is allocated, for a chunk's offloaded activations and for a sequence's cache on a stage. Plans and
+runs round up to it, so what fits on paper fits in a run.
+"""
 
 
 def in_units(num_bytes: int) -> int:
@@ -37,8 +41,8 @@ def head_parts(kv_heads: int) -> int:
 def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """Host memory of a rank over time: steps ``(time_us, bytes)`` from time 0, each valid until the next.
 
-    Offloaded activations take host memory from the issue of their offload to that of their load, after which later copies reuse
-    it; keys and values as described in `KVOffload`.
+    Offloaded activations take host memory from the issue of their offload to the issue of their load, after which later copies
+    reuse it; keys and values as described in `KVOffload`.
     """
     plan, level = timeline.plan, 0
     here = [entry for entry in plan.kv_offload if plan.placement[entry.stage] == rank]

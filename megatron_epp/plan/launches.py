@@ -49,7 +49,7 @@ class Launches:
         return len(self.starts) - 1
 
     def by_op(self, values: Iterable[int]) -> Integers:
-        """Return, for each launch, the value of its operation among those of `ops`."""
+        """Return the value of each launch's operation, given one value for each of `ops`."""
         return np.array([*values], dtype=np.int64)[self.op]
 
     def ranks(self) -> Integers:

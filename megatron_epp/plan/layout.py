@@ -85,7 +85,7 @@ class Layout:
         return True
 
     def costs_of[C](self, costs: C) -> C:
-        """Return the costs of the stages, given those of stages cut between layers or between attention and MLP."""
+        """Return the costs of the stages, given the costs of stages cut between layers or between attention and MLP."""
         return costs
 
     @property

@@ -31,8 +31,8 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     copies, so they all have the same order of forwards, backwards and messages.
 
     The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
-    every event is after those it needs and both sides of a message are together. So the first event of that order which has
-    not ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
+    every event is after what it needs and both sides of a message are together. So the first event of that order which has not
+    ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
     any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas, gathers of
     parameters are by ascending stage and reductions by descending stage in every plan's order, so one order covers all
     replicas' events too. `launches.blocked` checks rows for it.
@@ -51,12 +51,13 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 def issue_order(plan: Plan, graph: Graph, played: Playback) -> Launches:
     """Return the lowered rows of a plan whose playback reached its end, see `lower`."""
+    # Moments without copies order everything; copies are put in afterwards, at the positions of the whole playback.
     alone = played if (compute := graph.without_copies()) is graph else play(compute)
     moments, ops = _Moments.of(alone, plan.num_stages), _operations(graph)
     posted = _sorted(_messages(graph, moments, ops), _collectives(graph, moments, ops), _reductions(plan, graph, moments, ops))
     parts = _slots_of_posted(graph, moments, posted), _slots_of_compute(graph, ops), _slots_of_copies(graph, played, ops)
     slots, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.argsort(slots, kind="stable")
+    order = np.argsort(slots, kind="stable")  # stable: launches of one slot stay in the order of their moments
     firsts = [numbers.start for numbers in graph.tracks[: plan.num_ranks]]
     bounds = np.searchsorted(slots[order], _slot(np.arange(plan.num_ranks), np.array(firsts), _DUE_BEFORE))
     op, site, chunk = (column[order] for column in columns)
@@ -81,6 +82,7 @@ class _Moments(NamedTuple):
         count, spacing = len(played.order), num_stages + 1
         position = np.zeros(count, dtype=np.int64)
         position[played.order] = np.arange(count)
+        # Equal times are common (an action ends as the next one starts): ties follow the playback, which respects all needs.
         order = np.lexsort((np.tile(position, 2), np.array(played.start_us + played.end_us)))
         moments = np.zeros(2 * count, dtype=np.int64)
         moments[order] = np.arange(2 * count) * spacing
@@ -113,7 +115,7 @@ the action."""
 
 
 def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
-    """Return a slot. Every rank has those of its compute actions, and one behind the last.
+    """Return a slot. A rank has a slot for each of its compute actions, and one behind the last.
 
     Args:
         rank: of the launch.
@@ -144,7 +146,7 @@ def _messages(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
     stream = _by_first((send * graph.num_ranks + rank) * graph.num_ranks + to_rank)
     return _Posted(
         np.append(rank, to_rank),
-        np.tile(moments.end[producer], 2),
+        np.tile(moments.end[producer], 2),  # one moment for both sides: no cycle can go through a send and its receive
         np.tile(stream, 2),
         np.append(send, receive),
         np.append(transfers.source_site[is_message], transfers.target_site[is_message]),
@@ -171,13 +173,13 @@ def _collectives(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
 
 
 def _by_first(keys: Integers) -> Integers:
-    """Number equal keys alike, in the order in which they first occur."""
+    """Number distinct keys in the order in which they first occur."""
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[which]
 
 
 def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
-    """The reduction of every stage, last stage first: after the last of its gradients, and after those of all later stages.
+    """Reductions of all stages, last stage first: each after its stage's last gradient and the reductions of later stages.
 
     Gradients of what a rank has besides its stages are reduced with its first stage.
     """
@@ -194,6 +196,8 @@ def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) 
     for behind, at in enumerate(range(plan.num_stages - 1, -1, -1)):
         if last[at] >= 0:
             due = max(due, int(moments.end[columns.step[last[at]]]))
+            # In the room behind a moment that `_Moments.of` leaves, one place for each stage: reductions due at one moment
+            # keep the same order on all ranks and replicas.
             found.append((plan.placement[at], due + 1 + behind, -at, ops.index(Op.REDUCE), at, columns.chunk[last[at]]))
     return _Posted(*np.array(found, dtype=np.int64).reshape(-1, 6).T)
 
@@ -222,6 +226,8 @@ def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots
     behind = _is_behind_second(number[during], posted.stream[during])
     part = np.full(len(due), _DUE_BEFORE)
     part[during[~behind]] = _OVERLAPPED
+    # From the second of a stream on they are launched behind the action. A stream runs its launches one after the other, so the
+    # second waits for the first; with one hardware queue an action launched after it would wait for both.
     number[during[behind]] += 1
     return _Slots(_slot(posted.rank, number, part), posted.op, posted.site, posted.chunk)
 

@@ -29,9 +29,9 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     """Peak bytes of messages on each rank.
 
     Slots, each as large as the largest message, take memory throughout. A payload takes memory from the start of the action
-    that makes it to its send, which copies it; a stage on the same rank takes it over instead. What is copied out of a slot is
-    held by a forward's own bytes, and in addition to those of a backward until its end. Buffers of collectives and of messages
-    of added operations are in the bytes of the steps that make and need them.
+    that makes it to its send, which copies it; a stage on the same rank takes it over instead. An activation that is copied out
+    of a slot is among the bytes of its forward; a gradient is added to the bytes of its backward, until its end. Buffers of
+    collectives and of messages of added operations are in the bytes of the steps that make and need them.
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
@@ -80,12 +80,12 @@ def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
 
 
 class _Sides(NamedTuple):
-    """Operations with messages, each with the offset from its site to that on the other side.
+    """Operations with messages, each with the offset from its site to the site on the other side.
 
     Attributes:
-        makes, takes: those whose result is a message, and those that need one.
-        opens: those of `takes` whose own bytes hold the message from their start on.
-        sends, receives: those that send and receive one.
+        makes, takes: operations whose result is a message, and operations that need one.
+        opens: operations of `takes` whose own bytes hold the message from their start on.
+        sends, receives: operations that send a message, and that receive one.
     """
 
     makes: dict[Op, int]

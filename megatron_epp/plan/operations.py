@@ -89,7 +89,7 @@ class MessageKind(NamedTuple):
 class Collective(NamedTuple):
     """Transfer in which all ranks of the pipeline take part, once per chunk, such as a broadcast or an all-reduce.
 
-    It starts when all actions that give to it have ended, and those that need it wait for its end.
+    It starts when all actions that give to it have ended; actions that need it wait for its end.
 
     Attributes:
         op: the operation that lowering adds on every rank. Its times, by chunk, are in `plan.messages.collective_us`.
@@ -107,12 +107,12 @@ class Need(NamedTuple):
     """Relation of an action to others that it waits for.
 
     Attributes:
-        op: operation of those.
+        op: operation of the actions that are waited for.
         site: their sites: an offset from the action's own, or the last one, or every one.
         chunk: their chunk, relative to the action's.
         only: the one site of the waiting action for which the relation holds; None for all.
         carries: the transfer between the two; None if they share a rank, as they then have to.
-        if_present: it holds for those actions that the plan has, which may be none. Set for relations stated by `Before`.
+        if_present: it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
     """
 
     op: Op
@@ -124,14 +124,14 @@ class Need(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Relation of an action to others that wait for it: those of operation `op`, as their `Need` says."""
+    """Relation of an action to actions of operation `op` that wait for it, as their `Need` says."""
 
     op: Op
     need: Need
 
 
 class Parties(Enum):
-    """OperationRows of launches that take part in a shared event."""
+    """Rows of launches that take part in a shared event."""
 
     PAIR = "pair"
     """The two sides of a message."""
@@ -314,7 +314,7 @@ def is_defined(op: Op) -> bool:
 
 
 def operations(track: Track | None = None) -> tuple[Operation, ...]:
-    """All kinds of action, or those of one track, in the order of their registration."""
+    """All operations, or the operations of one track, in the order of their registration."""
     return tuple(each for each in _TABLE.values() if track is None or each.track is track)
 
 
@@ -324,7 +324,7 @@ def is_compute(op: Op) -> bool:
 
 
 def needs_of(op: Op) -> tuple[Need, ...]:
-    """All relations of a kind of action to those that it waits for, those stated by other kinds included."""
+    """Everything that an operation waits for, including relations that other operations state (`Before`)."""
     others = (before.need for other in _TABLE.values() for before in other.before if before.op is op)
     return *operation(op).needs, *(need._replace(if_present=True) for need in others)
 
@@ -395,7 +395,7 @@ _DEFINED = (
         needs=(Need(Op.SEND_B, 1),),
         side=Side(Op.SEND_B, 0),
     ),
-    Operation(  # of a stage's gradients over replicas; its chunk is that of the last gradient
+    Operation(  # of a stage's gradients over replicas; its chunk is the one with the last gradient
         op=Op.REDUCE,
         text="gradient reduction",
         track=Track.LOWERED,

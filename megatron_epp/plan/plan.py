@@ -38,7 +38,7 @@ class Step(NamedTuple):
     as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
 
     `also` are further actions that run in the same step (a braid, such as a forward with a backward of another chunk): all
-    start when each of them can, and end together. Time and bytes are those of all.
+    start when each of them can, and end together. Time and bytes are of all together.
     """
 
     action: Action
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The action and those that run with it."""
+        """All actions of the step."""
         return (self.action, *self.also) if self.also else (self.action,)
 
 
@@ -77,7 +77,7 @@ AnyStep = Step | Copy
 
 
 class KVOffload(NamedTuple):
-    """KV offload of a sliced sequence on a stage: keys and values are in host memory, only those in use on the device.
+    """KV offload of a sliced sequence on a stage: keys and values are in host memory, and on the device only while in use.
 
     The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
     last slice's backward on, up to the end of the first slice's backward. The steps' bytes include the device memory of the

@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 28
 MOST_DEPTH = 100
 """Largest nesting depth of lists and objects."""
 MOST_VALUES = 20_000
-"""Largest number of values of a YAML file; those that aliases repeat are counted each time."""
+"""Largest number of values of a YAML file; a value that aliases repeat counts each time."""
 MOST_NUMBER = 1e24
 """Largest number: of microseconds, bytes, or rates of them."""
 MOST_WHOLE = (1 << 63) - 1
@@ -31,7 +31,7 @@ MOST_LAYERS = 10_000
 """Largest number of layers of a model."""
 
 _NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|-?\d[\d.eE+-]*)')
-"""Pattern of strings of JSON, and as a group of numbers, those included that it has no word for."""
+"""Pattern of JSON's strings, and as a group of its numbers, `NaN` and infinities included, which are not JSON."""
 _MOST_WORD = 400
 """Largest number of characters of a path or a word that an error quotes."""
 _CONTAINERS = frozenset({dict, list, tuple, set})

@@ -55,7 +55,7 @@ MODES = {
         RecomputeMode(name="mlp", column=2, runs_again=frozenset({NORMS, MLP})),
     )
 }
-"""Recompute modes by name, most recompute first, and those that repeat core attention before all others. A stage's first layers
+"""Recompute modes by name, most recompute first, and modes that repeat core attention before all others. A stage's first layers
 use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_modes`).
 
 A new mode is a row here, its costs by formula in `cost.analytic`, and, where `mcore.model.recompute` cannot run its parts again

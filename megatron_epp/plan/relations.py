@@ -18,7 +18,7 @@ Needs = Callable[[Action], list[Action]]
 
 
 class Resolved(NamedTuple):
-    """A relation of the actions of one operation and site to those of another."""
+    """A relation between the actions of one operation and site and the actions of another."""
 
     op: Op
     site: int
@@ -47,7 +47,7 @@ def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
 
 
 class ChunkLinks:
-    """Chunks that a dependency can concern: neighbouring slices, and those whose loss is computed together."""
+    """Chunks that a dependency can concern: neighbouring slices, and chunks whose loss is computed together."""
 
     def __init__(self, chunks: Sequence[Chunk], loss_groups: Sequence[Sequence[int]] = ()) -> None:
         neighbours = slice_neighbours(chunks)

@@ -32,7 +32,7 @@ _COLUMNS = (
 )  # lists that stay on one line
 
 _RENAMED = {2: {"hosted": "kv_offload"}}
-"""Fields that earlier versions name otherwise. A digest is that of the document as it was written."""
+"""Old names of fields, by version. A digest is of the document as it was written, with its old names."""
 
 
 def digest(plan: Plan) -> str:

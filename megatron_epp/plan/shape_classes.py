@@ -1,10 +1,10 @@
 """Classes of shapes for which cuDNN builds kernel plans, so that a new batch rarely has a new one.
 
 cuDNN, through Transformer Engine, compiles a plan for every class of an attention call, which takes tens to hundreds of
-milliseconds, and keeps it for the thread that asked. By its source a class has the tokens of all queries and those of all keys,
-each to 1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, to 32 or a power of two;
-but with cuDNN from 9.24 and Transformer Engine from 2.18 a forward takes the number of segments as it is. So calls are padded
-with empty segments to a class of their number.
+milliseconds, and keeps it for the thread that asked. By its source a class has the numbers of query tokens and of key tokens,
+each rounded up to 1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, rounded up to 32
+or a power of two. With cuDNN from 9.24 and Transformer Engine from 2.18 a forward's class has the exact number of segments. So
+calls are padded with empty segments to a class of their number.
 
 Tokens are not padded: classes of sums are wide, and a padded token would cost compute in every layer and iteration.
 FlashAttention builds nothing for a shape, so its calls stay as they are.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron_epp.plan.chunk import Chunk, Segment
 
 _LEAST_TOKENS, _MOST_DOUBLED = 1 << 10, 1 << 15
+"""Token counts up to which there is one class, and up to which classes are powers of two, as in Transformer Engine's source."""
 LEAST_SEGMENTS = 32
 """Segments that any call is padded to; on a call of fewer, idle blocks end at once."""
 

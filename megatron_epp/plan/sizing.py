@@ -32,7 +32,9 @@ def size_classes(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 MOST_TRANSIENT_BYTES = 1 << 30
-"""Largest size of transient dK/dV at one time, unless those of a single key head are larger."""
+"""Most bytes of transient dK/dV at one time, unless a single key head has more. Not measured: less would launch more kernels
+for the same work, more would take memory from activations.
+"""
 
 
 def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
@@ -86,8 +88,8 @@ FP32_CHOICES = ("auto", "on", "off")
 
 MOST_ROUNDED_SLICES = 8
 """Largest number of slices for which `auto` keeps sums in the run's precision. A sum in bf16 rounds once for every slice. With
-8 random slices the error of keys' gradients is 1.3 times that of sums in fp32, which have attention's own rounding only; with
-128 it is 2.3 times that, and it grows further.
+8 random slices keys' gradients have 1.3 times the error of sums in fp32, where attention's own rounding is all; with 128 slices
+2.3 times, and the error grows further.
 """
 
 

@@ -16,7 +16,7 @@ _LINE = re.compile(r"(rank|copy) +(\d+) \|(.*)")
 
 
 def to_grid(plan: Plan | GridRows) -> str:
-    """Print a plan, or rows of actions such as those of `lower`, one line per rank.
+    """Print a plan, or rows of actions (as `lower` returns them), one line per rank.
 
     A plan with offloads or loads gets a second block of lines, ``copy 0 | 0O1 0L1``, for the copies overlapped with compute.
     """

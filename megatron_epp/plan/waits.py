@@ -14,7 +14,7 @@ from megatron_epp.plan.graph import Graph, Transfer
 from megatron_epp.plan.simulate import Timeline
 
 ABSENT_US = -math.inf
-"""Start and end of a step of which no times are known."""
+"""Start and end of a step without known times."""
 
 
 class Cause(IntEnum):
@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 
 
 def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[Wait]:
-    """Return the condition that each step waited for longest; of those met at one time, the rank's own order.
+    """Return the condition that each step waited for longest; of several met at the same time, the rank's own order.
 
     Args:
         graph: of a plan.

@@ -20,7 +20,7 @@ def ways(*placements: Sequence[int]) -> list[Way]:
     """Return all directions in which messages between stages are sent, in the order in which ranks exchange their first ones.
 
     In this order they cannot deadlock: of all pairs that still wait, both ranks of the first one have reached it. Neighbours
-    whose lower rank is even come first, then those whose lower rank is odd. So pairs meet side by side, and many ranks take no
+    whose lower rank is even come first, then pairs whose lower rank is odd. So pairs meet side by side, and many ranks take no
     longer than few.
 
     Args:

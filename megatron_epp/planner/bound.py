@@ -30,7 +30,7 @@ def lower_bound_us(
     a sequence's last slice starts on the rank's last stage, all slices of the sequence have run forward on all of the rank's
     stages and none backward, so what they all keep is live in addition to the static bytes and the sequence's keys, values and
     their gradient. The bytes above the cap must have been given up by recomputing layers of these slices. The least time that
-    can take is that of the fractional knapsack: layers in the order of time per byte. A chunk belongs to one sequence (or is
+    can take solves a fractional knapsack: layers in the order of time per byte. A chunk belongs to one sequence (or is
     one batched chunk), so the times of several sequences add. With a link to the host, keys and values may be there, and bytes
     may be copied away and back instead; copies of a rank run one at a time, so the copied bytes cannot take longer than the
     makespan, and what is dearest to recompute is copied. Weight gradients that are split off can run while the last chunk goes
@@ -146,7 +146,7 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
 
 
 def _ways(times: Times, hops: Times, first: list[float]) -> Times:
-    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between.
+    """Sum, for every stage and chunk, `first`, the times of all earlier stages, and the times of the messages between.
 
     Args:
         times: of forwards or backwards in microseconds, ``[stage][chunk]``.

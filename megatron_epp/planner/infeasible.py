@@ -22,7 +22,7 @@ def infeasible(
         options: the user's settings.
         least_cap: bytes of each rank that would suffice.
         least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
-        planner: name of the planner, for the message; empty for that of the options.
+        planner: name of the planner, for the message; empty for the planner of the options.
     """
     planner = planner or options.planner
     cap, alternative = min(problem.cap_bytes), ""

@@ -41,7 +41,7 @@ from megatron_epp.planner.tables import Tables
 
 
 def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str, *, complete: bool = False) -> None:
-    """Look at everything but the recompute.
+    """Refuse decisions from which no plan can be written, whatever their recompute.
 
     Args:
         made: the decisions of a planner.
@@ -97,7 +97,7 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
     """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
 
     Args:
-        made: decisions of which only the chunks are known.
+        made: decisions; only the chunks are known.
         problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):
@@ -229,7 +229,7 @@ def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
 
 
 def _recomputes(plan: Plan) -> Iterator[Violation]:
-    """Recompute is a number of layers in decisions: an action of its own has no costs."""
+    """Yield a violation for each recompute action: decisions state recompute in layers, and such an action has no costs."""
     for rank, steps in enumerate(plan.ranks):
         for position, step in enumerate(steps):
             if step.action.op is Op.R:

@@ -17,8 +17,9 @@ FULL_ONLY = (FULL,)
 """The recompute mode that all costs know and all planners use."""
 
 MOST_TOKENS = 1 << 40
-"""Most tokens of a batch, after padding."""
+"""Most tokens of a batch, after padding: far more than any has, and few enough for sums in 64 bits."""
 MOST_PAIRS = 1 << 62
+"""Most query-key pairs of a batch: their sums over chunks stay within 64 bits."""
 MOST_BYTES = 1 << 60
 """Most bytes of a batch on one stage, as one chunk. Sums of many such sizes stay below what 64 bits hold."""
 MOST_US = 1e18

@@ -1,4 +1,4 @@
-"""Planners by name: the package's own, and those of tables that are imported when a name is looked up in them."""
+"""Planners by name: the package's own, and names of tables from which a planner is imported when it is looked up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ class FixedPlacement(Protocol):
     def stages(self) -> str: ...
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
-        """Return even layers at the placement, with `count` stages per rank where the schedule takes any number."""
+        """Return even layers at the placement.
+
+        Args:
+            num_layers, num_ranks: of the model, and of the pipeline.
+            count: stages per rank, where the schedule takes any number.
+        """
         ...
 
     def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions: ...

@@ -48,7 +48,7 @@ class Tables:
         layer_input: bytes of the chunk that a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
             the bytes freed at its end.
-        backward_head: bytes that a backward frees before it reaches the layers: the head's, and those of an attention half.
+        backward_head: bytes that a backward frees before it reaches the layers: the head's, and an attention half's.
         backward_release_per_layer: bytes that it frees with each layer that keeps everything, with keys and values and their
             gradient if it is the sequence's first slice, less their gradient if it is the last.
         backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
@@ -59,7 +59,7 @@ class Tables:
             and that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
         backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
-        passing: bytes held only while a pass of the chunk runs, of which `static` has those of the largest pass.
+        passing: bytes held only while a pass of the chunk runs; `static` includes the largest pass.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
         split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
@@ -141,7 +141,7 @@ class Tables:
 
     @property
     def turn_us(self) -> list[float]:
-        """Least time by chunk between the last stage's forward and its backward: that of the vocabulary's shards, if any."""
+        """Least time by chunk between the last stage's forward and its backward: the vocabulary shards' time, if any."""
         if Op.S not in self.added:
             return [0.0] * len(self.message_us)
         shards, (loss_us,) = self.added[Op.S], self.added[Op.N].time_us

@@ -34,7 +34,7 @@ _WORK = ContextVar[Work | None]("work", default=None)
 
 @contextmanager
 def limited(limit: float) -> Iterator[Work]:
-    """Count the work of the block, which ends with `WorkSpentError` before it exceeds a limit, or that of a block around it.
+    """Count the work of the block, which ends with `WorkSpentError` before it exceeds its limit or an enclosing block's.
 
     Args:
         limit: in steps.

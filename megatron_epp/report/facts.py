@@ -48,7 +48,7 @@ def copies_us(plan: Plan) -> float:
 def recompute_in_backward(plan: Plan) -> dict[Action, float]:
     """Share of each backward's time that is recompute inside it, by action.
 
-    Backwards without recompute, and those with a separate `R`, are omitted.
+    Backwards without recompute, or with a separate `R`, are omitted.
     """
     steps = {action: step for rank in plan.ranks for step in rank for action in step.actions}
     shares = {}

@@ -15,7 +15,7 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
 
 RECOMPUTING = "B with recompute"
-"""A backward of which layers run their forward again; other kinds are named as their op."""
+"""Kind of a backward in which layers run their forward again; other kinds are named as their op."""
 
 
 @dataclass(frozen=True, slots=True)

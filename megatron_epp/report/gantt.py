@@ -30,7 +30,7 @@ _CAP_IN_SIGHT = 3
 """Largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves."""
 _MEMORY_INCHES = 1.7
 _RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7A00")
-"""Curves of up to so many ranks; those of more have shades of one colour."""
+"""Colours of curves, one per rank; curves of more ranks have shades of one colour."""
 _ALL_LANES_INCHES = 9.0
 """Height of the lanes of several plans together, as long as lanes stay legible."""
 _LANE_INCHES = (0.16, 0.3)

@@ -163,7 +163,7 @@ class Box(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The action and those that run in the same step."""
+        """All actions of the step."""
         return (self.action, *self.also)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TIMES = 2.0
-"""Largest distance from the reference, in multiples of that of Megatron's own run."""
+"""Largest distance from the reference, as a multiple of the distance of Megatron's own run."""
 
 
 @dataclass(frozen=True, slots=True)

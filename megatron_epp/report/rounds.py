@@ -50,8 +50,7 @@ class Occupancy:
     """Use of a machine's cores during a measurement.
 
     Attributes:
-        others: mean number of cores that other programs kept busy, not counting those that the measurement started; None if the
-            system does not tell.
+        others: mean number of cores kept busy by programs that the measurement did not start; None if the system does not tell.
         num_ranks: ranks that were measured at a time, each on a core.
         num_cores: of the machine.
     """

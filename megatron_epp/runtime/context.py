@@ -62,6 +62,7 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
     def view(c: int, part: Segment) -> SliceView:
         length, tokens = plan.lengths[part.sequence], plan.padded_tokens(c)
+        # A tail's chunk is stored whole, so its room is exact; earlier chunks share the room of the widest.
         capacity = part.start + tokens if part.end == length else room[part.sequence]
         return SliceView(*part, length, capacity, num_slices[part.sequence])
 

@@ -1,4 +1,4 @@
-"""Interprets one rank's part of a plan.
+"""Executor: runs one rank's lowered actions on its stages and links, in the order of the plan.
 
 The dispatch table below is the only definition of what an op does at run time; a kind of action that was added to
 `plan.operations` brings its own handler. The executor knows nothing of the model: a `Stage` runs forward and backward of one
@@ -31,7 +31,8 @@ Handler = Callable[["Executor", Action], None]
 
 
 _BACKWARDS = {Op.B, Op.W}
-"""Operations of which two cannot take turns: autograd has one thread for a device, which would wait for itself."""
+"""Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
+itself."""
 
 
 class RunError(EppError):
@@ -47,7 +48,7 @@ PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
 
 
 class Executor:
-    """Runs one plan on one rank, once.
+    """Run of one plan on one rank, once.
 
     Args:
         plan: a checked plan.
@@ -91,6 +92,7 @@ class Executor:
         program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
+        # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._run_pair, self.num_turns = None if streams_kv else run_pair, 0
@@ -101,7 +103,7 @@ class Executor:
         }
         self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
-        self._last_gradient = {
+        self._last_gradient = {  # of a stage's actions the last in launch order stays
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
@@ -136,7 +138,7 @@ class Executor:
         """
         self.recorder.begin()
         if self._upload is not None:
-            self._upload.wait()
+            self._upload.wait()  # on the device: offsets and tokens were uploaded on another stream
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
@@ -151,6 +153,7 @@ class Executor:
                     position += self._perform_step(self._actions[position])
                 self._progress.reach(ProgressPoint(len(self._actions)))
                 self._finish()
+                # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
                 self._progress.reach(None)
         except OutOfMemoryRunError:
             raise
@@ -216,8 +219,9 @@ class Executor:
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
-        self._received.pop(action._replace(op=Op.RECV_F), None)
+        self._received.pop(action._replace(op=Op.RECV_F), None)  # the graph holds what it needs of the message
         if is_local:
+            # Detached: the graphs of two stages are separate on one rank, too, so each backward ends at its own stage's input.
             self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
             if not self.plan.forward_only:  # else what the next stage saves of it could not be offloaded
                 self.stages[stage].release_output(output)
@@ -234,7 +238,7 @@ class Executor:
         if self.offload is not None:
             self.offload.before_backward(key)
         running = context.relay.running(context.view, True, context.recompute.attention_layers)
-        self._announce(action)
+        self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action), running:
             self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
@@ -258,6 +262,7 @@ class Executor:
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
         share = self.plan.offload_share[stage][chunk]
+        # The mover enters the timer on the stream of its copies, where they run, not on the compute stream.
         self._mover.out((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
 
     def _send(self, action: Action) -> None:
@@ -265,15 +270,16 @@ class Executor:
         is_gradient = op is Op.SEND_B
         tensor = (self._grads if is_gradient else self._outputs)[stage, chunk]
         self._links.send(tensor, self._peer(action), is_gradient)
-        if is_gradient:
+        if is_gradient:  # the links hold what is still being sent
             del self._grads[stage, chunk]
             return
+        # The output stays the root of its backward: only its storage is freed.
         self.stages[stage].release_output(tensor)
         if self.plan.forward_only:
             del self._outputs[stage, chunk]
 
     def _post(self, action: Action) -> None:
-        """Start a receive. Shape, dtype and device are those of messages of the action's stage and chunk."""
+        """Post a receive; shape, dtype and device follow from the action's stage and chunk."""
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
@@ -291,7 +297,7 @@ class Executor:
             return self._received[key]
         here = self._progress.host
         assert here is not None  # an action runs
-        self._progress.reach(here._replace(receiving=True))
+        self._progress.reach(here._replace(receiving=True))  # so that the watchdog tells a late message from slow compute
         with self.recorder.waiting(key):
             self._received[key] = self._arriving.pop(key).wait()
         self._progress.reach(here)

@@ -17,10 +17,19 @@ from torch._C._distributed_c10d import PrefixStore
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""Time in seconds for which a rank that fails waits until the others have logged why, and those for its end."""
+"""Seconds that a rank that fails waits at most for the others to log why, and that the others wait for it to end first.
+
+Not measured. The watchdog polls about once a second, so much less would end ranks before others have read the reason; more
+would delay the end of a job whose other ranks cannot answer.
+"""
 _KEY, _READ, _POLL_S = "failed", "read", 0.05
+"""Keys of the board: why a rank failed, and how many ranks have read it; and seconds between looks at the latter, for at most
+`PATIENCE_S`.
+"""
 _READS_PER_S = 2000
-"""Reads of the board per second by all ranks of a job together."""
+"""Reads of the board per second by all ranks of a job together, which one process answers: of 2,000 ranks each reads once a
+second. Not measured.
+"""
 
 
 class FailureBoard:

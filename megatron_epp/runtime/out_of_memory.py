@@ -18,11 +18,14 @@ from megatron_epp.plan.units import format_bytes
 LEAST_SHARE = 0.05
 """Least share of the dynamic bytes (peak minus static) by which an advised cap lies below the plan's peak.
 
-It is needed where there is no excess to go by: the device ran out below the planned bytes, or usage is not counted.
+It is needed where there is no excess to go by: the device ran out below the planned bytes, or usage is not counted. Not
+measured: less may take several trials to fit, more gives away time for recompute.
 """
 
 _GAPS = 0.1
-"""Share of the reserved memory above which unallocated memory is a sign of fragmentation."""
+"""Share of the reserved memory above which unallocated memory is a sign of fragmentation. Not measured: with less, advice about
+the allocator comes where memory is simply full; with more, it is missing where gaps are the cause.
+"""
 
 _IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O, Op.REDUCE: Op.B}
 """Ops that lowering adds, each with the planned op whose memory it is compared with."""
@@ -70,7 +73,7 @@ def device_retries() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """Describes an action of a rank that ran out of memory.
+    """Report of a rank's action that ran out of memory.
 
     Attributes:
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.

@@ -53,6 +53,8 @@ class SideThread:
 
     def __init__(self, name: str = "epp-reductions") -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        # The device is read here, in the thread that has chosen it. One thread for all work: collectives of a communicator must
+        # be launched in the same order on all ranks.
         Thread(target=_serve, args=(self._queue, this_device()), name=name, daemon=True).start()
 
     def submit[T](self, work: Callable[[], T]) -> Future[T]:
@@ -73,10 +75,11 @@ class SideStream:
         self._stream = torch.cuda.Stream()
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream())  # where the inputs are computed
         with torch.cuda.stream(self._stream):
             work()
             event = self._stream.record_event()
+        # An event, not the stream: later work on the side stream does not delay what waits for this.
         return lambda: torch.cuda.current_stream().wait_event(event)
 
 
@@ -108,4 +111,4 @@ def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]]], use_device
         else:
             done.set_result(result)
             del result
-        del work, done  # the tensors that the work refers to
+        del work, done  # or their tensors would stay alive until the next piece of work comes

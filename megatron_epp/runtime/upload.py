@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_epp.plan import EppError
 
 _ALIGNMENT_BYTES = 16
-"""Alignment of every tensor in the buffer, of which kernels that load several elements at once make use."""
+"""Alignment of every tensor in the buffer: kernels that load several elements at once load up to 16 bytes."""
 _PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
 
 
@@ -36,7 +36,7 @@ class Upload:
 
 
 class Uploader:
-    """Copies tensors to a device. Uploads may be begun in any thread.
+    """Uploader of tensors to a device. Uploads may be begun in any thread.
 
     Tensors of all types share one buffer of bytes, so an iteration has one copy and one event whatever it uploads.
 

@@ -59,7 +59,8 @@ class Watchdog:
         self.limit_s = limit_s
         self._on_expiry = on_expiry or self._end_process
         self._on_failure, self._failures = on_expiry or self._end_after, failures
-        self._activities: list[_Activity] = []  # innermost last
+        # Innermost last. Several threads append and remove, which the interpreter's lock makes atomic; looks are at a copy.
+        self._activities: list[_Activity] = []
         self._thread: threading.Thread | None = None
         self._looks = threading.Lock()
 
@@ -88,17 +89,17 @@ class Watchdog:
             yield
         finally:
             activity.closed = True
-            if progress is None:
+            if progress is None:  # otherwise the watchdog removes it, once the device has passed what the body launched
                 self._activities.remove(activity)
 
     def _run(self) -> None:
         while True:
-            time.sleep(min(1.0, self.limit_s / 4))
-            with self._looks:
+            time.sleep(min(1.0, self.limit_s / 4))  # a hang is told at most a quarter of its limit late
+            with self._looks:  # the shutdown of the interpreter takes it for good, and looks end
                 if self._failures is not None and (text := self._failures.poll()):
                     self._on_failure(text)
                     return
-                for activity in reversed(self._activities.copy()):
+                for activity in reversed(self._activities.copy()):  # the innermost says most about what hangs
                     self._look_at(activity)
 
     def _look_at(self, activity: _Activity) -> None:
@@ -116,7 +117,7 @@ class Watchdog:
             if point != activity.point:
                 activity.point, activity.since_s = point, time.monotonic()
         if time.monotonic() - activity.since_s > activity.limit_s:
-            activity.since_s = math.inf
+            activity.since_s = math.inf  # told once
             self._on_expiry(self._message(activity))
 
     def _message(self, activity: _Activity) -> str:
@@ -133,7 +134,7 @@ class Watchdog:
             logging.shutdown()
             faulthandler.dump_traceback()  # where every thread of this process stands
         finally:
-            os._exit(EXIT_CODE)
+            os._exit(EXIT_CODE)  # no exit handlers: they would wait for the collective that hangs
 
     def _end_after(self, text: str) -> None:
         """End the process because another rank failed, which ends first: a launcher names the first that ends."""
@@ -155,7 +156,7 @@ class ProgressPoint(NamedTuple):
 
 
 class Progress:
-    """Tracks the position of host and device in a program.
+    """Positions of host and device in a program.
 
     On a GPU the host only issues work and runs ahead. A message that never arrives hangs the device, but the host never, or
     much later at an unrelated action. So `mark` puts a mark into the device's queue for every place the host leaves. It returns
@@ -172,7 +173,7 @@ class Progress:
         mark = self._mark()
         if mark is not None and self.host is not None:
             self._issued.append((self.host, mark))
-        self.host = point
+        self.host = point  # last: the watchdog's thread must not see the new place before the mark of the old one
 
     def close(self) -> None:
         """Record that the host has stopped."""
@@ -180,8 +181,8 @@ class Progress:
 
     def point(self) -> ProgressPoint | None:
         """Return the first place that the device has not passed, else the host's place. Must be called from one thread only."""
-        while self._issued and self._issued[0][1].query():
-            self._issued.popleft()
+        while self._issued and self._issued[0][1].query():  # a query does not wait
+            self._issued.popleft()  # the only thread that pops; the training thread appends at the other end
         return self._issued[0][0] if self._issued else self.host
 
 

@@ -11,7 +11,7 @@ Left out: OptPipe's refinement during training. Batches of unequal documents har
 
 Changed: chunks are of unequal length, and recompute by stage and chunk is an unknown as well. Intervals without overlap, for
 CP-SAT (OR-tools), stand in place of order variables, large constants and cuts for a mixed-integer solver. Activations are
-copied in shares of `choices.SHARES`, not whole or not at all. Times are those of the cost model, not of warm-up iterations.
+copied in shares of `choices.SHARES`, not whole or not at all. Times are from the cost model, not from warm-up iterations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Added operations, such as those of the vocabulary's shards, in the constraint program: what the table of operations says."""
+"""Added operations, such as the vocabulary shards', in the constraint program, as the table of operations describes them."""
 
 from __future__ import annotations
 

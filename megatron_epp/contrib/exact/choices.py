@@ -21,7 +21,7 @@ DIVISORS = range(1, 13)
 ROUNDING = 1e-9
 """Relative tolerance for times that are whole numbers of ticks."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the bytes that may leave a device that the solver can choose from, besides those that its start has."""
+"""Shares of the bytes that may leave a device: what the solver can choose, besides the shares of its start."""
 
 
 @dataclass(frozen=True, slots=True)

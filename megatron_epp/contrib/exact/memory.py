@@ -1,6 +1,6 @@
 """Memory in the constraint program: what each rank holds on the device and in host memory, as intervals with demands.
 
-The account is that of `simulate`: a compute action allocates when it starts and frees when it ends, and a copy that starts or
+Memory is counted as in `simulate`: a compute action allocates when it starts and frees when it ends, and a copy that starts or
 ends while a compute action runs counts for all of that action.
 """
 
@@ -31,7 +31,7 @@ class Demand(NamedTuple):
 
 
 class Memory:
-    """Adds the memory of every rank to a program.
+    """Memory of every rank, as constraints of a program.
 
     Args:
         program: with its spans.
@@ -55,7 +55,7 @@ class Memory:
                 self._limit([one for stage in stages for one in self._in_host(stage)], self.host_cap)
 
     def _add_issues(self, rank: int) -> None:
-        """Add the time from which each load takes memory: its start, or that of the compute action which then runs."""
+        """Add the time from which each load takes memory: its start, or the start of the compute action that then runs."""
         model, spans, tables = self.program.model, self.program.spans, self.program.tables
         own = {action: span for action, span in spans.items() if rank_of(action, tables) == rank}
         compute = [span.whole for action, span in own.items() if action.op not in (Op.O, Op.L)]

@@ -59,9 +59,8 @@ def oracle(
 
     Exact over all orders that `check` accepts, all numbers of recompute steps per stage and chunk, with
     `options.split_weight` over which weight gradients are actions of their own, and with `options.offload` over which
-    activations are copied to host memory, in shares of `choices.SHARES` and those of the start. Bytes are those that a plan's
-    steps carry. Added operations, such as those of the vocabulary's shards, take part in all of this. Recompute modes and KV
-    offload are those of the start.
+    activations are copied to host memory, in shares of `choices.SHARES` and of the start. Bytes are as in a plan's steps. Added
+    operations, such as the vocabulary shards', take part in all of this. Recompute modes and KV offload stay as in the start.
 
     A plan's actions start as early as they can. The solver may let one wait until a copy has made room, so its answer may be
     no plan where copies are short; then the start stays the answer, and the bound is valid all the same.
@@ -75,7 +74,7 @@ def oracle(
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
         workers: threads of the solver.
-        tables: times and sizes of the chunks where they are not those of the start.
+        tables: times and sizes of the chunks where they differ from the start's.
         others: chunk tables of replicas in lockstep, equally long, whose slices stay in order, too.
 
     Raises:
@@ -128,7 +127,7 @@ def makespan_us(
     Args:
         problem, costs, options: as `plan` takes them.
         made: the decisions, or None.
-        tables: of the chunks, where they are not those of the decisions.
+        tables: of the chunks, where they differ from the decisions' own.
     """
     if made is None:
         return math.inf

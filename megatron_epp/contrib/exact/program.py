@@ -1,7 +1,7 @@
 """Constraint program of the exact planner: when every action of a chunk table runs, in whole ticks (OR-tools' CP-SAT).
 
-Compute actions of a rank are intervals that do not overlap; so are the copies of a rank, and those of a link to the host in one
-direction. What a rank holds is a set of intervals with demands, whose sum stays within the cap (`exact.memory`).
+Compute actions of a rank are intervals that do not overlap; so are the copies of a rank, and the copies over a link to the host
+in one direction. What a rank holds is a set of intervals with demands, whose sum stays within the cap (`exact.memory`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Program:
         return least + sum((value - least) * literal for literal, value in terms if value != least)
 
     def any_of(self, stage: int, c: int, holds: Sequence[bool]) -> Any:
-        """Return a literal that the choice made is one of those that hold; True or False where that is known.
+        """Return a literal that the choice made is one that holds; True or False where that is known.
 
         Args:
             stage, c: the stage and chunk.
@@ -257,7 +257,7 @@ class Program:
                 self.add_turn([(Action(op, stage, u), Action(op, stage, v)) for stage in leg])
 
     def add_turn(self, pairs: Sequence[tuple[Action, Action]]) -> None:
-        """Add that of two actions the same one comes first everywhere.
+        """Add the constraint that one of two actions comes first everywhere.
 
         Args:
             pairs: both, on every site.

@@ -1,8 +1,8 @@
 """Schedules of other systems, read from the tables that they print: see the files of this folder for their formats.
 
 Microbatches are equal, and on every stage F, B without weight gradients, and W take 1 us each. A forward keeps a byte until the
-last part of its backward. Copies and recompute are left out, and messages follow from the order of the others; those that a
-table of torch has itself are in `launches_of`.
+last part of its backward. Copies and recompute are left out, and messages follow from the order of the other actions; messages
+that a table of torch states itself are in `launches_of`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Schedule tables that AMD's Primus logs: a line ``Rank 0: (F|0|0),(SF|0|0),(BW|0|0)`` for every rank.
 
-A node is ``(operation|microbatch|stage of the rank)``: F, B without weight gradients, W those, BW both. Nodes in brackets
+A node is ``(operation|microbatch|stage of the rank)``: F, B without weight gradients, W these, BW both. Nodes in brackets
 overlap. Sends and receives (SF, RF, SB, RB) and copies (O, R) are left out, and so are colours and what a logger writes in
 front.
 """

@@ -25,7 +25,7 @@ class Pass(NamedTuple):
     """An entry of a table.
 
     Attributes:
-        kind: F, a forward; B, a whole backward; I, one without weight gradients; W, those.
+        kind: F, a forward; B, a whole backward; I, a backward without weight gradients; W, the weight gradients.
         stage: of the pipeline.
         microbatch: from 0.
         part: slice of the microbatch, from 0.

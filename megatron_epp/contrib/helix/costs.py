@@ -165,7 +165,7 @@ def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
 
 
 def _query_bytes_per_token(stage: StageCosts) -> float:
-    """Bytes of the queries of a layer, which are those of attention's output too: keys take half of `kv_bytes_per_token`."""
+    """Bytes of a layer's queries, equal to its attention output's: keys take half of `kv_bytes_per_token`."""
     return stage.kv_bytes_per_token / 2 * stage.queries_per_key
 
 

@@ -62,7 +62,7 @@ def joined_us(one: Passing, other: Passing) -> float:
 def joined_bytes(joined: Joined, row: Sequence[Action], tables: Tables, takes: list[int], gives: list[int]) -> None:
     """Let both actions of a step allocate when the first starts and free when the second ends.
 
-    A rank's static bytes have room for one pass; a step of two needs that of the smaller one too.
+    A rank's static bytes have room for one pass; a step of two also needs the room of the smaller one.
 
     Args:
         joined: the pairs.

@@ -88,8 +88,9 @@ def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
 
     Backwards are joined with the forwards behind them where weight gradients have actions of their own in the cool-down
     only or not at all, for elsewhere they would stand between the two. In the order as it is, weight gradients are joined with
-    forwards too, or forwards with backwards and with forwards. Pairs are all of these, or those that wait for nothing: a step
-    begins when the inputs of both actions are there, and an action that waits for the other's holds up the ranks that need it.
+    forwards too, or forwards with backwards and with forwards. Either all of these pairs are joined, or only pairs that wait
+    for nothing: a step begins when the inputs of both actions are there, so an action that waits for the other's inputs holds
+    up ranks that need it.
     """
     group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
     split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)

@@ -1,9 +1,9 @@
 """Two actions in one step: each runs while the other exchanges activations between tensor-parallel ranks.
 
 The two run in a thread each, but only one at a time. One launches work until its exchange has begun, then it is the other's
-turn; when its turn comes again, its stream waits for the exchange and it goes on. So, on one compute stream, the parts of a
-forward's layers between two exchanges alternate with those of a backward, and the exchange of each is overlapped with the
-compute of the other. All tensor-parallel ranks change turns at the same exchanges, so they launch them in the same order.
+turn; when its turn comes again, its stream waits for the exchange and it goes on. So, on one compute stream, parts of a forward
+alternate with parts of a backward, each from one exchange to the next, and the exchange of each is overlapped with the compute
+of the other. All tensor-parallel ranks change turns at the same exchanges, so they launch them in the same order.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _catch(body: Callable[[], None], errors: list[BaseException]) -> None:
 
 
 class Collective(NamedTuple):
-    """Function of a module that launches a collective, with the signature of those of `torch.distributed`.
+    """Function of a module that launches a collective, with the signature that it has in `torch.distributed`.
 
     Attributes:
         module: that calls it by this name.

@@ -2,8 +2,7 @@
 
 Kept: Chronos-Pipe's aim, short lifetimes of activations on two stages of each rank; Chronos-Recomp: the shallow stages, whose
 activations live longest, recompute first, and deep stages only where that does not suffice; and offload by lifetime. With
-`Options.offload` activations of shallow stages are copied, required by a cap or not, then those of deep stages, as far as the
-link has time for.
+`Options.offload` activations are copied, required by a cap or not, of shallow stages first, as far as the link has time for.
 
 Changed: the order is ours, since this is written from the abstract and summaries of the paper, without its figures. It has the
 least distances of a building block of F and B that take one and two units of time. Chronos-Offload moves weights and optimizer

@@ -1,7 +1,7 @@
 """ChunkFlow (arXiv 2503.02356, Algorithms 1 and 2, Figures 2 and 5 to 7): chunks of one size, the last K of a sequence kept.
 
 Kept: sequences longer than the chunk size C are cut into dependent chunks of C, the others packed into as few standalone chunks
-as first fit finds (Algorithm 1); of a sequence's chunks the last K keep their activations, those before run their forward twice
+as first fit finds (Algorithm 1); of a sequence's chunks the last K keep their activations, earlier ones run their forward twice
 (Algorithm 2); every chunk is a microbatch of a 1F1B that knows which chunks depend on each other; C and K by grid search.
 
 Changed: C and K are searched for every batch, where the paper fixes them for a run, which favours the baseline. Long sequences

@@ -2,7 +2,7 @@
 
 Without groups all context-parallel ranks of a stage share all tokens of every chunk. With groups a chunk's sequences are
 divided over groups of 1, 2, 4, ... of these ranks, which run at the same time. So a chunk takes as long as its slowest group,
-and its bytes are those of its fullest rank.
+and its bytes are its fullest rank's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DynaPipe (arXiv 2311.10418, sections 4 and 5): microbatches by dynamic programming over sorted sequences, a cyclic order.
 
 Kept: sequences sorted by length are divided into microbatches so that ``sum(t) + (p - 1) max(t)`` is least; in the order every
-rank runs, in each cycle, one backward and one forward of those that were ready when the cycle began, and delays forwards for
-which it lacks memory. Changed: sequences of a microbatch are packed, not padded to the longest. The bound on a microbatch's
+rank runs, in each cycle, one backward and one forward that were ready when the cycle began, and delays forwards for which it
+lacks memory. Changed: sequences of a microbatch are packed, not padded to the longest. The bound on a microbatch's
 memory is tried in halves, since recompute is chosen with the plan. Microbatches run longest first, while the paper tries
 permutations of groups of them. With `Options.slices` or a token cap longer sequences are cut first; the paper cuts none.
 Replicas are balanced before planning.
@@ -71,7 +71,7 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
 
 
 def cyclic(batch: Batch) -> Iterator[Order]:
-    """Yield the order without limits of memory, and those within shares of the caps with more or less recompute."""
+    """Yield the order without limits of memory, and orders within shares of the caps with more or less recompute."""
     tables = tabulate(batch.chunks, batch.problem, batch.costs)
     found = {_Cycles(batch, None, []).run(): None}
     for layers, share in product(LAYERS, ROOM):

@@ -1,6 +1,6 @@
 """FlexSP (arXiv 2412.01523, section 4): short sequences on few context-parallel ranks, long ones on many, at the same time.
 
-Sequences are sorted by length and divided into consecutive microbatches of about equally many tokens. Those of a microbatch
+Sequences are sorted by length and divided into consecutive microbatches of about equally many tokens. Sequences of a microbatch
 are assigned to groups of 1, 2, 4, ... of the context-parallel ranks so that the slowest group ends as early as possible, and no
 rank gets more than its share of memory. Several numbers of microbatches are tried.
 

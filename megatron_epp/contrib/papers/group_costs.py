@@ -19,7 +19,7 @@ from megatron_epp.planner.tabulate import tabulate
 
 
 class GroupCosts:
-    """Costs of groups, from those of all context-parallel ranks together.
+    """Costs of groups, from the costs of all context-parallel ranks together.
 
     A group of ``d`` of ``n`` ranks takes as long, and holds as much on each rank, as all ranks with ``n / d`` times the tokens
     and pairs, but for the exchange of its layers. All tokens pass the output layer, whether they are trained or not.
@@ -74,7 +74,7 @@ class GroupCosts:
         return _whole(tokens, np.maximum.reduceat(pairs * (self.num_ranks // degrees), first))
 
     def _more_us(self, stage: int, degrees: IntColumn) -> TimeColumn:
-        """Time per token and pass by which exchanges of groups take longer than those of all ranks with as many tokens each."""
+        """Time per token and pass by which exchanges of groups exceed exchanges of all ranks with as many tokens each."""
         exchanges = np.array(self.costs.context_exchange_us)
         each_us = exchanges[np.log2(degrees).astype(np.int64)] - exchanges[-1] * (self.num_ranks // degrees)
         more_us: TimeColumn = self.costs.num_cached_layers[stage] * each_us

@@ -1,6 +1,6 @@
 """kFkB (Ada-Grouper, arXiv 2303.01675, section 3): k forwards and k backwards in turn, so that late messages find other work.
 
-Kept: the warm-up of k times that of 1F1B, and retuning: the k of least time under the memory cap is chosen anew for every
+Kept: a warm-up k times as long as in 1F1B, and retuning: the k of least time under the memory cap is chosen anew for every
 batch, from passes and messages as the costs have them. Costs may be measured at start-up, or the passes learnt in the first
 iterations. Changed: the paper measures messages again and again during the run; here a link that becomes slower in a run
 changes nothing until there are new costs. Microbatches do not shrink as k grows, and backwards of slices run last slice first.

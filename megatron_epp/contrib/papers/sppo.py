@@ -7,8 +7,8 @@ later slices are shorter, their shares are larger; the paper prints falling shar
 is the same for all. A slice whose backward follows too soon stays, such as the last one on the last rank.
 
 Left out: multiplexed partitioning, in which idle ranks take a part of another stage's slices. They would need that stage's
-weights, and the paper does not say how they get them. The number of slices is that of the fastest plan, which replaces the
-paper's ``(p - 1 + N) / N`` times a measured time of N slices.
+weights, and the paper does not say how they get them. The number of slices is the fastest plan's, instead of the least of
+the paper's ``(p - 1 + N) / N`` times a measured time of N slices.
 """
 
 from __future__ import annotations

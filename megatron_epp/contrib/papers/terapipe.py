@@ -2,7 +2,7 @@
 
 Kept: the latency ``sum(t) + (p - 1) max(t)`` of slices, the dynamic program that makes it least, and GPipe's order
 over slices. Changed: lengths differ, so all sequences are cut at the same tokens, and short ones are packed instead of forming
-slices of several sequences. Times are those of the slowest stage, without messages. Recompute is what the cap requires; the
+slices of several sequences. Times are the slowest stage's, without messages. Recompute is what the cap requires; the
 paper has none.
 """
 
@@ -24,7 +24,7 @@ POSITIONS = 256
 
 
 def slices_of_least_latency(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
-    """Yield the one chunk table: that with the slices asked for, which take equal time, or that of least latency.
+    """Yield one chunk table: with the slices asked for, which take equal time, or of least latency.
 
     Args:
         problem, costs, options: as planners take them.

@@ -2,7 +2,7 @@
 
 Kept: two stages per rank in a V and the paper's building blocks, which are repeated every six units of time, each weight
 gradient in the first free unit; then actions move to earlier units where the memory of the repeated blocks allows it. Changed:
-the authors move those before and after the steady phase, and those after it a second time; here one rule moves all, and ranks
+the authors move actions around the steady phase, and actions after it a second time; here one rule moves all, and ranks
 wait as long or shorter. A unit is a chunk of any length, so units take unequal time, and the repeated blocks are tried unmoved
 too. The first backward of a sequence follows the forwards of all its slices.
 """

@@ -23,12 +23,12 @@ __all__ = ["Examined", "Violation", "check", "examine", "report"]
 
 
 class Examined(NamedTuple):
-    """Findings of `check` with its intermediate results; None for those that it did not reach.
+    """Findings of `check` with its intermediate results; None for results that it did not reach.
 
     Attributes:
         faults: as `check` returns them.
         timeline: the simulation.
-        launches: the lowered plan, or those that were given.
+        launches: the lowered plan, or the launches that were given.
     """
 
     faults: list[Violation]
@@ -39,7 +39,7 @@ class Examined(NamedTuple):
 def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
     """Find the violations of a plan; an empty list if it is sound.
 
-    The checks build on each other, and each of the following is made only if those before it found nothing:
+    The checks build on each other, and each of the following is made only if the checks before it found nothing:
 
     1. tables have the right shapes and ranges;
     2. every token is in exactly one chunk, and every action occurs once, on its rank; groups of context-parallel ranks are

@@ -64,7 +64,7 @@ def check_presence(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[
 def _misplaced(plan: Plan, columns: PlanColumns, found: Listed) -> Integers:
     """Indices of actions that may not be on their rank.
 
-    Those of one operation and site on one track may all be there or none: each such group is looked up once.
+    Whether an action may be there depends on its operation, site and track only, so each such group is looked up once.
     """
     known = np.delete(np.arange(len(columns.op)), found.unknown)
     num_sites = 1 + int(columns.site[known].max(initial=0))

@@ -7,7 +7,7 @@ once. Rows are free of deadlock if and only if these chains can be merged, that 
 What passes here passes on every weaker machine, because each only waits for less:
 
 - one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), where a launch starts behind the *start* of all earlier launches and the
-  *end* of its stream's predecessor and of what it waits for; those are all earlier launches of its rank;
+  *end* of its stream's predecessor and of what it waits for, which are all earlier launches of its rank;
 - several hardware queues, where fewer earlier launches are ahead of it;
 - the host waiting for the device anywhere (an allocator's retry, lazy loading of kernels, pinned allocation).
 """
@@ -71,7 +71,7 @@ def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list
 
 
 def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> Iterator[Violation]:
-    """Yield a violation that names the cycle if lowered rows can hang. Takes what `blocked` takes."""
+    """Yield a violation that names the cycle if lowered rows can hang. Arguments as in `blocked`."""
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
@@ -102,7 +102,7 @@ class _Events(NamedTuple):
 
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
-    """Find the events of the rows of all replicas, one after another. Takes what `blocked` takes."""
+    """Find the events of the rows of all replicas, one after another. Arguments as in `blocked`."""
     none = np.zeros(0, dtype=np.int64)
     columns, rows, count = [(none,) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
@@ -158,7 +158,7 @@ class _Shared[T](NamedTuple):
 
 
 def _numbered(columns: Sequence[Integers]) -> Integers:
-    """Number rows of columns, equal rows alike."""
+    """Number rows of columns; equal rows have equal numbers."""
     key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         span = int(np.ptp(column)) + 1 if len(column) else 1

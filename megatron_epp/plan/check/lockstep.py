@@ -26,7 +26,7 @@ def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
         plans: one per replica, each sound by itself (`check`).
 
     Returns:
-        violations whose `rank` and `position` are those of the replica that the reason names.
+        violations whose `rank` and `position` are in the replica that the reason names.
     """
     faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
     if faults or not plans:

@@ -88,7 +88,7 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
         taken: tokens already in bins that stand first.
 
     Returns:
-        The sequences of each bin, in the order given; as many new bins as it took follow those given.
+        The sequences of each bin, in the order given; then the new bins that it took.
     """
     left = [room - tokens for tokens in taken]
     held: list[list[int]] = [[] for _ in left]

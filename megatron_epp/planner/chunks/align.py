@@ -70,7 +70,7 @@ def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
 
 
 def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
-    """Make one chunk more out of the chunk that takes longest among those that can be cut; False when none can."""
+    """Cut the chunk that takes longest among chunks that can be cut; False when none can."""
     multiple = chunker.problem.token_multiple
     positions = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
     can = [(unit, at) for unit, at in positions if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple)]

@@ -36,7 +36,7 @@ class Bucket:
 
 
 def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_us: float, token_limit: int) -> list[Bucket]:
-    """Put every short sequence into a bucket: that of a tail slice, or a new one.
+    """Put every short sequence into a bucket: a tail slice's, or a new one.
 
     Longest first, each goes to the bucket with the smallest time per token that has room under both limits. The paper opens a
     fresh bucket only when no bucket has token room and otherwise loosens the time limit; that piles sequences up where they
@@ -73,7 +73,7 @@ def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_u
 
 
 class _Shelf:
-    """Buckets sorted by time per token; those too full for the smallest item are set aside."""
+    """Buckets sorted by time per token; buckets too full for the smallest item are set aside."""
 
     def __init__(self, buckets: list[Bucket], least_item_us: float, least_item_tokens: int, token_limit: int) -> None:
         self.buckets = buckets

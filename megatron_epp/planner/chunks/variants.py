@@ -1,8 +1,8 @@
-"""Chunk tables besides those of a grain: with the longest sequences whole, of whole sequences only, and in another order.
+"""Chunk tables that no grain makes: with the longest sequences whole, of whole sequences only, and in another order.
 
-A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward; those of a whole
-sequence that recomputes live as long as one layer does. So where a cap is too small for the caches of a sequence's slices, the
-sequence may fit whole, at the price that all ranks wait for one long chunk.
+A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
+sequence that recomputes they live as long as one layer does. So where a cap is too small for the caches of a sequence's slices,
+the sequence may fit whole, at the price that all ranks wait for one long chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Problem
 
 MOST_WHOLE = 3
-"""Longest sequences that are tried whole together."""
+"""Longest sequences that are tried whole together. Not measured: each takes a table for each of `CHUNKS_PER_STAGE`, and is
+tried only where nothing sliced fits.
+"""
 CHUNKS_PER_STAGE = (2, 4, 8, 16)
 """Chunks per rank that are tried for the sequences that stay sliced."""
 
@@ -55,7 +57,7 @@ def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
 
 
 def started(chunks: Sequence[Chunk], num_ranks: int) -> tuple[tuple[Chunk, ...], ...]:
-    """Return the same chunks with others before those of the longest sequence: some of one chunk each, or the next longest.
+    """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
 
     Args:
         chunks: the chunk table, longest sequence first.

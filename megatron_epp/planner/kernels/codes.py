@@ -18,7 +18,7 @@ KIND_BITS = 3
 KIND_MASK = (1 << KIND_BITS) - 1
 
 FORWARD, BACKWARD, WEIGHT = range(3)
-"""Kinds whose bytes have columns of their own; those of `ADDED` and above have theirs in `Columns.added_takes` and so on."""
+"""Kinds whose bytes have columns of their own; kinds from `ADDED` on share `Columns.added_takes` and the like."""
 ADDED = 3
 
 Kinds = tuple[Op, ...]
@@ -28,7 +28,7 @@ KINDS: Kinds = (Op.F, Op.B, Op.W)
 
 
 def kinds_of(order: Sequence[Sequence[Action]]) -> Kinds:
-    """Kinds of an order: the three common ones, then those of added operations that it has and that planners have rows of."""
+    """Kinds of an order: the three common ones, then its added operations that planners have rows of."""
     used = {action.op for row in order for action in row}
     if used <= set(KINDS):
         return KINDS
@@ -58,7 +58,7 @@ Key = tuple[bytes, bytes, Kinds]
 
 
 class CodedOrder(Sequence[tuple[Action, ...]]):
-    """An order as numbers, whose actions are made when first asked for: a search reads those of the best order alone.
+    """An order as numbers, whose actions are made when first asked for: a search reads only the best order's.
 
     Attributes:
         codes: the numbers.
@@ -108,7 +108,7 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
         return isinstance(other, Sequence) and self.rows == tuple(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.rows,)  # the columns of a process that compiles are of another type than those of one that does not
+        return tuple, (self.rows,)  # a process that compiles has columns of another type than one that does not
 
     def __repr__(self) -> str:
         return repr(self.rows)

@@ -87,7 +87,7 @@ def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbe
 
     Args:
         rows: equally long.
-        dtype: of the result; None for that of the rows.
+        dtype: of the result; None for the rows' own.
     """
     rows, arrays = list(rows), dict[int, Numbers]()  # the rows of an array are objects only as long as they are kept
     for row in rows:

@@ -53,7 +53,7 @@ def compiled_with_lists[F: Callable[..., Any]](function: F) -> F:
 
 
 def inlined[F: Callable[..., Any]](function: F) -> F:
-    """Compile a function, like `compiled`, into those that call it, whatever its size: a call would copy all columns.
+    """Compile a function, like `compiled`, into its callers, whatever its size: a call would copy all columns.
 
     Without it a step of local search takes ten times as long.
     """

@@ -27,14 +27,15 @@ def kept(columns: Columns, item: int, num_steps: int) -> int:
 def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> int:
     """Compute the peak bytes of a chunk's backward above those live when it starts, after `num_steps` recompute steps.
 
-    A backward goes through the stage from its end. The bytes that the head kept go first, and those of an attention at the
-    stage's end, which needs more for a moment. At each layer there are more for a while: what recompute makes again, or the
-    gradient of its keys and values, of which the latter stays. Then the bytes that the layer kept go, and with a sequence's
+    A backward goes through the stage from its end. The bytes that the head kept are freed first, then the bytes of an attention
+    at the stage's end, which needs more for a moment. At each layer memory rises for a while: by what recompute makes again, or
+    by the gradient of its keys and values, which stays. Then the bytes that the layer kept are freed, and with a sequence's
     first slice its keys and values and their gradient.
 
-    The layers with fewest steps come first. Layers with equally many steps are equal, so the peak is at the first or at the
-    last of them; and as those that come later keep less, the last of the former is never the one. If the first of all keeps an
-    MLP until the end of the backward (`Tables.first_mlp`), the peak may be at the second, too.
+    The layers with fewest steps come first. Layers with equally many steps are equal, so each such group has its peak at its
+    first or its last layer. The next group keeps less, so where there are two groups the last layer of the first is never the
+    peak. If the first layer of all keeps an MLP until the end of the backward (`Tables.first_mlp`), the peak may be at the
+    second, too.
 
     Args:
         columns: sizes by item.

@@ -124,7 +124,7 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
 
 @compiled
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready forward. Takes what `take` takes, and the result."""
+    """Run a ready forward. Arguments as in `take`, and the return value."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
     stop = ready.first_stage[rank + 1]
     for at in range(ready.first_stage[rank], stop):
@@ -149,7 +149,7 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready backward. Takes what `take` takes, and the result."""
+    """Run a ready backward. Arguments as in `take`, and the return value."""
     chunks = ready.num_chunks
     for at in range(ready.first_stage[rank], ready.first_stage[rank + 1]):
         stage = ready.stages[at]
@@ -176,7 +176,7 @@ def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run the weight gradient that has waited longest. Takes what `take` takes, and the result."""
+    """Run the weight gradient that has waited longest. Arguments as in `take`, and the return value."""
     ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
     ready.taken[rank] += 1
     ready.clock_us[rank] = ended

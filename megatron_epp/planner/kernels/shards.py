@@ -106,7 +106,7 @@ def insert(
 
 @compiled
 def reset(actions: IntegerList, starts: IntegerList, ends: IntegerList, run: Shards) -> None:
-    """Read an order's split weight gradients and its last stage's forwards, and forget what ran. Takes what `insert` takes."""
+    """Read an order's split weight gradients and its last stage's forwards, and forget what ran. Arguments as in `insert`."""
     chunks, stages = len(run.line), len(run.split) // len(run.line)
     at = 0
     for item in range(len(run.split)):
@@ -131,7 +131,7 @@ def reset(actions: IntegerList, starts: IntegerList, ends: IntegerList, run: Sha
 
 @compiled
 def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns, run: Shards) -> None:
-    """Choose what a rank runs next, and when, from what is known. Takes what `insert` takes."""
+    """Choose what a rank runs next, and when, from what is known. Arguments as in `insert`."""
     chunks, ranks, items = len(run.line), len(ends), columns.num_items
     now = run.clock_us[rank]
     base_us = shard_us = loss_us = gradient_us = inf
@@ -186,7 +186,7 @@ def ready_us(node: int, now: float, columns: Columns, ended_us: FloatList) -> fl
 
 @compiled
 def commit(rank: int, actions: IntegerList, columns: Columns, run: Shards) -> None:
-    """Run what a rank has chosen. Takes what `insert` takes."""
+    """Run what a rank has chosen. Arguments as in `insert`."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank
     if choice == FORWARD:  # or whatever comes next in the base order

@@ -132,7 +132,7 @@ def split_off(
 
 @compiled
 def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerList, away: IntegerList, whole: Whole) -> None:
-    """Compute `Whole.free` and `Whole.extra`. Takes what `split_off` takes."""
+    """Compute `Whole.free` and `Whole.extra`. Arguments as in `split_off`."""
     for rank in range(len(whole.starts) - 1):
         live = columns.static[rank]
         for at in range(whole.starts[rank], whole.starts[rank + 1]):
@@ -203,7 +203,7 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
 
 @compiled
 def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> int:
-    """Run a rank as far as it goes, and return how many of the order's actions it ran. Takes what `fill` takes."""
+    """Run a rank as far as it goes, and return how many of the order's actions it ran. Arguments as in `fill`."""
     items, ended_us = columns.num_items, filled.ended_us
     begin = at = filled.at[rank]
     while at < whole.starts[rank + 1]:
@@ -238,7 +238,7 @@ def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share
 
 @compiled
 def run_weight(rank: int, columns: Columns, filled: Filled) -> None:
-    """Run the weight gradient that has waited longest on a rank. Takes what `fill` takes."""
+    """Run the weight gradient that has waited longest on a rank. Arguments as in `fill`."""
     item = filled.waiting[filled.first[rank]]
     filled.first[rank] += 1
     filled.actions[filled.ends[rank]] = item << KIND_BITS | WEIGHT

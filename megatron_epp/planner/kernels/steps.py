@@ -43,7 +43,7 @@ class Facts(NamedTuple):
         no_split: zeros by item.
         copies: none.
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
-        whole, filled: storage for these; the actions of `whole` are those of the choice that is judged.
+        whole, filled: storage for these; the actions of `whole` are the judged choice's.
         away: empty.
         full, shards: columns of orders with the vocabulary's shards, and storage for their operations; `shards.line` is empty
             where there are none.
@@ -149,7 +149,7 @@ def below(numbers: IntegerList, count: int) -> int:
 
 @compiled
 def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
-    """Change one thing; the ranks concerned, from and to. Nothing concerned where the change is not allowed.
+    """Change one thing; return the range of ranks concerned, empty where the change is not allowed.
 
     Args:
         trial: the state, changed in place.
@@ -179,7 +179,7 @@ def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
 @compiled
 def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: IntegerList) -> bool:
-    """Move an action of a rank past its next neighbours, as far as that is allowed; whether anything moved.
+    """Move an action of a rank past its next neighbours, as far as that is allowed; return True if it moved.
 
     Args:
         actions: of every rank, changed in place.

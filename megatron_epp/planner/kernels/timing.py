@@ -112,7 +112,7 @@ def advance(
     copies: CopyColumns,
     room: Room,
 ) -> int:
-    """Run a rank as far as it goes, and return the number of actions that it ran. Takes what `play` takes."""
+    """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as in `play`."""
     items, loads = columns.num_items, len(copies.load_of)
     need_starts, needs, need_us, ended_us = columns.need_starts, columns.needs, columns.need_us, room.ended_us
     now = room.clock_us[rank]
@@ -151,7 +151,7 @@ def advance(
 
 @compiled
 def take_turn(copies: CopyColumns, room: Room) -> int:
-    """Run the copy that came first of those that could start (`plan.simulate.play`); its rank, or -1 where none could."""
+    """Run the copy that came first among copies that can start (`plan.simulate.play`); its rank, or -1 if none can."""
     first, came_us = -1, 0.0
     for rank in range(len(copies.starts) - 1):
         at = copies.at[rank]
@@ -192,7 +192,7 @@ def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList
         columns: times by item and by node.
         recompute_steps: recompute steps by item.
         split: by item, nonzero if its weight gradient is an action of its own.
-        out: time of every action by node; those of backwards are written, the others are left alone.
+        out: time of every action by node; only times of backwards are written.
     """
     items = columns.num_items
     for item in range(len(recompute_steps)):

@@ -1,1 +1,1 @@
-"""Search for the layout of a model, for batches like those of a sample."""
+"""Search for the layout of a model that suits a sample of its batches."""

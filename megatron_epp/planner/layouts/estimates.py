@@ -15,6 +15,7 @@ from megatron_epp.planner.search.estimate import CHUNKS_PER_RANK, Estimate, esti
 Grains = tuple[int | None, ...]
 """Chunks per rank of the best estimated plan of every batch; None where it runs sequences whole, or none fits."""
 _MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24
+"""Chunks per rank: the grains of `CHUNKS_PER_RANK` by name."""
 
 
 class Estimates:
@@ -79,7 +80,7 @@ class Estimates:
         return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))
 
     def _widely(self, layout: Layout, number: int) -> Estimate | None:
-        """Estimate a batch with all grains; with several stages per rank with those next to a better one, as they take long."""
+        """Estimate a batch with all grains; with several stages per rank, which take long, with the better one's neighbours."""
         if layout.placement.num_chunks == 1:
             return self._made(layout, number, CHUNKS_PER_RANK)
         middling, coarse = (self._made(layout, number, (grain,)) for grain in (_MIDDLING, _COARSE))

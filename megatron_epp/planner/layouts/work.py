@@ -1,4 +1,4 @@
-"""LayerWork of the ranks under a layout, without planning, and layouts that level it."""
+"""Work of the ranks under a layout, without planning, and layouts that level it."""
 
 from __future__ import annotations
 

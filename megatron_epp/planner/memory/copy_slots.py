@@ -72,7 +72,7 @@ def choose(
 
 
 class Chooser:
-    """Chooses the copies of one rank.
+    """Chooser of one rank's copies.
 
     Attributes:
         chosen: what it has chosen.
@@ -101,7 +101,7 @@ class Chooser:
 
     @property
     def copies(self) -> tuple[tuple[Action, Action | None], ...]:
-        """ChosenSlots copies in order, each with the compute action that it waits for."""
+        """Chosen copies in order, each with the compute action that it waits for."""
         ordered = sorted(self.chosen, key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
         return tuple((copy.action, copy.after) for copy in ordered)
 

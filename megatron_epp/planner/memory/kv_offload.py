@@ -41,7 +41,9 @@ _ROWS = (
 )
 _FRONTIER_COLUMNS = "mode", "saved", "layer_us", "fuller"
 SHARING = 2.0
-"""Factor by which the link slows down for KV offload and for copies of activations each, where a plan has both."""
+"""Factor by which the link slows down for KV offload and for copies of activations each, where a plan has both. Assumed: each
+gets half of the link whenever it copies, which counts too much where they do not copy at once.
+"""
 
 
 def with_kv_offload(

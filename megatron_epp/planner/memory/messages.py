@@ -17,7 +17,9 @@ MOST_WORK = 500_000
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
 _PER_WAY = 2
-"""Slots that a way to or from a rank is expected to have; it has more where messages come long before they are needed."""
+"""Slots that a way to or from a rank is expected to have: as many as `SEND_SLOTS` for sends. It has more where messages come
+long before they are needed; then the batch is planned again with room for them.
+"""
 _IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
 _SLACK = 8
@@ -80,8 +82,7 @@ def planned_with_room[T](
 
     Args:
         problem, make: as `with_room` takes them.
-        smaller: plans it with smaller windows, whose messages are fewer; tried if the messages of those of `make` do
-            not fit.
+        smaller: plans it with smaller windows, which have fewer messages; tried if the messages of `make`'s plans do not fit.
         least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
             order is known to need the least.
         without_offload: `least` of plans without offload, whose cap is named where the search with it takes `MOST_WORK`.
@@ -131,7 +132,7 @@ def _plainly[T](problem: Problem, without_offload: Callable[[Problem], T]) -> T:
 def _missing_bytes[T](
     problem: Problem, cap_bytes: int, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None
 ) -> int:
-    """Return how many bytes more than a cap it takes to plan: the first room tried there is another, and so may be the plans.
+    """Return how many bytes more than a cap it takes to plan. Another cap means other first room, so its plans may differ.
 
     Args:
         problem: what to plan.

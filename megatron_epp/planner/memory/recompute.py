@@ -133,7 +133,7 @@ def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: 
 def fit_with_copies(
     codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
 ) -> bool:
-    """RecomputeFit the recompute of a rank whose cap differs from action to action, because some bytes are away.
+    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
         codes: the order of all ranks.
@@ -175,7 +175,7 @@ def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: Recompute
 
 
 def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
-    """Compute the least peak of each rank that recompute can reach: that of all layers of all chunks.
+    """Compute the least peak of each rank that recompute can reach, with all layers of all chunks recomputed.
 
     More recompute never raises the peak of an action, neither its own chunk's nor another's; but for a norm's output, which a
     layer has while its own backward runs only where it recomputes more than its MLP (`ModeCosts.full_bytes_per_token`).
@@ -222,7 +222,7 @@ def held_bytes(
 
 
 def peaks_of(held: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Most bytes of each rank among those of `held_bytes`."""
+    """Largest entry of each rank's row of `held_bytes`."""
     return [int(row.max(initial=0)) for row in held]
 
 

@@ -37,7 +37,7 @@ class CappedWarmUp:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Return the order of a chunk table. Takes what `OrderRule.order` takes."""
+        """Return the order of a chunk table. Arguments as in `OrderRule.order`."""
         if problem.forward_only:
             return WarmUp(self.lead, slack=self.slack).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)

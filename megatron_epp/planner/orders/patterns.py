@@ -38,18 +38,18 @@ class Interleaved:
     """Order rule for looped placements: Megatron's interleaved 1F1B (2104.04473) over slices.
 
     A rank runs as many chunks as there are ranks on its first stage, then on its next, and so on; backwards the other way
-    round. Every rank is two backwards ahead of the next. Where that is a deadlock, as with chunks that are no multiple of the
-    ranks, the warm-up is that of the paper (`one_warm_up`); where that is one too, and for other placements, it is list
-    scheduling.
+    round. Every rank is two backwards ahead of the next. Where that deadlocks, as with chunks that are no multiple of the
+    ranks, the warm-up is the paper's (`one_warm_up`); where that deadlocks too, and for other placements, the order is list
+    scheduling's.
 
     Attributes:
-        elastic: windows follow the slices; otherwise the warm-up is that of the paper.
+        elastic: windows follow the slices; otherwise the warm-up is the paper's.
     """
 
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         own, groups = looped(problem), slice_groups(chunks)
         made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         made += [one_warm_up(groups, own)] if is_looped(problem) else []
@@ -83,7 +83,7 @@ class Block:
     squeezed: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return running(made, chunks, tables, problem)
@@ -176,7 +176,7 @@ def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int]) -> list[tuple
 
     Args:
         chunks: in order.
-        size: number of chunks that stay together. Those that are left over join the last: fewer would be a deadlock.
+        size: number of chunks that stay together. Leftover chunks join the last group: a smaller one would deadlock.
         laps: in order.
     """
     starts = range(0, max(1, len(chunks) - size + 1), size)
@@ -233,7 +233,7 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
 
 
 def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-    """Return the first order that runs, otherwise that of list scheduling.
+    """Return the first order that runs, otherwise list scheduling's.
 
     Args:
         made: the orders.

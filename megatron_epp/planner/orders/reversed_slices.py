@@ -19,7 +19,7 @@ class ReversedSlices:
     """Order rule for looped placements: backwards of a sequence reverse its forwards. Elsewhere it is list scheduling."""
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         made = (reversed_slices(slice_groups(chunks), looped(problem)),) if is_looped(problem) else ()
         return running(made, chunks, tables, problem)
 

@@ -1,8 +1,8 @@
 """Interleaved orders in which chunks follow each other at equal distances, as units of time: F takes one, B with W two.
 
 A chunk's forwards and backwards on a rank's stages then are equally far apart for all chunks, so every stage of a rank keeps a
-number of chunks that does not change over time: those of its first stage live longest. Memory grows with the distances, which
-`Spacing` takes as small as ranks never wait for each other with.
+number of chunks that does not change over time; chunks of its first stage live longest. Memory grows with the distances, so
+`Spacing` takes the smallest with which ranks never wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 3
 UNITS = 1.0, 2.0
 """Units of time from rank to rank, of a forward and of a whole backward."""
 SPLIT_UNITS = 1.5, 1.5
-"""Those where weight gradients are split off: a backward needs none before it, so forwards and backwards share three."""
+"""The same with weight gradients split off: a backward need not wait for one, so a forward and a backward share three units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Spacing:
         return tuple(part for one in ordered for part in ((one, one._replace(op=Op.W)) if one.op is Op.B else (one,)))
 
     def _start(self, number: int, laps: int, groups_later: int) -> int:
-        """Return the unit of time of a chunk on a lap, from that of the first chunk on the first lap."""
+        """Return the unit of time of a chunk on a lap, counted from the first chunk on the first lap."""
         group, at = divmod(number, self.group)
         return CHUNK * (self.group * (laps * group + groups_later) + at)
 
@@ -101,7 +101,7 @@ class Spaced:
     in_groups: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         group = -(-problem.num_ranks // 2) if self.in_groups else 1
         made = [whole_backwards(slice_groups(chunks), looped(problem), self.units, group)] if is_looped(problem) else []
         return running(made, chunks, tables, problem)

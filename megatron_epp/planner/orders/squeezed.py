@@ -43,7 +43,7 @@ def squeezed(rows: Sequence[UnitTimes]) -> Order:
 
 
 def laid_out(rows: Sequence[UnitTimes]) -> Order:
-    """Order the actions of every rank as the pattern has them. Takes what `squeezed` takes."""
+    """Order the actions of every rank as the pattern has them. Arguments as in `squeezed`."""
     return tuple(_Rank(row).order() for row in rows)
 
 

@@ -22,7 +22,7 @@ class UnitTimes:
     """Order rule for two stages per rank in a V: the greedy order in units of time. Elsewhere it is list scheduling."""
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Takes what `OrderRule.order` takes."""
+        """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         made = (without_weights(in_unit_times(slice_groups(chunks), own)),) if is_v(problem) else ()
         return running(made, chunks, tables, problem)

@@ -65,7 +65,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
 
     Args:
         tables: times and sizes of the chunks.
-        most: actions of every rank without those of shards.
+        most: actions of every rank without the shards' actions.
     """
     rows, chunks, ranks = tables.added[Op.S], len(tables.message_us), len(most)
     columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]

@@ -133,7 +133,7 @@ def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
 
     Args:
         groups: of the chunk table (`slice_groups`).
-        minimal: those of the sequence and no more; else as many as there are backwards behind it plus the sequence's slices.
+        minimal: up to the end of the backward's sequence; else the number of backwards before it plus its sequence's slices.
     """
     if minimal:
         return [group.stop for group in groups for _ in group]

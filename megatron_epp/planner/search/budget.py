@@ -83,7 +83,7 @@ class Anytime:
         validate(problem, self.costs, self.options)
 
         def make(asked: Problem) -> Plan:
-            # Under larger caps than those given it is planned only to name the least that would do, which takes no budget.
+            # Caps above the given ones are planned only to name the least that would do, which takes no budget.
             return self._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
 
         def smaller(asked: Problem) -> Plan:

@@ -94,7 +94,7 @@ def _is_worth(action: Action, tables: Tables) -> bool:
 
 
 def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
-    """RecomputeFit recompute to the caps, with what waits for weight gradients and what actions hold at once.
+    """Fit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
     What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
     and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.

@@ -61,7 +61,7 @@ def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) 
 def search_orders(trials: Trials, table: Aligned | None) -> None:
     """Try one table with all rules until one is proven best.
 
-    Those of last resort are tried where others fit, too: what is found under a cap has to be found under a larger one.
+    Rules of last resort are tried even where others fit: what is found under a cap has to be found under a larger one.
     """
     trials.better(table, (*trials.rules.first, *trials.rules.second, *trials.rules.least), close=0.0)
 
@@ -123,14 +123,14 @@ def _search_equal(trials: Trials, chunker: Chunker) -> None:
 def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], tables: dict[float, Aligned]) -> None:
     """Try orders that keep little, with which coarse tables may fit that are faster than finer ones.
 
-    All grains are tried while nothing fits, or if recompute is fixed, the coarser ones then in all windows, since recompute
-    makes no room for the wide ones; otherwise, if the best recomputes, those that are coarser and have so much less work that a
-    pipeline with one sequence alive at a time may be faster.
+    All grains are tried while nothing fits, or if recompute is fixed; then the coarser ones are tried in all windows, since
+    recompute makes no room for wide ones. Otherwise, if the best recomputes, coarser grains are tried as long as they have so
+    much less work that a pipeline with one sequence alive at a time may be faster.
 
     Args:
         trials, chunkers: as `search_tables` takes them.
         counts: chunks in all to aim at, rising.
-        tables: those tried by count, updated.
+        tables: tables tried so far, by count; updated.
     """
     best = trials.near[0] if trials.near else trials.best
     is_fixed = trials.replicas.options.recompute != "auto"
@@ -183,7 +183,7 @@ def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
 def _walk(
     chunkers: Chunkers, counts: Sequence[float], start: int, patience: int, is_better: Callable[[Aligned], bool]
 ) -> Iterator[tuple[float, Aligned]]:
-    """Try grains from `start` to finer ones, then to coarser ones, until they get no better, and yield those tried.
+    """Try grains from `start` to finer ones, then to coarser ones, until they get no better; yield the grains tried.
 
     Args:
         chunkers: the batch and its balance.
@@ -208,7 +208,7 @@ def _walk(
 
 
 def _with_first_rules(trials: Trials, table: Aligned) -> bool:
-    """Try a grain; True if it is better than those before."""
+    """Try a grain; True if it is better than all before."""
     is_better = trials.better(table, trials.rules.first)
     return trials.better(table, trials.narrow(table)) or is_better if trials.rules.narrow else is_better
 
@@ -235,14 +235,14 @@ def whole_bytes(trials: Trials) -> int:
 
 
 def whole_may_fit(trials: Trials) -> bool:
-    """True if the longest sequence may run whole under the caps, or under the smallest cap that is known to do."""
+    """True if the longest sequence may run whole under the caps, or under the smallest cap known to suffice."""
     return whole_bytes(trials) < max(trials.least_cap, 1 + max(trials.problem.cap_bytes))
 
 
 def walk_further(
     trials: Trials, chunkers: Chunkers, patience: int, try_rules: Callable[[Aligned, Sequence[OrderRule]], bool]
 ) -> Iterator[tuple[float, Aligned]]:
-    """Try `OrderRules.walked` for the best table, then for finer and coarser ones until they get no better; yield those tried.
+    """Try `OrderRules.walked` for the best table, then for finer and coarser ones until they get no better; yield the grains.
 
     With slices that the user fixed there is one table.
 
@@ -263,7 +263,7 @@ def walk_further(
 
 
 def grain_counts(num_ranks: int, coarsest: float) -> list[float]:
-    """Chunks in all to aim at, rising. Of those below which only the token cap counts (`Chunker.coarsest`) there is one."""
+    """Numbers of chunks to aim at, rising; at most one below `Chunker.coarsest`, where the token cap alone decides."""
     counts = [count for share in CHUNKS_PER_STAGE if (count := num_ranks * share) <= MOST_CHUNKS]
     return counts[max(0, bisect_left(counts, coarsest) - 1) :]
 

@@ -73,7 +73,7 @@ def greedy(problem: Problem, costs: Costs, options: Options, before: LastSearche
     """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
     The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
-    among the candidates where the token cap lets them, so the result is never slower than those. The order of the batch never
+    among the candidates where the token cap allows, so the result is never slower than they are. The order of the batch never
     matters. With `options.slices` there is one grain and nothing to search.
 
     Args:
@@ -111,8 +111,8 @@ def candidates(
 
     Args:
         problem, costs, options: as `greedy` takes them.
-        warm: grains that earlier batches chose; the search begins at that of a batch of similar shape, and ends sooner.
-        before: as `greedy` takes it. Where those candidates are nearly as fast now, there is no further search.
+        warm: grains that earlier batches chose; the search begins at the grain of a batch of similar shape, and ends sooner.
+        before: as `greedy` takes it. Where an earlier search's candidates are nearly as fast now, there is no further search.
     """
     replicas = Replicas((problem,), costs, options)
     trials, found = _searched(replicas, warm, {} if before is None else before)
@@ -175,8 +175,8 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; orders are completed: with the vocabulary's shards, and with weight gradients split off where that is asked
-    for, the costs time them separately and it is faster.
+    """Improve candidates by local search, and complete their orders: with the vocabulary's shards, and with weight gradients
+    split off where that is asked for, the costs time them separately and it is faster.
 
     Local search with whole backwards comes first, and what it made faster is completed here. Where weight gradients are split
     off it starts from the fastest complete orders instead, and judges each step with its weight gradients split off. Both run

@@ -1,8 +1,8 @@
 """The least memory with which a batch can be planned, without the search for a fast plan.
 
-With one stage per rank no order of a chunk table keeps less than that of `OrderRules.least`, so a table fits under a cap if and
-only if it does in that order. One order of every table is tried, where `greedy` tries many. In that order all ranks run the
-same actions, so of ranks with equal costs and caps one is looked at.
+With one stage per rank no order of a chunk table keeps less than the order of `OrderRules.least`, so a table fits under a cap
+if and only if it does in that order. So one order of every table is tried, where `greedy` tries many. In that order all ranks
+run the same actions, so of ranks with equal costs and caps one is looked at.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_told_by_one_order(problem: Problem, options: Options) -> bool:
 def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_bytes: int = 0) -> int:
     """Return the smallest memory cap, in bytes of every rank, under which a table of the batch fits, without offload.
 
-    Messages have the room that is set aside for them before the order is known; those of a plan may need a little more.
+    Messages have the room that is set aside for them before the order is known; a plan's messages may need a little more.
 
     Args:
         problem: the batch and the placement, of one stage per rank; its caps do not matter.
@@ -157,7 +157,7 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
-    """Return the most bytes live at one time on a rank: its static bytes and those of its steps, which run one by one."""
+    """Return the most bytes live at one time on a rank: static bytes plus bytes of its steps, which run one by one."""
     live = peak = static_bytes
     for step in row:
         live += step.alloc_bytes

@@ -19,15 +19,19 @@ from megatron_epp.planner.problem import Options, Problem, static_bytes
 from megatron_epp.planner.search.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
-"""Longest sequence, in tokens, that is tried."""
+"""Longest sequence, in tokens, that is tried: 33 million, beyond the context of any model."""
 BATCHES = 16
-"""Largest multiple of the batch that is tried."""
+"""Largest multiple of the batch that is tried. Not measured: planning takes longer, the larger the batch."""
 LARGE = 640
-"""Stages times chunks of a plan above which the smallest cap is the one that the planner names; set by hand: plans take 2 s."""
+"""Stages times chunks of a plan above which the smallest cap is the one that the planner names: such a plan takes about 2 s,
+and to look for a smaller cap takes several.
+"""
 CAP_BITS = 11
 """Significant bits of the smallest cap with offload: it is found to about a thousandth."""
 TRIES = {"alone": 12, "with_rest": 12, "batch": 8, "cap": 3}
-"""Sizes that are tried for each limit, as a rule; by hand. With offload about twice as many."""
+"""Sizes that are tried for each limit, as a rule, from which the time that is left is foretold. With offload about twice as
+many.
+"""
 _GRAINS = 32
 """Number of steps between a power of two and the next."""
 
@@ -39,7 +43,7 @@ class Limit:
     Attributes:
         value: the number; None where nothing fits.
         step: distance to a number that does not fit; 0 where none was tried. Both None and 0: it was not found in time.
-        is_proven: there is a plan. Before that, the bytes of messages in flight are those that are set aside for any plan.
+        is_proven: there is a plan. Before that, messages in flight are counted with what is set aside for any plan.
     """
 
     value: int | None
@@ -199,7 +203,7 @@ class Limits:
         Args:
             lengths: tokens of every sequence.
             offload: whether activations may be offloaded.
-            cap_bytes: of every rank; None for those of the problem.
+            cap_bytes: of every rank; None for the problem's caps.
         """
         found = self._is_planned(lengths, offload, cap_bytes)
         self.tried()

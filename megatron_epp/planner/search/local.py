@@ -33,7 +33,7 @@ LONG_STEPS = 20_000
 """Steps of a search that runs unasked where they take little of the iteration."""
 RUNS = (4000, 8000)
 """Steps of successive runs for shorter iterations, which end with the first run that gains little. On 49 random cases under
-tight caps (`scripts.bench.planner.small`) 4,000 steps left makespans 0.07 % above those of 20,000 on average, at worst 1.2 %.
+tight caps (`scripts.bench.planner.small`) 4,000 steps left makespans 0.07 % above 20,000 steps on average, at worst 1.2 %.
 """
 LITTLE = 0.001
 """Relative gain of a run after which another one is not worth its time."""
@@ -60,7 +60,7 @@ def searches(options: Options, num_items: int) -> bool:
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
-    """Return the steps of the runs of the search, of which each begins with the best of those before.
+    """Return the steps of the search's runs; each run begins with the best found before it.
 
     Unasked, they follow from the makespan and not from a clock, so that equal problems get equal plans on every machine.
 

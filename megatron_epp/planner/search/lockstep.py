@@ -32,8 +32,8 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
         options: the settings of the user. The planner must be "greedy", without a budget.
 
     Returns:
-        A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is that of the
-        slowest replica.
+        A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is the
+        slowest replica's.
 
     Raises:
         InfeasibleError: nothing fits the caps, or one replica has too few tokens for the chunks that another needs.

@@ -26,10 +26,12 @@ SECOND: tuple[OrderRule, ...] = (
 )
 """Further rules for the best grain: less alive, less slack."""
 CAPPED: tuple[OrderRule, ...] = (CappedWarmUp(3), CappedWarmUp(3, 1.5), CappedWarmUp(4, 1.5), CappedWarmUp(6, 1.5))
-"""Rules for the best table with its sequences in other orders, where its plan is far from its bound."""
+"""Rules for the best table with its sequences in other orders, where its plan is far from its bound: plans up to 7 % faster."""
 HALF = WarmUp(lead=0.5, minimal=True)
 LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, minimal=True),)
-"""Rule of last resort: one sequence is alive at a time, and no order of a table keeps less."""
+"""Rule of last resort: one sequence is alive at a time, and no order of a table keeps less. Where it was tried only if nothing
+else fitted, more memory could make plans with fixed slices slower, and without it in KV offload by 30 %.
+"""
 ROOMY_LISTED: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
 LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ROOMY_LISTED[0],
@@ -41,12 +43,18 @@ LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(0.75),
     ListScheduling(0.5),
 )
-"""Rules for any other placement than one stage per rank in order, the first two for every grain."""
+"""Rules for any other placement than one stage per rank in order, the first two for every grain. Alternating ones, interleaved
+1F1B and blocks of a V made plans up to 18 % faster than rules with backwards first alone.
+"""
 WIDE_V = ListScheduling(2.5, alternating=True)
-"""Further rule for every grain of V placements: with it a coarser grain may be the best than with the others."""
+"""Further rule for every grain of V placements: with it a coarser grain may be the best than with the others. Hanayo's order,
+whose window is as wide, was faster on random batches before.
+"""
 NARROWEST = ListScheduling(1, alternating=True)
 NARROW_LISTED: tuple[OrderRule, ...] = (ListScheduling(1.5, alternating=True), NARROWEST)
-"""Further rules for grains that no other rule fits, the first for those that are nearly the best, too."""
+"""Further rules for grains that no other rule fits; the first also for grains that are nearly the best. Other papers' orders
+with narrow windows (V-Min) were faster on random batches before.
+"""
 SPLIT_LIST_SCHEDULES: tuple[OrderRule, ...] = (
     ListScheduling(1.25, alternating=True, waiting=1),
     ListScheduling(1, waiting=0.75),
@@ -61,13 +69,15 @@ PATTERNS: tuple[OrderRule, ...] = (Interleaved(), Interleaved(elastic=False))
 LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(),)
 """Further rules for the best grain of looped placements."""
 EQUAL_SLICES: tuple[OrderRule, ...] = (ReversedSlices(),)
-"""Rules for slices of equal length (SlimPipe, 2504.14519), and for the best grain of looped placements."""
+"""Rules for slices of equal length, and for the best grain of looped placements. Without them SlimPipe (2504.14519) was up to
+2.4 % faster on 14 of 100 random batches.
+"""
 SPLIT_LOOPED_PATTERNS: tuple[OrderRule, ...] = (Spaced(SPLIT_UNITS), Spaced(SPLIT_UNITS, in_groups=True))
-"""Those where weight gradients are split off (PipeOffload, 2503.01328)."""
+"""`LOOPED_PATTERNS` where weight gradients are split off (PipeOffload, 2503.01328)."""
 V_PATTERNS: tuple[OrderRule, ...] = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 """Further rules for V placements with two stages per rank."""
 SPLIT_V_PATTERNS: tuple[OrderRule, ...] = (Block("V-Half", squeezed=True), Block("V-Min", squeezed=True))
-"""Those where weight gradients are split off."""
+"""`V_PATTERNS` where weight gradients are split off."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
 

@@ -12,7 +12,9 @@ from megatron_epp.planner.problem import Problem
 
 Shape = tuple[int, ...]
 SHAPES = 64
-"""Shapes of batches whose grains are kept; a shape spans a fifth of the tokens, the longest sequence and the count."""
+"""Shapes of batches whose grains are kept; a shape spans a fifth of the tokens, the longest sequence and the count. Not
+measured: a grain is a number, and a batch without one of its own shape begins at the last batch's.
+"""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
 
 def relabelled(made: Decisions, sequences: tuple[int, ...]) -> Decisions:
-    """Renumber the sequences of decisions for a canonical batch by those of the original."""
+    """Renumber the sequences of a canonical batch's decisions as in the original batch."""
     chunks = (Chunk(tuple(s._replace(sequence=sequences[s.sequence]) for s in chunk.segments)) for chunk in made.chunks)
     kv_offload = frozenset((stage, sequences[sequence]) for stage, sequence in made.kv_offload)
     return replace(made, chunks=tuple(chunks), kv_offload=kv_offload)

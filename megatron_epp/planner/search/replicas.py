@@ -2,7 +2,7 @@
 
 Each layer with experts is an exchange between lockstep replicas, so an action takes as long as the slowest of them needs for
 it. One order and one recompute are chosen for all, by these times; every replica then has its own chunks in the order, its own
-memory, its own copies to the host, of which none keeps an action waiting, and its own KV offload.
+memory, its own copies to the host, none of which keeps an action waiting, and its own KV offload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
-"""recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
+"""Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us", "hops", "message_us")
 
 
@@ -132,7 +132,7 @@ class Replicas:
         ]
 
     def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> RecomputeFit:
-        """RecomputeFit the recompute of all replicas under their caps.
+        """Fit the recompute of all replicas under their caps.
 
         Args:
             codes: the order.

@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 class Trials:
     """Candidates tried so far, and the best of them.
 
-    Candidates that the lower bound calls hardly faster are passed over; of lockstep replicas only those that cannot be faster.
+    A candidate is passed over if by the lower bound it is hardly faster than the best (of lockstep replicas: no faster).
 
     Attributes:
         best: the fastest that fits; None while none does.
@@ -171,7 +171,7 @@ class Trials:
         return found
 
     def choices(self) -> list[Choice]:
-        """Return the tables and rules of the fastest candidates: of the best, if it has copies, and of those without."""
+        """Return the tables and rules of the fastest candidates: of the best, if it has copies, and of fast ones without."""
         best = [] if self.best is None or not any(one.copies for one in self.best.made) else [self.best]
         plain = sorted(self.best_of.values(), key=attrgetter("makespan_us"))[:CHOICES]
         return [Choice(one.table, one.rule, one in best) for one in (*best, *plain)]
@@ -207,7 +207,7 @@ class Trials:
         return self.rules.narrow[:1] if fastest_us <= NEARLY * self.best_us else ()
 
     def _tables(self, table: Aligned) -> tuple[Tables, ...]:
-        """Tabulate a table without KV offload, unless it is that of the best candidate or was the last one."""
+        """Tabulate a table without KV offload, unless the best candidate has it or it was the last one."""
         best = self.best
         if best is not None and best.table == table and not any(made.kv_offload for made in best.made):
             return best.tables

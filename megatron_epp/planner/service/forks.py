@@ -16,7 +16,7 @@ from megatron_epp.planner.service.worker import Process, Worker
 
 
 def fork_workers() -> None:
-    """Have `Worker` fork its process, in this process and in those that it forks, where the planner is loaded now.
+    """Have `Worker` fork its process, in this process and in processes that it forks, and load the planner now.
 
     A process that forks must not depend on locks that other threads of its hold: the worker would wait for them forever.
     """

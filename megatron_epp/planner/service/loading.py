@@ -17,8 +17,8 @@ SEVERAL = (Options(split_weight=True, steps=1), Options(offload=True))
 def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
     """Plan a small batch with some options, without and with memory caps that matter, as a process does once.
 
-    The compiled loops are read from disk, which takes longer than most plans. Those that are not there are compiled, which
-    takes 10 to 25 s of a core.
+    The compiled loops are read from disk, which takes longer than most plans. Missing ones are compiled, which takes 10 to 25 s
+    of a core.
 
     Planners of other schedules and of users run as they are only where a batch is planned: they use some of these loops.
 

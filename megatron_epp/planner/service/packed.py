@@ -75,5 +75,5 @@ def _packed(item: object) -> bytes:
 def _unpacked(message: bytes) -> Any:
     try:
         return pickle.loads(zlib.decompress(message))
-    except zlib.error as error:  # its checksum is that of the whole
+    except zlib.error as error:  # its checksum covers the whole message
         raise PlanError(f"the message of {len(message)} bytes is no packed plan: {error}") from None

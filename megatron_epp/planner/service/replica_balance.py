@@ -30,7 +30,9 @@ Makespan = Callable[[tuple[Problem, ...]], float]
 """Microseconds that a group takes, from the problems of its replicas: their shares of the batch."""
 
 ENOUGH = 0.005
-"""Imbalance at which no further exchange is tried. Set by hand, as are the next two: see `python -m scripts.bench.balance`."""
+"""Imbalance at which no further exchange is tried. `python -m scripts.bench.balance` shows what is left with it and the next
+two, next to the least that any division has; other values were not compared.
+"""
 TRIES = 16
 """Exchanges tried at most, each of which takes the makespans of two groups."""
 ROUNDS = 4
@@ -43,7 +45,7 @@ class Division:
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica; those of a group take equally long.
+        makespan_us: of every replica; replicas of a group take equally long.
     """
 
     shares: tuple[Share, ...]

@@ -112,7 +112,7 @@ def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
 
 
 def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
-    """PageColumns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
+    """Columns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
     boxes = measured_boxes(plan, measured)
     order = {stream: number for number, stream in enumerate(_STREAMS)}
     boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
@@ -158,7 +158,7 @@ def _times(values: Iterable[float]) -> list[float]:
 
 
 def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
-    """PageColumns with what each box waited for, and the boxes of the critical path.
+    """Columns with what each box waited for, and the boxes of the critical path.
 
     `because` is the distance back to the box that it waited for, 0 if it waited for none.
 
@@ -186,7 +186,7 @@ def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers
 
 
 def _recompute(plan: Plan, graph: Graph) -> PageColumns:
-    """PageColumns of the boxes with recompute: their number, its time, and the modes of their layers."""
+    """Columns of the boxes with recompute: their number, its time, and the modes of their layers."""
     boxes, times, modes = [], [], []
     shares = facts.recompute_in_backward(plan)
     for number, step in enumerate(graph.steps):
@@ -200,7 +200,7 @@ def _recompute(plan: Plan, graph: Graph) -> PageColumns:
 
 
 def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
-    """PageColumns with the memory of every rank.
+    """Columns with the memory of every rank.
 
     A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of
     a box, plus one if it is the release.
@@ -223,7 +223,7 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
 
 
 def item_columns(account: Account) -> PageColumns:
-    """PageColumns with the memory of every rank by item, with the colours of pictures.
+    """Columns with the memory of every rank by item, with the colours of pictures.
 
     `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
     the item, and the bytes that are added.

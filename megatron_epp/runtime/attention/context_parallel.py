@@ -29,7 +29,7 @@ class ContextParallel:
         return (slice(0, num_tokens),)
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        """Run core attention; `attend` is that of all tokens of a chunk for some heads, on this rank.
+        """Run core attention; `attend` runs it on this rank, of all tokens of a chunk for some heads.
 
         Queries are ``[own tokens, query_heads, channels]``, cached tensors ``[own tokens, kv_heads, width]`` each, and the
         result is ``[own tokens, query_heads, value_channels]``.
@@ -43,7 +43,7 @@ NOT_SHARED = ContextParallel()
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange(ContextParallel):
-    """Exchanges tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
+    """Exchange of tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
@@ -110,6 +110,7 @@ def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, 
     parts = [x.unflatten(split, (size, -1)).movedim(split, 0).contiguous() for x in tensors]  # entry r is for rank r
     received = [torch.empty_like(x) for x in parts]
     pairs = zip(received, parts, strict=True)
+    # A list: all are launched before the first is waited for.
     for work in [dist.all_to_all_single(into, x, group=group, async_op=True) for into, x in pairs]:
         work.wait()
     return tuple(x.movedim(0, join).flatten(join, join + 1) for x in received)

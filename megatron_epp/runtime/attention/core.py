@@ -34,8 +34,10 @@ class _ChunkAttention(torch.autograd.Function):
         *cached: Tensor,
     ) -> Tensor:
         view, relay, q = context.view, context.relay, _compact(q)
+        # Of no tokens: only shapes, types and device are asked for.
         kernel = kernels.choose(q, *layout.keys_and_values(tuple(x[:0] for x in cached)), preference)
         parts = 1 if view is None else relay.parts(view, cached[0].shape[1])
+        # What the relay caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(_compact(x if view is None else x[view.num_cached :]) for x in cached)
 
         def attend() -> tuple[Tensor, Saved]:
@@ -54,7 +56,7 @@ class _ChunkAttention(torch.autograd.Function):
         ctx.save_for_backward(q, out, *own, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.layout = context, layer, scale, kernel, layout
         ctx.parts, ctx.num_cached = parts, len(cached)
-        if view is not None and view.is_tail and context.forward_only:
+        if view is not None and view.is_tail and context.forward_only:  # no backward will release the cache
             for part in range(parts):
                 relay.release(layer, view, part)
         return out
@@ -68,7 +70,7 @@ class _ChunkAttention(torch.autograd.Function):
         own, saved = rest[: ctx.num_cached], rest[ctx.num_cached :]
         count = len(saved) // parts
         grads: list[Tensors] = []
-        for part in reversed(range(parts)):
+        for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
             own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, *own))
             seen = tuple(uncached) if view is None else relay.recall(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])

@@ -1,7 +1,7 @@
 """KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
 
-Forward of a slice writes its cached tensors (keys and values, see `layout`) after those of the earlier slices and attends over
-all of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
+The forward of a slice writes its cached tensors (keys and values, see `layout`) behind the earlier slices' and attends over all
+of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
 its own part, which is complete because every later slice has run.
 
 `KVRelay` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
@@ -55,7 +55,7 @@ class DeviceStore:
         """Start to fetch the accumulators of a piece, whose backward begins: they are on the device."""
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
+        """Add gradients to the accumulators, which are fp32 if `wide`; return the complete ones of the chunk's own tokens."""
         key = view.sequence, piece
         if key not in self._gradients:
             pairs = zip(grads, self._rows[key], strict=True)
@@ -109,7 +109,7 @@ class KVRelay:
     """KV caches of one stage for one iteration.
 
     Attributes:
-        fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
+        fp32_gradients: for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
         offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 
@@ -207,7 +207,7 @@ class KVRelay:
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
     ) -> Tensors:
-        """Accumulate the gradient of all that a chunk attended to; return that of its own tokens, ``[tokens, heads, width]``.
+        """Accumulate the gradient of all that a chunk attended to; return its own tokens' gradient, ``[tokens, heads, width]``.
 
         After the backward of the sequence's first slice its cache is freed.
 

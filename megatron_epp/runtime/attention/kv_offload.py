@@ -3,7 +3,7 @@
 Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the cache of the next is copied
 to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's kernel, added
 to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers. Heads do not mix
-inside attention: results are bitwise those of all heads at once.
+inside attention: results are bitwise the same as with all heads at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Use(NamedTuple):
 
 
 class PieceReader:
-    """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
+    """Reader of pieces with two buffers: while one holds the requested piece, the next is loaded into the other.
 
-    Requests that are not among those `expected`, in order, are loaded when they are made. `load` begins to fill a buffer, 0 or
-    1, and returns a mark to wait for.
+    Requests that differ from the `expected` ones, or from their order, are loaded when they are made. `load` begins to fill a
+    buffer, 0 or 1, and returns a mark to wait for.
     """
 
     def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Mark]) -> None:
@@ -46,7 +46,7 @@ class PieceReader:
     def begin(self) -> None:
         """Begin to load the first expected request, into the buffer that is used first."""
         if self._expected:
-            self._current = 1
+            self._current = 1  # `_fetch` fills the other one, and `take` then makes it the current one
             self._fetch(self._expected[-1])
 
     def take(self, use: Use) -> tuple[int, Mark]:
@@ -60,9 +60,9 @@ class PieceReader:
             mark = self._load(use, self._current)
         self._held = use.piece
         if use in self._expected:
-            while self._expected.pop() != use:
+            while self._expected.pop() != use:  # skipped requests will not come
                 pass
-            if self._expected and self._expected[-1].piece != use.piece:
+            if self._expected and self._expected[-1].piece != use.piece:  # the same piece is in a buffer already
                 self._fetch(self._expected[-1])
         return self._current, mark
 
@@ -132,7 +132,7 @@ class HostStore:
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
-        The arguments are those of `KVRelay.running`; gradients add up in fp32 if `wide`.
+        Arguments as in `KVRelay.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:
@@ -167,6 +167,7 @@ class HostStore:
 
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
         now, offset = self._running, self._held[view.sequence].rows[piece]
+        # Only the slice's own rows: earlier ones are in host memory. The mark keeps the next load out of the buffer until then.
         now.left[now.current] = self._copy(rows, offset, view.start, view.stop, True)
 
     def expect_gradient(self, view: SliceView, piece: Piece) -> None:
@@ -176,7 +177,7 @@ class HostStore:
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
         now, is_first = self._running, piece not in self._held[view.sequence].gradients
-        self._wait(now.arriving)
+        self._wait(now.arriving)  # behind the load of the sum, or behind the offload of the last piece's, in the one buffer
         own = []
         for buffer, grad in zip(now.gradient, grads, strict=True):
             total = buffer if heads is None else buffer[:, heads]
@@ -199,7 +200,7 @@ class HostStore:
         del held.rows[piece]
         if not held.rows:
             self.host_bytes -= held.region.num_bytes
-            held.region.give_back(self._host.streams.mark(False))
+            held.region.give_back(self._host.streams.mark(False))  # behind all loads so far, which may still read it
             del self._held[view.sequence]
 
     def _uses(self, view: SliceView, backward: bool, num_whole: int) -> Iterator[Use]:

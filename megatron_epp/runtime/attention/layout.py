@@ -42,7 +42,7 @@ class KVLayout:
     Attributes:
         keys_and_values: function from cached tensors to keys ``[tokens, heads, channels]`` and values
             ``[tokens, heads, value_channels]``.
-        gradients: function from the gradients of keys and of values to those of the cached tensors.
+        gradients: function from the gradients of keys and of values to the gradients of the cached tensors.
     """
 
     keys_and_values: Callable[[Tensors], tuple[Tensor, Tensor]]
@@ -61,9 +61,9 @@ class RelayError(EppError):
 class SliceView:
     """Window of one chunk on the cache of its sliced sequence.
 
-    The cache stores the slice; of the sequence's last chunk it stores all tokens, those of other sequences after the sequence's
-    end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where later slices
-    overwrite them.
+    The cache stores the slice. Of the sequence's last chunk it stores all tokens: tokens of other sequences lie after the
+    sequence's end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where
+    later slices overwrite them.
 
     Attributes:
         sequence: index of the sequence.
@@ -182,8 +182,7 @@ class SegmentTable:
 def offsets_of(table: SegmentTable) -> Tensor:
     """Return the offsets of queries and of keys of a table, int32 ``[2, width]`` on the CPU.
 
-    They are followed by those of empty segments, up to the class of the number of segments. Both rows begin at multiples of 16
-    bytes.
+    Offsets of empty segments follow, up to the class of the number of segments. Both rows begin at multiples of 16 bytes.
     """
     width = -(-(segment_class(len(table.segments)) + 1) // 4) * 4
     rows = [(*row, *repeat(row[-1], width - len(row))) for row in (table.query_starts, table.key_starts)]

@@ -1,6 +1,6 @@
 """Warm-up of attention: plans that libraries build for a class of shapes are built between iterations, on all ranks at once.
 
-In an iteration a rank that builds a plan keeps those after it waiting, and then they build theirs. Libraries keep plans for the
+In an iteration a rank that builds a plan keeps the next ranks waiting, which then build theirs. Libraries keep plans for the
 thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
 they recompute. So every class runs in both threads, as far as a plan does.
 """
@@ -26,6 +26,7 @@ from megatron_epp.runtime.context import ChunkLayout
 logger = logging.getLogger(__name__)
 
 _PROGRESS_S = 5.0
+"""Seconds between lines of progress in the log; for the reader's patience, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class KernelWarmUp:
                 logger.info("%d of %d classes of shapes are warm", number, len(missing))
         if any(heads.device.type == "cuda" for heads in active):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # blocks of these sizes would stay reserved, beyond what plans count
         logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
 
 

@@ -42,7 +42,7 @@ class _Enter(torch.autograd.Function):
 
 
 class SavedHandle:
-    """Holds tensors in a graph node of their own until they are taken.
+    """Holder of tensors, in a graph node of their own, until they are taken.
 
     Autograd saves them, so hooks that count or offload saved tensors apply to them too.
     """

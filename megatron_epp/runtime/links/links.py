@@ -33,8 +33,8 @@ class _Ring:
     """Slots of the messages that go one way, at one end of it, each ``[num_bytes]`` of uint8.
 
     Attributes:
-        free: those that nothing is in.
-        sent: those that a message is sent from, in order.
+        free: slots that hold no message.
+        sent: slots from which a message is being sent, in order.
     """
 
     free: list[Tensor]
@@ -57,10 +57,12 @@ class Receive:
 
     def wait(self) -> Tensor:
         """Return the message, behind whose arrival the current stream goes on. May be called once."""
-        self.work.wait()
+        self.work.wait()  # on NCCL the current stream waits, not the host; on gloo the host
         if self.ring is None or self.slot is None:
             return self.buffer
-        message = self.buffer.clone()  # on the current stream, behind which the next message comes into the slot
+        # On the current stream. The communicator's stream waits for it at every launch, so the next message comes into the slot
+        # only behind this copy, though the host returns the slot now.
+        message = self.buffer.clone()
         self.ring.free.append(self.slot)
         return message
 
@@ -110,7 +112,7 @@ class Links:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
             groups: makes them.
-            used: directions in which messages are sent; None for those of one stage per rank, in order.
+            used: directions in which messages are sent; None for one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
             slots_on_cpu: see `Links`.
 
@@ -121,6 +123,7 @@ class Links:
         pipeline = tuple(pipeline_ranks)
         used = ways(range(len(pipeline))) if used is None else used
         both_ways = any(way.receiver < way.sender for way in used if not way.gradient)
+        # `used` is the same on all ranks, and so is the order of groups here: torch makes a group on all ranks together.
         activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
         return Links(
             ranks=pipeline,
@@ -129,7 +132,7 @@ class Links:
             gradients=gradients,
             activations_down=groups.of(pipeline, options=options) if both_ways else activations,
             gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
-            figures=groups.of(pipeline, backend="gloo"),
+            figures=groups.of(pipeline, backend="gloo"),  # a group of its own, since another thread uses it
             control=ObjectGroup.create(control_ranks, groups),
             ways=used,
             slots_on_cpu=slots_on_cpu,
@@ -190,7 +193,7 @@ class Links:
             return
         if (before := self._in_flight.pop((peer, group), None)) is not None:
             before[0].wait()
-            del before
+            del before  # ahead of the next payload: only one is alive for each rank and communicator
         payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
         work = self._started(dist.isend(payload, self.ranks[peer], group=group))
         self._in_flight[peer, group] = work, payload
@@ -210,6 +213,7 @@ class Links:
             buffer = _part(slot, shape, dtype)
         else:
             raise EppError(f"pipeline rank {self.position} has no slot left for a message of rank {peer}")
+        # No tag: the n-th receive on a communicator takes the n-th message of that rank, in the order of lowering.
         return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 
     def finish_sends(self) -> None:

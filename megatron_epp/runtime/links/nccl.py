@@ -1,4 +1,4 @@
-"""NCCL: which groups use it, and the options of those that carry messages between a pipeline's ranks.
+"""NCCL: which groups use it, and the options of groups that carry messages between a pipeline's ranks.
 
 A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs), by default 16
 for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and compute and
@@ -23,7 +23,7 @@ _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Return True if a group, by default that of all ranks, takes tensors on GPUs to NCCL, whatever it has for those on CPU."""
+    """Return True if a group (default: of all ranks) takes tensors on GPUs to NCCL, whatever its backend for tensors on CPU."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
 
@@ -39,6 +39,7 @@ def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
 
 def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
     """Return the settings of a link's communicator, where a rank has `num_links` on a device with `num_sms` SMs."""
+    # High priority: a message starts ahead of thread blocks of compute that wait for a multiprocessor.
     return {"is_high_priority_stream": True, "max_ctas": link_ctas(num_links, num_sms)}
 
 
@@ -51,6 +52,7 @@ def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> G
     """
 
     def make() -> Any:
+        # New ones at every call: torch writes the group's name and ranks into them.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.get("is_high_priority_stream", False))
         for name in _CONFIG:
             if name in settings:

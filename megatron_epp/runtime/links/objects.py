@@ -17,7 +17,7 @@ GroupOptions = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Makes process groups.
+    """Factory of process groups.
 
     Attributes:
         timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
@@ -36,7 +36,7 @@ class Groups:
         defaults if they are None.
         """
         found: dist.ProcessGroup | None = None
-        for ranks in sorted(set(from_each(mine))):
+        for ranks in sorted(set(from_each(mine))):  # sorted: every rank makes all groups in the same order
             own = None if options is None else options()
             group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
             found = group if ranks == mine else found
@@ -78,19 +78,19 @@ class ObjectGroup:
         return dist.get_rank() == self.ranks[0]
 
     def from_first(self, items: list[Any]) -> list[Any]:
-        """Return the items of the first member on every member; those of the others are ignored.
+        """Return the items of the first member on every member; other members' items are ignored.
 
         A collective call: every member must call it at the same point.
         """
         shared = [items]
-        for group in reversed(self.levels):
+        for group in reversed(self.levels):  # from the root of the tree down: a member has the items before it passes them on
             dist.broadcast_object_list(shared, src=_first_of(group), group=group)
         return shared[0]
 
     def from_each[T](self, item: T) -> list[T]:
         """Return the items of all members, in their order. A collective call, like `from_first`."""
         found = [item]
-        for group in self.levels:
+        for group in self.levels:  # up the tree; blocks are consecutive, so the items stay in the order of ranks
             parts = gathered_by([_first_of(group)], found, group)
             found = [one for part in parts or [] for one in part]
         return self.from_first(found)
@@ -108,7 +108,7 @@ def from_each[T](item: T) -> list[T]:
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the items of all ranks of a CPU group, in rank order, on those of the global ranks `readers` that are in it.
+    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`.
 
     None on the others. A collective call of the group.
     """

@@ -154,7 +154,7 @@ def blocks_of(num_tokens: int, most: int) -> list[slice]:
 
 
 def _tokens(head: Head, part: slice) -> slice | Tensor:
-    """Return which tokens the entries `part` of those that count are."""
+    """Return the tokens of block `part`: indices among all tokens, where only some count."""
     return part if head.rows is None else head.rows[part]
 
 

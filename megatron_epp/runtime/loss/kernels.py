@@ -31,6 +31,7 @@ _MOST_COLUMNS = 32768
 
 _PROOF_TOKENS = 6
 _LOSS_TOLERANCE = 1e-5
+"""Largest relative error of a loss, about a hundred roundings in fp32; a loss rounded to bf16 is 4e-3 off."""
 _GRADIENT_TOLERANCE = 1.1 * 2**-8
 """Largest relative error of any gradient value: half a unit in the last of bf16's 8 bits, plus a margin."""
 
@@ -46,7 +47,7 @@ class LossCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossKernel:
-    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, all of which are entries.
+    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry.
 
     Attributes:
         name: name in logs.

@@ -29,7 +29,7 @@ class ShardGroups:
         root: global rank of the last stage.
         spread: ranks of the pipeline, for broadcasts.
         gather: the same ranks, for the reduction of gradients.
-        statistics: all ranks that hold rows of the vocabulary: those of the pipeline, and of the tensor-parallel group.
+        statistics: all ranks that hold rows of the vocabulary: the pipeline's and the tensor-parallel group's.
     """
 
     root: int
@@ -59,7 +59,7 @@ class LastStage(Protocol):
     """The last stage as the shards need it."""
 
     def spread(self, chunk: int) -> Tensor:
-        """Return what is broadcast of a chunk's output; its shape is that of `Targets.shape`."""
+        """Return what is broadcast of a chunk's output, of shape `Targets.shape`."""
 
     def finish(self, chunk: int, losses: Tensor, gradient: Tensor | None) -> None:
         """Take the losses of a chunk's tokens, and the gradient of the output layer's input for tokens of weight one."""
@@ -165,6 +165,8 @@ class PipelineShards:
 
     def _gather(self, executor: Executor, action: Action) -> None:
         state = self._states[action.chunk]
+        # In the background only: nothing else uses `gather` and `statistics`, so all ranks launch their collectives in the
+        # order of the plan.
         state.ready = self._background.start(partial(self._reduce, state, partial(executor.recorder.collective, action)))
         if state.num_uses == 0:
             self._wait(executor, action)

@@ -19,7 +19,9 @@ from torch import Tensor
 from megatron_epp.runtime.loss.blocks import Head, WeightGradient, blocks_of, less, wide
 
 _SCALED_AT_ONCE = 1024
-"""Number of tokens whose label's rows are in memory at a time."""
+"""Number of tokens whose labels' rows are in memory at a time. Not measured: much fewer launch more kernels, many more take as
+much memory as the input of the output layer in fp32.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class ActivationOffload:
     def free(self, owner: Owner) -> None:
         """Free the device memory of the parts that `out` copied: whole storages first, for room to split the last."""
         moved = self._moved[owner]
+        # The allocator gives freed memory to the next compute at once, so compute must be behind the copy that reads it.
         self._host.streams.wait(moved.mark)
         for part in moved.parts:
             self._saved.take_away(*part)
@@ -90,11 +91,11 @@ class ActivationOffload:
     def back(self, owner: Owner, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy all parts of a chunk back to the device. In `free`, compute has waited for their offload."""
         moved = self._moved[owner]
-        for storage, _ in reversed(moved.parts):
+        for storage, _ in reversed(moved.parts):  # a split storage is the last: its rest goes before the others need memory
             memory = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, memory.untyped_storage())
         self._copy(moved, timed, out=False)
-        moved.region.give_back(moved.mark)
+        moved.region.give_back(moved.mark)  # free for the next offload now, which waits for this load on its stream
         self.host_bytes -= _size(moved.parts)
 
     def _copy(self, moved: _Moved, timed: CopyTimer, out: bool) -> None:
@@ -120,8 +121,8 @@ class ActivationOffload:
 def choose(storages: Sequence[Storage], num_bytes: int) -> list[SavedPart]:
     """Choose storages to offload `num_bytes` bytes; fewer only if the storages hold fewer.
 
-    The largest come first, because every copy has a fixed cost; of equal ones, those that the forward saved first, because they
-    are needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
+    The largest come first, because every copy has a fixed cost; of equal ones, the first that the forward saved, because it
+    is needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
     must have made room. If they have not, it is offloaded whole, and smaller ones stay where it is enough without them.
     """
     parts, others = [], []

@@ -38,6 +38,7 @@ class CopyStreams:
         if stream is None:
             yield
             return
+        # Compute issued before has written what is offloaded, and has read what was in the memory that is loaded into.
         stream.wait_stream(self._cuda.current_stream())
         self.order(out, *after)
         with self._cuda.stream(stream):

@@ -26,6 +26,9 @@ from megatron_epp.runtime.offload.numa import cpus_near, near
 from megatron_epp.runtime.out_of_memory import HostMemoryError
 
 _PAGE_BYTES = 32 << 20
+"""Bytes of a page. Not measured: much smaller ones mean more of the driver's slow calls that pin memory, much larger ones leave
+more of the last page unused under a cap.
+"""
 
 MACHINE = "the machine's memory"
 
@@ -140,6 +143,7 @@ class HostMemory:
 
     def _allocate(self, wanted_bytes: int) -> None:
         """Add a page. The error names the total bytes wanted, `wanted_bytes`."""
+        # The last pages get smaller, so that what fits the cap on paper fits it here.
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
@@ -148,7 +152,7 @@ class HostMemory:
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
-            with near(self._cpus):
+            with near(self._cpus):  # pinning touches all of the page, in this thread
                 page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
             raise HostMemoryError(
@@ -182,7 +186,7 @@ class Region:
         return start
 
     def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``(device, host)`` pairs of equal size: the bytes of `device` and those of the region from offset `start`."""
+        """Yield ``(device, host)`` pairs of equal size: the bytes of `device` and of the region from offset `start`."""
         done, at = 0, bisect_right(self._starts, start) - 1
         while done < device.numel():
             inside = start + done - self._starts[at]
@@ -206,9 +210,9 @@ def host_limit(
 ) -> tuple[int, str]:
     """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
 
-    The result is the smallest limit among those of the process's control group (listed in `membership`) and its ancestors, of
-    either version (kernel documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst:
-    ``memory.limit_in_bytes``), which are mounted in `groups`, and the machine's memory, by default as the system tells it.
+    The result is the smallest limit of the process's control group (listed in `membership`) and its ancestors, and of the
+    machine's memory, by default as the system tells it. Control groups of either version are mounted in `groups` (kernel
+    documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

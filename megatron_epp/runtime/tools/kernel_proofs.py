@@ -19,7 +19,9 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.layout import SegmentTable
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Largest relative errors of a kernel's output and gradients, in norms, by the type of its inputs."""
+"""Largest relative errors of a kernel's output and gradients, in norms, by the type of its inputs: a few roundings of bf16
+(2^-8) and of fp16 (2^-11), and a few hundred of fp32 (2^-24).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from megatron_epp.runtime.loss.blocks import Head, block_losses
 Points = dict[str, list[Point]]
 
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.1
+"""Runs of a measurement: at least so many, then up to so many within these seconds. So a GPU's grid takes about a minute."""
 _ROUNDS = 3
 """Times that everything is measured, one kind after the other, so that a machine that slows down does so for all kinds."""
 

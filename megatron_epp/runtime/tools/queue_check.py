@@ -3,8 +3,8 @@
 Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
 whole plans with the runtime's own executor and links, on communicators with the options of training. Compute is a small matrix
 product, so that the host runs ahead of the device as in training; a message has the size that training gives it and carries the
-number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as those of
-tensor parallelism do: collectives and waiting messages hold multiprocessors at the same time.
+number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as
+tensor-parallel ranks do: collectives and waiting messages hold multiprocessors at the same time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _GRADIENT = 0.5
 _EXCHANGED = 1 << 16
 """Values that ranks which share a stage sum after each action."""
 _REPEATS = 3
+"""Runs of every plan: the fastest is reported, and wrong values are counted in all."""
 _START_S = 60.0
-"""Seconds in which ranks have to start."""
+"""Seconds in which ranks have to start: to import torch and to make communicators. Not measured; a busy machine takes tens."""
 
 type RankRun = Callable[[int, Sequence[Plan], int, bool, float, str], list[tuple[float, int]]]
 """Function of the rank and the arguments of `run_rank`."""
@@ -149,7 +150,7 @@ def _by_plan(found: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[fl
 
 
 class EchoStage:
-    """Implements `runtime.context.Stage` by messages that carry the number of their chunk, which it compares on arrival."""
+    """A `runtime.context.Stage` of messages that carry the number of their chunk, which it compares on arrival."""
 
     def __init__(self, stage: int, width: int, device: torch.device, exchanging: dist.ProcessGroup | None = None) -> None:
         self.stage, self.relay, self._exchanging = stage, KVRelay(), exchanging

@@ -17,7 +17,7 @@ from megatron_epp.planner.tables import Tables
 GAP = 0.02
 """Optimality gap the paper gives its solver."""
 NODES = 200
-"""Most nodes of a search tree. Few programs need as many; those that do are within a few percent of their bound by then."""
+"""Most nodes of a search tree. Few programs need as many; by then they are within a few percent of their bound."""
 UNIT_BYTES = 1 << 20
 MARGINS = (0.0, 1.0)
 """Units kept free: none, and enough to make up for the solver's tolerance where the first answer is above a cap by a hair."""

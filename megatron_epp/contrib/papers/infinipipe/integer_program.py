@@ -77,7 +77,7 @@ class Solution:
 class Model:
     """Minimise a sum of variables under linear rows.
 
-    Choose units in which coefficients are near one: HiGHS takes those below 1e-9 for zero.
+    Choose units in which coefficients are near one: HiGHS takes coefficients below 1e-9 for zero.
     Give a variable in the objective no upper bound: HiGHS 1.12 has been seen to call a solution at that bound optimal when
     there were better ones. A row that keeps the expression behind it small does no harm.
     """

@@ -80,8 +80,8 @@ def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> 
 
     Longest in time first, a short sequence goes to the bucket with the smallest time per token that has room for it under the
     time and the token threshold. A bucket of its own is opened when the emptiest has no token room; the time threshold is
-    loosened when only time stands in the way. Where the paper takes the least time of all buckets for that, which need not
-    have token room (and then nothing changes, for ever), this takes the least of those that have.
+    loosened when only time stands in the way. For that the paper takes the least time of all buckets, which may be of one
+    without token room (then nothing changes, for ever); this takes the least time of the buckets that have room.
 
     Args:
         chunker: times and the token capacity.
@@ -120,7 +120,7 @@ def _buckets(
         token_limit: of a bucket.
 
     Returns:
-        The short sequences of every bucket, those of the tails first.
+        The short sequences of every bucket, the tails' buckets first.
     """
     held: list[list[int]] = [[] for _ in tails]
     times_us, sizes = np.zeros(len(tails) + len(short)), np.zeros(len(tails) + len(short), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Selection of the core attention kernel: the first of a preference list that supports the case and passes verification.
 
 A fused kernel is verified once per case, before it is used: on a small chunk with a prefix and packed sequences its output and
-gradients must equal those of exact attention within a tolerance, with all key heads at once in backward and with one key head
+gradients must equal exact attention's within a tolerance, with all key heads at once in backward and with one key head
 at a time. So a library whose interface has changed cannot corrupt results. Rank 0 logs the kernel chosen, and so does every
 rank on which a kernel fails verification: one machine may differ from the others.
 """
@@ -53,6 +53,7 @@ which builds no plans for new shapes.
 """
 
 _PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
+"""Chunk for verification: a slice behind a prefix, a single token, and a packed sequence; no length is a multiple of a tile."""
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
 

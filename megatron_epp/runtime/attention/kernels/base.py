@@ -23,9 +23,9 @@ tensors of the chunk's own tokens."""
 
 
 class AttentionCase(NamedTuple):
-    """Properties on which the choice of a kernel depends: those of this rank's tensors, not of the chunk.
+    """Properties of this rank's tensors (not of the chunk) on which the choice of a kernel depends.
 
-    `channels` is the width of a head of queries and keys; `value_channels` that of values, or 0 if it is the same.
+    `channels` is the width of a head of queries and keys; `value_channels` is the width of values, or 0 if it is the same.
     """
 
     device: str
@@ -48,10 +48,10 @@ class Kernel:
         name: name in logs.
         forward: function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what
             backward needs.
-        backward: function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v, those of k and
-            v over the prefixes too.
+        backward: function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v; gradients
+            of k and v cover the prefixes too.
         obstacle: returns why it cannot be used for a case here, or None.
-        of_heads: selects, from the tensors saved by a forward of all heads, those for a backward of some query heads.
+        of_heads: selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs.
         builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
             backwards, in every thread and for every number of heads.
     """
@@ -101,8 +101,8 @@ def backward_by_heads(
 ) -> Tensors:
     """Run a kernel's backward by groups of key heads, so that few heads' gradients of a long prefix are in memory at a time.
 
-    Results are bitwise those of one call with all heads, if the kernel's order of summation does not depend on the number of
-    heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as those of two calls with all heads do.
+    Results are bitwise equal to one call with all heads, if the kernel's order of summation does not depend on the number of
+    heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as they do between two calls with all heads.
 
     Args:
         kernel: the kernel.
