@@ -6,10 +6,12 @@
 #   bash scripts/train.sh --dry-run ...                                                  print the command, start nothing
 #
 # Knobs (environment):
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE   as torchrun's --nnodes and so on (1, 0, 127.0.0.1, any, one per GPU)
-#   WAIT_SECONDS                                                  how long nodes wait for each other to come up (300)
-#   EPP_RENDEZVOUS_TOKEN    16 or more random characters, the same on all nodes; not needed where they share your home folder
-#   EPP_SCRIPT                                                    a pretrain_gpt.py of your own, where flags are given (ours)
+#   NNODES, NPROC_PER_NODE     nodes (1), and processes on each (one per GPU)
+#   NODE_RANK                  of this node (0); node 0 hosts torchrun's rendezvous
+#   MASTER_ADDR, MASTER_PORT   where the nodes reach node 0 (127.0.0.1, 29500)
+#   WAIT_SECONDS               how long nodes wait for each other to come up (300)
+#   TORCHRUN_ARGS              more options of torchrun, which take precedence: --max-restarts 2, --rdzv-backend etcd-v2, ...
+#   EPP_SCRIPT                 a pretrain_gpt.py of your own, where flags are given (ours)
 # Uses the environment that `megatron-epp` is found in; without one it makes .venv.
 
 set -euo pipefail
@@ -28,31 +30,31 @@ fi
 case "${1:-}" in
 -c | --config) exec megatron-epp train "${dry_run[@]}" "$@" ;;
 '' | -h | --help)
-    sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
     ;;
 esac
 
 script=(-m megatron_epp.mcore.pretrain_gpt)
 if [ -n "${EPP_SCRIPT:-}" ]; then script=(-m megatron_epp.run "$EPP_SCRIPT"); fi
-where=(--nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${NPROC_PER_NODE:-gpu}")
-if [ "${NNODES:-1}" = 1 ] && [ -z "${MASTER_PORT:-}" ]; then
-    where+=(--standalone)
-else
-    where+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+where=(--nnodes "${NNODES:-1}" --nproc-per-node "${NPROC_PER_NODE:-gpu}")
+if [ "${NNODES:-1}" = 1 ]; then
+    where+=(--standalone --local-addr 127.0.0.1)
+else # torch would guess the host by the machine's names, and join whatever else listens there if the port is taken
+    is_host=0
+    if [ "${NODE_RANK:-0}" = 0 ]; then is_host=1; fi
+    where+=(--rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-127.0.0.1}:${MASTER_PORT:-29500}")
+    where+=(--rdzv-conf "is_host=$is_host,join_timeout=${WAIT_SECONDS:-300},read_timeout=${WAIT_SECONDS:-300}")
 fi
+read -ra more <<<"${TORCHRUN_ARGS:-}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "${#dry_run[@]}" -eq 0 ] && [ -z "${NPROC_PER_NODE:-}" ] && ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "torch finds no GPU here to count: set NPROC_PER_NODE to the number of processes" >&2
     exit 2
 fi
-command=(python -m megatron_epp.launch.torchrun "${where[@]}" "${script[@]}" "$@")
+command=(python -m megatron_epp.launch.torchrun "${where[@]}" "${more[@]}" "${script[@]}" "$@")
 printf '%q ' "${command[@]}"
 printf '\n'
 if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi
-if [ "${NNODES:-1}" != 1 ] || [ -n "${MASTER_PORT:-}" ]; then # so that a node that does not come up, or a taken port, is named
-    python -m megatron_epp.launch.rendezvous "${NNODES:-1}" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
-fi
-unset EPP_RENDEZVOUS_TOKEN
 exec "${command[@]}"

@@ -19,7 +19,7 @@ HEAD = """\
 
 # Flags
 
-Training takes Megatron's own flags and those of the first two tables; in YAML they stand under `epp:` without the prefix
+Training takes Megatron's own flags and the flags of the first two tables; in YAML they stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first: `megatron-epp COMMAND --help` lists them,
 `--help-all` all of a command's. The tables have every spelling of a flag.
 """
@@ -65,7 +65,7 @@ def document() -> str:
 
 
 def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[str]:
-    """The everyday flags of a command, then the others; those that a command above has are named, not told again."""
+    """The everyday flags of a command, then the others; flags that a command above has are named, not told again."""
     for title, is_everyday in (("", True), ("With `--help-all`:\n", False)):
         rows = rows_of(parser, lambda action, wanted=is_everyday: parser.is_everyday(action) == wanted)
         if new := [row for row in rows if row not in above]:

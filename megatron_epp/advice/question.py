@@ -171,11 +171,8 @@ class Question:
 
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
-        measured, shape = self.measured.get(config.sharing), self.shape(config)
-        if measured is None:
-            return analytic_profile(shape, self.rates(config))
-        experts = measured.layer.expert_parameters or shape.expert_parameters_on_rank  # which older profiles do not tell
-        return replace(measured, layer=replace(measured.layer, expert_parameters=experts))
+        measured = self.measured.get(config.sharing)
+        return analytic_profile(self.shape(config), self.rates(config)) if measured is None else measured
 
     def costs(self, config: Configuration) -> PipelineCosts:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""

@@ -34,7 +34,7 @@ MODULES = {
     "quickstart": "megatron_epp.contrib.demos.quickstart",
     "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
-"""The module of each command, in the order of the list; only that of the command that runs is imported."""
+"""Modules of commands, in the order of the list; only the module of the command that runs is imported."""
 _UNLISTED = frozenset({"schedules", "quickstart", "emulate"})
 """Commands that the list leaves to its last lines."""
 

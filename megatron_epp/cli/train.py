@@ -16,7 +16,6 @@ from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, s
 from megatron_epp.launch.environment import environment_to_set, exports
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
-from megatron_epp.launch.rendezvous import TOKEN_VARIABLE, wait_for_nodes
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.plan.reading import naming
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
         save_run(folder, settings, command, launch.environment)
         tell(f"settings, command and versions are in {folder}")
     if launch.nodes > 1:
-        tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
-        wait_for_nodes(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
-    os.environ.pop(TOKEN_VARIABLE, None)  # processes of the run need it no longer
+        tell(f"torchrun waits for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
     if (log := log_of(launch, folder)) is not None:
         folder.mkdir(parents=True, exist_ok=True)  # of a node that saves nothing else
         tell(f"all that Megatron prints is in {log}; here is the short form (launch.full_log=true prints all)")

@@ -122,10 +122,8 @@ def fit_profile(
     )
 
 
-def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart | None:
-    """Attention's part of a layer; None if its linear layers were not measured. No time of it exceeds the layer's."""
-    if "projections forward" not in fits or formula.attention is None:
-        return None
+def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart:
+    """Attention's part of a layer. No time of it exceeds the layer's."""
     exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
     forward, backward, weight = (
         fits[f"projections {name}"].line.within(fits[f"linear {name}"].line) for name in ("forward", "backward", "weight")

@@ -57,7 +57,7 @@ class Static:
     """Bytes that a stage holds throughout.
 
     Attributes:
-        weights: as the model computes with them. In older files, which do not distinguish the items: all static bytes.
+        weights: as the model computes with them.
         gradients: the buffers in which gradients are accumulated and from which data-parallel ranks reduce them.
         optimizer: its states and its copy of the weights.
         buffers: the largest weight's gradient before it is added to its buffer.

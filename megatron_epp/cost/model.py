@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.operations import OperationRows
-from megatron_epp.plan.recompute import MODES, mode_of
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
@@ -200,7 +199,7 @@ class PipelineCosts:
     def _layer_per_token(self, stage: int, work: ChunkWork, mode: str) -> TimeColumn:
         if mode == "":
             return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        return self._known_mode(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
+        return self._known_mode(stage, mode).bytes_per_token - self._in_cache(stage, work) * MODES[mode].keeps_kv
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
@@ -360,15 +359,8 @@ class PipelineCosts:
 
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
-        """Read `to_json`; fields that older files lack keep their defaults. Raises `EppError` for any other text."""
+        """Read `to_json`. Raises `EppError` for any other text."""
         return _FORM.read(PipelineCosts, text, _check)
-
-    @staticmethod
-    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
-        """Count messages in memory if the stages of an older file do."""
-        stages = body.get("stages")
-        older = isinstance(stages, list) and any(isinstance(s, dict) and s.get("message_bytes_per_token") for s in stages)
-        return {"message_bytes_per_token": body.get("hidden_bytes_per_token")} | body if older else body
 
 
 def _check(costs: PipelineCosts) -> None:

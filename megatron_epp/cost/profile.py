@@ -24,7 +24,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts
+from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts, check_modes
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, Line
 from megatron_epp.plan import EppError
@@ -61,22 +61,22 @@ class Profile:
         name: for the plan's record.
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
-        attention: the part of a layer up to the MLP's norm; None if unknown, then stages begin and end with whole layers.
-        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: as in `StageCosts`.
-        hidden_bytes_per_token, message_latency_us, message_us_per_byte: as in `PipelineCosts`.
+        attention: the part of a layer up to the MLP's norm.
+        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: see `StageCosts`.
+        hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
         stage_ranks: ranks that share each layer, tensor and context parallel.
         host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
             link; infinite if there is no link.
         host_sharing: consecutive devices that share that link.
-        context_exchange_us: as in `PipelineCosts`.
+        context_exchange_us: see `PipelineCosts`.
         origin: machine, versions, date, shape, residuals.
     """
 
     name: str
     num_layers: int
     layer: ModelPart
-    attention: ModelPart | None = None
+    attention: ModelPart
     embedding: ModelPart = ModelPart()
     head: ModelPart = ModelPart()
     recomputed_layer_bytes_per_token: float
@@ -116,8 +116,7 @@ class Profile:
                 if the last stage has all of it.
 
         Raises:
-            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage; or a
-                layer is cut, and the profile does not know its halves.
+            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
@@ -185,8 +184,8 @@ class Profile:
         others = sum(part.parameters for part in extras) + share * self.head.parameters
         half, first_mlp = NO_HALF, 0.0
         if has_half or (begins_with_mlp and layers):
-            attention, mlp = self._halves()
-            part = mlp if begins_with_mlp else attention
+            mlp = self._mlp()
+            part = mlp if begins_with_mlp else self.attention
             if has_half:
                 half = _half(MLP if begins_with_mlp else ATTENTION, part)
                 inside += part.parameters
@@ -226,15 +225,10 @@ class Profile:
             static=static,
         )
 
-    def _halves(self) -> tuple[ModelPart, ModelPart]:
-        """Return the attention of a layer and its MLP, which takes the rest. Raises `EppError` if the profile has no halves."""
+    def _mlp(self) -> ModelPart:
+        """Costs of a layer's MLP: the layer's without its attention's."""
         whole, own = self.layer, self.attention
-        if own is None:
-            raise EppError(
-                f"the profile {self.name} does not tell the times of a layer's attention from those of its MLP, so no stage "
-                "can begin inside a layer: measure it again with `megatron-epp profile`, or give whole layers"
-            )
-        mlp = ModelPart(
+        return ModelPart(
             forward=whole.forward.without(own.forward),
             backward=whole.backward.without(own.backward),
             weight=whole.weight.without(own.weight),
@@ -243,7 +237,6 @@ class Profile:
             parameters=max(0.0, whole.parameters - own.parameters),
             expert_parameters=whole.expert_parameters,
         )
-        return own, mlp
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""
@@ -277,5 +270,6 @@ def _check(profile: Profile) -> None:
     for name in ("layer", "embedding", "head"):
         part: ModelPart = getattr(profile, name)
         check_part(f"{name}.weight", part.weight, part.backward)
-    for name in ("forward", "backward", "weight") if profile.attention else ():
+        check_modes(part, name)
+    for name in ("forward", "backward", "weight"):
         check_part(f"attention.{name}", getattr(profile.attention, name), getattr(profile.layer, name))

@@ -82,8 +82,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     """Make a dataclass of times and sizes.
 
     Args:
-        kind: dataclass whose fields are numbers, text, such dataclasses again, or tuples or dictionaries of these. If it has a
-            function `upgraded`, it converts objects of older files.
+        kind: dataclass whose fields are numbers, text, such dataclasses again, or tuples or dictionaries of these.
         body: the JSON object; null stands for a missing field.
         where: path of the object inside the file, for errors; empty at the top.
         ignore_unknown: ignore names that are not fields, unless they resemble a field that is missing.
@@ -94,7 +93,6 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     """
     if not isinstance(body, dict):
         raise EppError(f"{where or 'the file'} is {shown(body)}, which is not a JSON object")
-    body = getattr(kind, "upgraded", dict)(body)
     at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
     given = {name: value for name, value in body.items() if value is not None}
     absent = [name for name in hints if name not in given]

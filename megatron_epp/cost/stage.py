@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -11,8 +10,8 @@ from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.serialize import check_part
 from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import shown
-from megatron_epp.plan.recompute import FULL, MODES, mode_of
+from megatron_epp.plan.reading import printable, shown
+from megatron_epp.plan.recompute import FULL, MODES
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES
 
 
@@ -48,19 +47,6 @@ class LayerCosts:
     weight_bytes_per_token: float = 0.0
     workspace_bytes: int = 0
 
-    @staticmethod
-    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
-        """Gather the costs of recompute modes by the modes' names. In older files they are fields of a layer, by older names;
-        modes that are not known here are left out.
-        """
-        names = {name: mode.name for mode in MODES.values() for name in (mode.name, *mode.aliases)}
-        given = body.get("recompute")
-        rest = {name: value for name, value in body.items() if name not in names}
-        if given is not None and not isinstance(given, dict):
-            return rest
-        found = {name: value for name, value in (body | (given or {})).items() if name in names and value is not None}
-        return rest | {"recompute": {names[name]: value for name, value in found.items()}}
-
 
 ATTENTION, MLP = "attention", "mlp"
 
@@ -71,7 +57,7 @@ class HalfLayer:
 
     Attributes:
         kind: ``attention`` (at the stage's end), ``mlp`` (at its start), or empty for no half.
-        forward, backward, weight: its times, as in `LayerCosts`.
+        forward, backward, weight: its times, see `LayerCosts`.
         bytes_per_token: kept from forward to backward, K and V included.
         weight_bytes_per_token: needed by its W after its B.
     """
@@ -146,13 +132,6 @@ class StageCosts(LayerCosts):
     working_bytes_per_token: float = 0.0
     first_mlp_bytes_per_token: float = 0.0
 
-    @staticmethod
-    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
-        """Replace `static_bytes` of older files by `static`, with all bytes counted as weights, besides what layers need."""
-        rest = {name: value for name, value in body.items() if name not in ("static_bytes", "message_bytes_per_token")}
-        static = {"static": {"weights": body["static_bytes"]}} if "static_bytes" in body else {}
-        return LayerCosts.upgraded(rest | static)
-
     @property
     def num_halves(self) -> int:
         """Half layers of the stage: twice its layers, and one more if it has a half."""
@@ -170,10 +149,9 @@ class StageCosts(LayerCosts):
 
     def mode(self, name: str) -> ModeCosts | None:
         """Costs of a recompute mode by its name in `plan.recompute.MODES`; None if unknown."""
-        mode = mode_of(name)
-        if mode.name == FULL:
+        if name == FULL:
             return ModeCosts(self.forward, self.recomputed_layer_bytes_per_token)
-        return self.recompute.get(mode.name)
+        return self.recompute.get(name)
 
     def kv_gradient_per_token(self, work: ChunkWork) -> TimeColumn:
         """Bytes per token of the gradient of one layer's keys and values while it is accumulated, for each chunk's sequence."""
@@ -231,6 +209,13 @@ class StageCosts(LayerCosts):
         return self.exchange.scaled(self.num_halves / 2)
 
 
+def check_modes(layer: LayerCosts, name: str) -> None:
+    """Raise `EppError` if a layer has costs of a recompute mode that is not known; `name` is the layer's in errors."""
+    for mode in layer.recompute:
+        if mode not in MODES:
+            raise EppError(f"{name}.recompute.{printable(mode)} is unknown; modes are {', '.join(MODES)}")
+
+
 def check_stage(stage: StageCosts, name: str) -> None:
     """Refuse costs of which parts exceed the whole.
 
@@ -239,8 +224,9 @@ def check_stage(stage: StageCosts, name: str) -> None:
         name: of the stage, for errors.
 
     Raises:
-        EppError: weight gradients take longer than the backward, or a half layer is of no known kind.
+        EppError: weight gradients take longer than the backward, or a half layer or recompute mode is not known.
     """
+    check_modes(stage, name)
     check_part(f"{name}.weight", stage.weight, stage.backward)
     check_part(f"{name}.extra_weight", stage.extra_weight, stage.extra_backward)
     check_part(f"{name}.half.weight", stage.half.weight, stage.half.backward)

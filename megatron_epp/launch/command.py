@@ -15,8 +15,7 @@ from typing import Any
 
 import megatron_epp
 from megatron_epp.launch.environment import check_environment, exports, is_secret
-from megatron_epp.launch.machine import usable_port, version_of
-from megatron_epp.launch.rendezvous import WAIT_S
+from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.settings import Settings, SettingsError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
@@ -24,10 +23,11 @@ from megatron_epp.plan.writing import write_text
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 OURS = "megatron_epp.mcore.pretrain_gpt"
-_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
+_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 _ANY = 1 << 31
-_RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
-_TYPES = {"master_addr": str, "script": str, "folder": str, "name": str, "full_log": bool, "environment": dict}
+_RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 1, 65535), ("wait_seconds", 1, _ANY))
+_TYPES = {"script": str, "folder": str, "name": str, "full_log": bool, "environment": dict}
+_TYPES |= {"master_addr": str, "torchrun": str}
 """Types of keys that are not whole numbers."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "apex", "numpy", "numba", "omegaconf")
 """Packages whose versions are recorded."""
@@ -39,11 +39,12 @@ class Launch:
 
     Attributes:
         nodes: number of nodes.
-        node_rank: of this node.
+        node_rank: of this node. Node 0 hosts torchrun's rendezvous and saves the settings; logs are named by it.
         processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
-        master_addr, master_port: address on which the first node listens. Port 0 selects a free one, on a single node.
+        master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes.
         wait_seconds: time limit for all nodes to start.
-        script: a custom `pretrain_gpt.py`; None uses that of this package.
+        torchrun: more options of torchrun, in the syntax of a shell; they take precedence over this section.
+        script: a custom `pretrain_gpt.py`; None uses the one of this package.
         folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
         name: of the run, and of its folder.
         full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.
@@ -54,8 +55,9 @@ class Launch:
     node_rank: int = 0
     processes_per_node: int | None = None
     master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    wait_seconds: int = WAIT_S
+    master_port: int = 29500
+    wait_seconds: int = 300
+    torchrun: str = ""
     script: str | None = None
     folder: str | None = None
     name: str = "train"
@@ -82,14 +84,16 @@ class Launch:
         if not 0 <= made.node_rank < made.nodes:
             last, nodes = made.nodes - 1, made.nodes
             raise SettingsError(f"launch.node_rank is {made.node_rank}; it must be from 0 to {last} for launch.nodes {nodes}")
-        if made.nodes > 1 and made.master_port == 0:
-            raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
         if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):
             raise SettingsError(
                 f"launch.name is {made.name!r}; it must be the name of a folder, without / or \\, and not begin with - or ."
             )
         if not _ADDRESS.fullmatch(made.master_addr):
             raise SettingsError(f"launch.master_addr is {made.master_addr!r}; it must be the name or the address of a machine")
+        try:
+            shlex.split(made.torchrun)
+        except ValueError as error:
+            raise SettingsError(f"launch.torchrun is {made.torchrun!r}; its quotes must be closed") from error
         check_environment(made.environment)
         if made.script is not None and not Path(made.script).is_file():
             raise SettingsError(f"launch.script: there is no file {made.script}")
@@ -106,10 +110,16 @@ def world_of(megatron: Mapping[str, Any]) -> int:
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
-    """Build the torchrun command for this node. Raises `PortError` if the port on which it must listen is taken."""
-    port = usable_port(launch.master_port) if launch.node_rank == 0 else launch.master_port
-    where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
-    where += ["--master-addr", launch.master_addr, "--master-port", str(port)]
+    """Build the torchrun command for this node."""
+    where = ["--nnodes", str(launch.nodes), "--nproc-per-node", str(processes)]
+    if launch.nodes == 1:
+        where += ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{launch.master_addr}:{launch.master_port}"]
+        # torch would guess the host by the machine's names, and join whatever else listens there if the port is taken.
+        waits = f"join_timeout={launch.wait_seconds},read_timeout={launch.wait_seconds}"
+        where += ["--rdzv-conf", f"is_host={int(launch.node_rank == 0)},{waits}"]
+    where += shlex.split(launch.torchrun)
     script = ["-m", OURS] if launch.script is None else ["-m", "megatron_epp.run", launch.script]
     return [sys.executable, "-m", "megatron_epp.launch.torchrun", *where, *script, *argv]
 

@@ -59,7 +59,7 @@ class TrainingParser(SuggestingParser):
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, Option]:
-    """Return every option of a parser, old ones too, by its name with underscores, such as ``num_layers``."""
+    """Return every option of a parser by its name with underscores, such as ``num_layers``."""
     options = parser._option_string_actions.items()
     return {name[2:].replace("-", "_"): (name, action) for name, action in options if name.startswith("--")}
 

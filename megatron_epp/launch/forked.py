@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from megatron_epp.launch import lifetime
-from megatron_epp.launch.machine import usable_port
+from megatron_epp.launch.machine import free_port
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner.service.worker import started
 
@@ -65,7 +65,7 @@ class Forks:
         Raises:
             EppError: the process that forks has ended.
         """
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(usable_port(0))}
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         try:
             with self._lock:
                 self._connection.send((num_processes, list(command), {**rendezvous, **environment}, log, limit_s))

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_epp.plan.errors import EppError
-
 EXPANDABLE = "expandable_segments:True"
 """Allocator setting for segments that grow: chunks differ in size, and fixed segments would leave unusable gaps."""
 
@@ -19,16 +17,6 @@ TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """Variable with which NVIDIA's containers let torch multiply fp32 matrices in TF32, with relative errors of about 3e-4."""
 NO_TF32 = {TF32: "0"}
 """Variables of runs in fp32 that others are compared with."""
-
-
-class PortError(EppError):
-    """A port to listen on is taken."""
-
-    def __init__(self, port: int, error: OSError) -> None:
-        super().__init__(
-            f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or leave "
-            "it out on a single node for a free one"
-        )
 
 
 def cpu_name() -> str:
@@ -62,14 +50,10 @@ def machine() -> str:
     return f"{gpus} x {torch.cuda.get_device_name()}"
 
 
-def usable_port(port: int) -> int:
-    """Return the port, or a free one for 0. Raises `PortError` if it cannot be listened on here."""
+def free_port() -> int:
+    """A port on which a process of this machine can listen."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise PortError(port, error) from error
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

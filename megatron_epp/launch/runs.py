@@ -17,7 +17,7 @@ from typing import Any
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
-from megatron_epp.launch.machine import count_gpus, usable_port
+from megatron_epp.launch.machine import count_gpus
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, parse_json, read_text
 
@@ -103,8 +103,8 @@ def train(
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     if count_gpus():
-        torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
-        command = [*torchrun, "--master-port", str(usable_port(0)), *words]
+        torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*torchrun, "--nproc-per-node", str(num_ranks), *words]
         log.write_text(" ".join(command) + "\n", encoding="utf-8")
         code = _exit_code(command, log, timeout_s, environment)
     else:

@@ -16,6 +16,7 @@ from megatron_epp.launch.lifetime import launcher_folder
 from megatron_epp.launch.machine import allocator_environment, version_of
 from megatron_epp.launch.refusal import handed_over
 from megatron_epp.launch.short_log import LOG_VARIABLE, divided
+from megatron_epp.plan.reading import one_line
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     path = os.environ.pop(LOG_VARIABLE, None)
@@ -49,6 +51,13 @@ def _run(arguments: list[str]) -> None:
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
+    except RendezvousError as error:
+        reason = one_line(error.__cause__ or error) or type(error).__name__
+        sys.exit(
+            f"megatron-epp: this node cannot reach all others, or has lost them ({reason}): see their logs; check MASTER_ADDR, "
+            "MASTER_PORT and NNODES, the same on all nodes, and NODE_RANK, 0 on the node at MASTER_ADDR; launch.wait_seconds "
+            "(WAIT_SECONDS) sets how long to wait"
+        )
     except OSError as error:
         if path is None or log is not None:
             raise

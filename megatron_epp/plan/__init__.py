@@ -1,8 +1,5 @@
 """The plan language: chunks, actions, plans, and checks and simulations that need no training run."""
 
-import warnings
-from typing import TYPE_CHECKING
-
 from megatron_epp.plan import vocabulary as vocabulary  # defines operations
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report
@@ -55,15 +52,3 @@ __all__ = [
     "to_grid",
     "to_json",
 ]
-
-_OLD_NAMES = {"Hosted": "KVOffload", "LEVELS": "RECOMPUTE_MODES", "check_matched": "check_lockstep"}
-"""Names of version 0.1, which work until the next release."""
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Return what an old name stands for, with a warning that has the new one."""
-        if name not in _OLD_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_OLD_NAMES[name]]

@@ -18,13 +18,11 @@ class RecomputeMode:
         name: of the mode, also in text of plans and in reports.
         column: position of its count in a `Recompute`, and so in plans; a new mode takes the next.
         runs_again: the parts.
-        aliases: other names that are understood.
     """
 
     name: str
     column: int
     runs_again: frozenset[str]
-    aliases: tuple[str, ...] = ()
 
     @property
     def keeps_kv(self) -> bool:
@@ -44,13 +42,11 @@ MODES = {
             name="full",
             column=0,
             runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION, MLP}),  # keeps the layer's input
-            aliases=("whole",),
         ),
         RecomputeMode(
             name="selective",
             column=1,
             runs_again=frozenset({NORMS, PROJECTIONS, MLP}),  # keeps the input, and core attention's output and log-sum-exp
-            aliases=("linear",),
         ),
         RecomputeMode(name="mlp", column=2, runs_again=frozenset({NORMS, MLP})),
     )
@@ -66,11 +62,6 @@ FULL = "full"
 
 RECOMPUTE_MODES = tuple(MODES)
 """Names of the recompute modes, most recompute first."""
-
-
-def mode_of(name: str) -> RecomputeMode:
-    """Find a recompute mode by its name or an alias. Raises `KeyError`."""
-    return MODES.get(name) or {alias: mode for mode in MODES.values() for alias in mode.aliases}[name]
 
 
 class Recompute(tuple[int, ...]):
@@ -91,7 +82,7 @@ class Recompute(tuple[int, ...]):
         columns = [*counts, *[0] * (len(MODES) - len(counts))]
         for name, count in by_name.items():
             try:
-                columns[mode_of(name).column] = count
+                columns[MODES[name].column] = count
             except KeyError:
                 raise TypeError(f"no recompute mode is named {name!r}") from None
         return super().__new__(cls, columns)
@@ -104,7 +95,7 @@ class Recompute(tuple[int, ...]):
 
     def __getattr__(self, name: str) -> int:
         try:
-            return self[mode_of(name).column]
+            return self[MODES[name].column]
         except KeyError:
             raise AttributeError(f"no recompute mode is named {name!r}") from None
 

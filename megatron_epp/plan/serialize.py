@@ -31,9 +31,6 @@ _COLUMNS = (
     "notes",
 )  # lists that stay on one line
 
-_RENAMED = {2: {"hosted": "kv_offload"}}
-"""Old names of fields, by version. A digest is of the document as it was written, with its old names."""
-
 
 def digest(plan: Plan) -> str:
     """SHA-256 of the plan's JSON, keys sorted and without spaces. Equal plans have equal digests."""
@@ -53,7 +50,7 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str) -> Plan:
-    """Read what `to_json` wrote, in version 3 or 2. Unknown fields are ignored, but count towards the digest.
+    """Read what `to_json` wrote. Unknown fields are ignored, but count towards the digest.
 
     Raises:
         PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
@@ -66,8 +63,8 @@ def from_json(text: str) -> Plan:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise PlanError(f"not a plan: schema is {shown(found)}, expected {SCHEMA!r}")
     version = document.get("version")
-    if version not in (VERSION, *_RENAMED):
-        raise PlanError(f"plan version {shown(version)} cannot be read; this program reads versions 2 and {VERSION}")
+    if version != VERSION:
+        raise PlanError(f"plan version {shown(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")
     claimed = document.pop("digest", None)
     try:
         actual = _digest(document)
@@ -75,9 +72,6 @@ def from_json(text: str) -> Plan:
         raise PlanError(f"{error}{infinite_at(text)}") from None
     if claimed != actual:
         raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
-    for old, new in _RENAMED.get(version, {}).items():
-        if old in document:
-            document[new] = document.pop(old)
     return _plan(document)
 
 

@@ -33,7 +33,6 @@ from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.tables import check_kv_offload, check_tokens
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.operations import Track, operations
-from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.problem import Problem, as_one_chunk
@@ -199,7 +198,7 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     if without:
         yield f"order has {', '.join(without)}; the costs have no such operation"
     known = costs.recompute_modes
-    if not made.modes or not set(made.modes) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
+    if not made.modes or not set(made.modes) <= set(known):
         yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"
     if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
         yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"

@@ -1,10 +1,17 @@
 """Runs that do not end well end in one line of the launcher's, below what the process itself said."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+
+from torch.distributed.run import get_args_parser
+
+from megatron_epp.launch.command import Launch, command_of
+from megatron_epp.launch.machine import free_port
 
 LAUNCH = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 
@@ -52,3 +59,45 @@ def test_a_folder_for_temporary_files_that_cannot_be_made_is_said_in_one_line(tm
         "megatron-epp: cannot make a folder for temporary files (No such file or directory): set TMPDIR to one with space"
     )
     assert "Traceback" not in done.stderr
+
+
+def node(rank, port, path, **launch):
+    """Start one of two nodes as `megatron-epp train` does, with a script instead of training."""
+    command = command_of(Launch(nodes=2, node_rank=rank, master_port=port, **launch), [], 1)
+    starter = [*command[: command.index("megatron_epp.mcore.pretrain_gpt") - 1], path]
+    return subprocess.Popen(starter, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_nodes_find_each_other_at_the_first_one(tmp_path):
+    says = script(tmp_path, "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    port = free_port()
+    nodes = [node(rank, port, says) for rank in (1, 0)]
+    said = [one.communicate(timeout=120) for one in nodes]
+    assert [one.returncode for one in nodes] == [0, 0], said
+    assert sorted(output for output, _ in said) == ["rank 0 of 2\n", "rank 1 of 2\n"]
+
+
+def test_a_node_that_is_missing_ends_the_other_in_one_line(tmp_path):
+    waits = node(0, free_port(), script(tmp_path, ""), wait_seconds=1)
+    _, said = waits.communicate(timeout=120)
+    assert waits.returncode == 1
+    assert re.search(r"cannot reach all others, or has lost them \(RendezvousTimeoutError\): .*launch.wait_seconds", said)
+    assert "Traceback" not in said
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = node(0, port, script(tmp_path, ""))
+        _, said = first.communicate(timeout=120)
+    assert first.returncode == 1
+    assert re.search(rf"cannot reach all others, .*port: {port}, .*EADDRINUSE.*check MASTER_ADDR, MASTER_PORT", said)
+    assert "Traceback" not in said
+
+
+def test_options_of_torchrun_that_the_user_gives_take_precedence():
+    launch = Launch(nodes=2, torchrun="--rdzv-backend etcd-v2 --rdzv-endpoint 'etcd:2379' --max-restarts 2")
+    known = get_args_parser().parse_args(command_of(launch, ["--lr", "1"], 4)[3:])
+    assert (known.rdzv_backend, known.rdzv_endpoint, known.max_restarts) == ("etcd-v2", "etcd:2379", 2)
+    assert known.training_script == "megatron_epp.mcore.pretrain_gpt"
+    assert known.training_script_args == ["--lr", "1"]

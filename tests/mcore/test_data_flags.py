@@ -14,7 +14,6 @@ from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
 from megatron_epp.plan import Segment
-from megatron_epp.plan.errors import EppError
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import write_pair
 
@@ -120,13 +119,6 @@ def test_what_changes_the_order_of_sequences_is_named(caplog, changed):
     assert (
         f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another order" in line
     )
-
-
-def test_a_checkpoint_of_before_the_flag_is_one_of_truncated_documents():
-    old = checkpoint(epp_documents="gone")
-    check_order(old, checkpoint(epp_documents="truncate"))
-    with pytest.raises(EppError, match=r"was truncate in the run .*Pass --epp-documents truncate to go on exactly"):
-        check_order(old, checkpoint())
 
 
 def test_a_checkpoint_of_megatrons_own_training_is_not_compared():

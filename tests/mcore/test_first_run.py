@@ -14,7 +14,7 @@ from megatron_epp.cli.first_run.race import race
 from megatron_epp.cli.first_run.training import tiny_training
 from megatron_epp.cli.main import main
 from megatron_epp.launch import runs
-from megatron_epp.launch.machine import usable_port
+from megatron_epp.launch.machine import free_port
 from megatron_epp.mcore import pretrain_gpt
 from megatron_epp.plan import EppError
 from tests.support import ROOT
@@ -110,7 +110,7 @@ def test_a_race_without_a_launch_command_is_skipped_with_what_to_give(monkeypatc
 @pytest.mark.slow  # three trainings that start their ranks by themselves: 60 s on two cores
 def test_a_users_own_command_is_raced(tmp_path):
     settings = tiny_training(tmp_path, 2, 10, is_reduced=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(usable_port(0))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     words = [*torchrun, pretrain_gpt.__file__]
     launch = read_launch([*words, *runs.flag_words({name: value for name, value in settings.items() if "epp" not in name})])
     setting = SimpleNamespace(is_reduced=False, has_launch=True, launch=launch, folder=tmp_path)

@@ -4,7 +4,6 @@ import argparse
 
 import pytest
 
-from megatron_epp.launch.flags import argv_of
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.plan import EppError
@@ -150,9 +149,3 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
     assert not delays(split, "--epp-schedule", "whole", **engine)
     with pytest.raises(ArgumentError, match="leave out --delay-wgrad-compute"):
         delays(delay_wgrad_compute=True, **engine)
-
-
-def test_settings_in_yaml_may_have_old_names_too():
-    known = add_epp_args(argparse.ArgumentParser())
-    for name in ("recompute_modes", "recompute_modes"):
-        assert argv_of({"epp": {name: "all"}}, known) == ["--epp", f"--epp-{name.replace('_', '-')}", "all"]

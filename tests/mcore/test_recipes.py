@@ -193,7 +193,6 @@ def test_a_dry_run_shows_no_secret(monkeypatch, capsys):
 def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypatch, capsys):
     became = []
     monkeypatch.setattr("os.execvpe", lambda *program: became.append(program))
-    monkeypatch.setenv("EPP_RENDEZVOUS_TOKEN", "known to nodes alone")
     text = tmp_path / "text.txt"
     text.write_text("a document\n" * 20)
     prepare([text], tmp_path / "text")
@@ -204,7 +203,6 @@ def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypat
     assert program == command[0]
     assert command[command.index("--nproc-per-node") + 1] == "2"
     assert environment["EPP_TEST_PLAIN"] == "a"
-    assert "EPP_RENDEZVOUS_TOKEN" not in environment
     assert environment[LOG_VARIABLE] == str(tmp_path / "run" / "train.log")
     out, error = capsys.readouterr()
     assert shlex.join(command) in out

@@ -137,13 +137,6 @@ def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, me
         prepare_epp_args(arguments(*flags, processes=processes))
 
 
-def test_a_flag_that_was_removed_says_what_to_do_instead(capsys):
-    with pytest.raises(SystemExit):
-        arguments("--epp-oom-retry")
-    expected = "--epp-oom-retry was removed in 0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"
-    assert capsys.readouterr().err.endswith(f"{expected}\n")
-
-
 def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
     prepare_epp_args(
         arguments("--pipeline-model-parallel-size", 4, "--decoder-first-pipeline-num-layers", 2, processes=4, num_layers=11)

@@ -57,12 +57,6 @@ def test_a_schedule_that_needs_a_v_is_planned_in_one_and_its_layout_is_the_one_t
     assert "2 per rank, v" in capsys.readouterr().out
 
 
-def test_the_old_name_works_with_a_warning(tmp_path, caplog):
-    made = planned(tmp_path, "--layers-per-stage", "9,8,8,7")
-    assert "--layers-per-stage is now --layout" in caplog.text
-    assert made == planned(tmp_path, "--layout", "9,8,8,7")
-
-
 def test_auto_plans_with_a_searched_layout_and_writes_it(tmp_path, capsys):
     path = tmp_path / "chosen.json"
     made = planned(tmp_path, "--layout", "auto", "--layout-out", str(path))

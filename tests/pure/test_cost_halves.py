@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
 from megatron_epp.cost.learning import fitted_costs
-from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
 from megatron_epp.plan.check import check
@@ -131,15 +129,7 @@ def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_reco
     assert (peaks[1] > peaks[0] + 500_000) == stays
 
 
-def test_a_profile_without_an_attention_part_makes_whole_stages_only():
-    older = json.loads(PROFILE.to_json())
-    del older["attention"]
-    profile = Profile.from_json(json.dumps(older))
-    assert profile.costs([3, 1]) == PROFILE.costs([3, 1])
-    with pytest.raises(EppError, match=r"analytic:cpu does not tell.*megatron-epp profile"):
-        profile.costs([2.5, 1.5])
-    shipped = load_costs("llama3-8b-h100")
-    assert isinstance(shipped, Profile)
+def test_layers_of_a_stage_are_halves_or_whole():
     with pytest.raises(EppError, match=r"multiple of 0\.5"):
         PROFILE.costs([2.25, 1.75])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from megatron_epp.cost import (
     Part,
     PipelineCosts,
     Profile,
-    analytic_costs,
     analytic_profile,
     work_of,
 )
@@ -37,6 +35,7 @@ PROFILE = Profile(
         weight_bytes_per_token=60,
         parameters=10,
     ),
+    attention=Part(),
     embedding=Part(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
     head=Part(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
     recomputed_layer_bytes_per_token=8,
@@ -82,20 +81,6 @@ def test_json_gives_back_equal_objects_without_the_word_infinity(host_us_per_byt
         text = kept.to_json()
         assert read(text) == kept
         assert "Infinity" not in text
-
-
-def test_costs_written_before_there_were_weight_lines_and_host_links_still_load():
-    costs = analytic_costs(SHAPE, CPU, [3, 3])
-    body = json.loads(costs.to_json())
-    for name in ("host_us_per_byte", "host_latency_us", "offloadable_share"):
-        del body[name]
-    for stage in body["stages"]:
-        for name in ("weight", "extra_weight", "weight_bytes_per_token", "extra_weight_bytes_per_token"):
-            del stage[name]
-    loaded = PipelineCosts.from_json(json.dumps(body))
-    assert not loaded.splits_weight
-    assert loaded.host_us(1) == math.inf
-    assert loaded.backward_us(1, WORK).tolist() == costs.backward_us(1, WORK).tolist()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "megatron-epp/profile", "version": 9}', "{"])
@@ -163,7 +148,7 @@ def test_a_fit_has_no_negative_coefficient_and_says_how_far_off_it_is():
     assert residuals["worst"] > residuals["median"] * 0.99 > 0
 
 
-KINDS = ("linear", "loss", "embedding", "attention")
+KINDS = ("linear", "projections", "loss", "embedding", "attention")
 
 
 def measured_points() -> dict[str, list[Point]]:
@@ -173,6 +158,7 @@ def measured_points() -> dict[str, list[Point]]:
         for kind in KINDS
         for way in ("forward", "backward")
     }
+    points["projections weight"] = [Point(n, 0, 0.25 * n) for n in (64, 256)]
     points["linear weight"] = [Point(n, 0, 0.75 * n + 2) for n in (64, 256)]
     points["loss weight"] = [Point(n, 0, 5 * n) for n in (64, 256)]
     return points

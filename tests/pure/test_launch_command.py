@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
-from megatron_epp.launch.machine import PortError
 from megatron_epp.launch.settings import SettingsError
 
 
@@ -37,31 +35,32 @@ def test_flags_follow_our_script_or_that_of_the_user(tmp_path):
     assert theirs[-4:] == ["-m", "megatron_epp.run", str(script), "--epp"]
 
 
-def test_a_single_node_takes_a_free_port_and_a_taken_one_is_refused():
-    assert int(option(command_of(Launch(), [], 1), "--master-port")) > 0
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(PortError, match=rf"port {port} cannot be used here .*MASTER_PORT"):
-            command_of(Launch(master_port=port), [], 1)
-        other_node = command_of(Launch(nodes=2, node_rank=1, master_port=port), [], 1)  # it does not listen
-        assert option(other_node, "--master-port") == str(port)
+def test_a_single_node_starts_by_itself_and_several_at_the_first_one():
+    single = command_of(Launch(), [], 1)
+    assert "--standalone" in single
+    assert "--rdzv-endpoint" not in single
+    launches = [Launch(nodes=2, node_rank=rank, master_addr="a", master_port=5, wait_seconds=7) for rank in (0, 1)]
+    first, other = (command_of(launch, [], 1) for launch in launches)
+    for command, is_host in ((first, 1), (other, 0)):
+        assert "--standalone" not in command
+        assert option(command, "--rdzv-backend") == "c10d"
+        assert option(command, "--rdzv-endpoint") == "a:5"
+        assert option(command, "--rdzv-conf") == f"is_host={is_host},join_timeout=7,read_timeout=7"
 
 
 def test_every_node_has_a_log_of_its_own_unless_all_is_printed(tmp_path):
     assert log_of(Launch(), tmp_path) == tmp_path / "train.log"
-    assert log_of(Launch(nodes=2, node_rank=1, master_port=1), tmp_path) == tmp_path / "train-1.log"
+    assert log_of(Launch(nodes=2, node_rank=1), tmp_path) == tmp_path / "train-1.log"
     assert log_of(Launch(full_log=True), tmp_path) is None
 
 
 def test_mistakes_are_named():
     assert "launch.node is unknown; did you mean 'nodes'?" in refused(node=2)
     assert "launch.nodes is 'two'; it must be of type int" in refused(nodes="two")
-    assert "node_rank is 2; it must be from 0 to 1 for launch.nodes 2" in refused(nodes=2, node_rank=2, master_port=1)
+    assert "node_rank is 2; it must be from 0 to 1 for launch.nodes 2" in refused(nodes=2, node_rank=2)
     assert "launch.nodes is 0; it must be 1 or more" in refused(nodes=0)
-    assert "launch.master_port is 70000; it must be 0 or more, up to 65535" in refused(master_port=70000)
-    assert "nodes must agree on a port" in refused(nodes=2)
+    assert "launch.master_port is 70000; it must be 1 or more, up to 65535" in refused(master_port=70000)
+    assert "launch.torchrun is '\"a'; its quotes must be closed" in refused(torchrun='"a')
     assert "launch.full_log is 1; it must be of type bool" in refused(full_log=1)
     assert "there is no file nowhere.py" in refused(script="nowhere.py")
     assert "launch.master_addr is '--standalone'; it must be the name or the address" in refused(master_addr="--standalone")

@@ -22,7 +22,8 @@ def test_the_reason_is_the_line_that_names_it(line, reason):
 
 def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
     def stand_in(command, log, limit_s, environment):
-        assert command[1:5] == ["-m", "megatron_epp.launch.torchrun", "--nproc-per-node", "2"]
+        assert command[1:4] == ["-m", "megatron_epp.launch.torchrun", "--standalone"]
+        assert command[command.index("--nproc-per-node") + 1] == "2"
         assert command[-4:] == ["--num-layers", "4", "--epp-report-dir", str(tmp_path)]
         (tmp_path / "iterations.jsonl").write_text('{"iteration": 1, "tokens": 50, "loss": 2.5}\n')
         with log.open("a") as output:

@@ -1,4 +1,4 @@
-"""Recompute modes are rows of one table: counts by column and by name, older names, and a mode that is added."""
+"""Recompute modes are rows of one table: counts by column and by name, and a mode that is added."""
 
 import copy
 import json
@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import H100, ModelShape, PipelineCosts, Profile, analytic_costs, analytic_profile
-from megatron_epp.plan import NO_RECOMPUTE, RECOMPUTE_MODES, Recompute
-from megatron_epp.plan.recompute import MODES, mode_of
+from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.plan.recompute import MODES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_epp"
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 
 
-def test_counts_are_given_by_column_or_by_name_and_read_by_any_name():
+def test_counts_are_given_by_column_or_by_name_and_read_by_name():
     counts = Recompute(4, 0, 1)
-    assert counts == Recompute(full=4, mlp=1) == Recompute(whole=4, mlp=1) == (4, 0, 1)
-    assert (counts.full, counts.whole, counts.selective, counts.linear, counts.mlp) == (4, 4, 0, 0, 1)
+    assert counts == Recompute(full=4, mlp=1) == (4, 0, 1)
+    assert (counts.full, counts.selective, counts.mlp) == (4, 0, 1)
     assert (counts.num_layers, counts.attention_layers) == (5, 4)
     assert [counts.mode(layer) for layer in range(6)] == ["full"] * 4 + ["mlp", ""]
     assert (str(counts), str(NO_RECOMPUTE), json.dumps(counts)) == ("4 full + 1 mlp", "none", "[4, 0, 1]")
@@ -43,30 +43,17 @@ def test_every_mode_has_a_column_of_its_own_and_those_that_repeat_attention_come
     assert sorted(mode.column for mode in MODES.values()) == list(range(len(MODES)))
     repeats = [mode.repeats_attention for mode in MODES.values()]
     assert repeats == sorted(repeats, reverse=True)
-    names = [name for mode in MODES.values() for name in (mode.name, *mode.aliases)]
-    assert len(names) == len(set(names))
-    assert all(mode_of(name) is MODES[mode_of(name).name] for name in names)
 
 
-def older(costs: dict) -> dict:
-    """The layers of a file with recompute modes as fields, as they were before there was a table."""
-    for part in costs.get("stages") or [costs["layer"], costs["embedding"], costs["head"]]:
-        modes = part.pop("recompute")
-        part |= {"linear": modes.get("selective"), "mlp": modes.get("mlp")}
-    return costs
-
-
-def test_older_files_are_read_as_the_same_costs():
-    profile, costs = analytic_profile(SHAPE, H100), analytic_costs(SHAPE, H100, [4, 4])
-    assert Profile.from_json(json.dumps(older(json.loads(profile.to_json())))) == profile
-    assert PipelineCosts.from_json(json.dumps(older(json.loads(costs.to_json())))) == costs
-    assert set(costs.recompute_modes) == set(RECOMPUTE_MODES)
-
-
-def test_modes_of_files_that_are_newer_are_left_out():
-    body = json.loads(analytic_costs(SHAPE, H100, [8]).to_json())
-    body["stages"][0]["recompute"]["half"] = {"of": "something"}
-    assert PipelineCosts.from_json(json.dumps(body)) == analytic_costs(SHAPE, H100, [8])
+@pytest.mark.parametrize("name", ["half", "whole", "linear"])
+def test_costs_of_modes_that_are_unknown_are_refused(name: str):
+    costs, profile = (json.loads(made.to_json()) for made in (analytic_costs(SHAPE, H100, [8]), analytic_profile(SHAPE, H100)))
+    for of, read, body in ((costs["stages"][0], PipelineCosts, costs), (profile["layer"], Profile, profile)):
+        of["recompute"][name] = of["recompute"]["mlp"]
+        with pytest.raises(
+            EppError, match=rf"recompute\.{name} is unknown; modes are full, selective, mlp.*megatron-epp profile"
+        ):
+            read.from_json(json.dumps(body))
 
 
 ROW = """        RecomputeMode(name="attention", column=3, runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION})),

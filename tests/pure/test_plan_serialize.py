@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 numbers = st.floats(0, 1e12, allow_nan=False)
 
 
@@ -108,7 +110,7 @@ def signed(change):
         ("{", "the plan is not JSON"),
         ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
         ("{}", "not a plan: schema is None"),
-        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads versions 2 and 3"),
+        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read, only 3; plan again"),
         (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
         (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
         (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),
@@ -200,17 +202,13 @@ def test_errors_of_files_name_the_file(tmp_path):
         load(path)
 
 
-def test_a_file_written_before_still_loads():
-    """One file of each version that this program reads."""
-    for version in (2, 3):
-        assert load(Path(__file__).parent.parent / "golden" / f"plan_v{version}.json") == EXAMPLES["offload"]()
+def test_a_file_of_this_version_still_loads():
+    assert load(GOLDEN / "plan_v3.json") == EXAMPLES["offload"]()
 
 
-def test_kv_offload_of_version_2_is_read_by_its_old_name():
-    plan = replace(offload(), kv_offload=(KVOffload(1, 0, 70, 80),))
-    document = json.loads(to_json(plan))
-    document |= {"version": 2, "hosted": document.pop("kv_offload")}
-    del document["digest"]
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["digest"] = hashlib.sha256(text.encode()).hexdigest()
-    assert from_json(json.dumps(document)) == plan
+@pytest.mark.parametrize("version", [2, 4, None, "3"])
+def test_a_file_of_another_version_is_refused_with_how_to_make_it_again(version):
+    document = json.loads((GOLDEN / "plan_v3.json").read_text()) | {"version": version}
+    expected = f"plan version {version!r} cannot be read, only 3; plan again with `megatron-epp plan`"
+    with pytest.raises(PlanError, match=f"^{re.escape(expected)}$"):
+        from_json(json.dumps(document))

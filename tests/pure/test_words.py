@@ -36,12 +36,11 @@ class Retired(NamedTuple):
 
 
 WORDS = [
-    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload", allowed=r'"hosted"'),
+    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload"),
     Retired(r"at_host", "kv_offload"),
     Retired(
         r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",
         "recompute modes",
-        allowed=r"epp_|args\.|--",
     ),
     Retired(r"(?i)(?<![a-z])(ladder|rungs?|climb(ed|s)?)(?![a-z])", "recompute frontier, frontier step"),
     Retired(r"Stairs|(?<![a-z_])slope", "warm-up window, lead"),
@@ -92,7 +91,7 @@ def uses(word: Retired) -> list[str]:
         text, names = lines(path)
         candidates = names if word.names_only else enumerate(text, 1)
         for number, part in candidates:
-            if re.search(word.pattern, part) and not re.search(rf"{word.allowed}|_OLD_NAMES", text[number - 1]):
+            if re.search(word.pattern, part) and not re.search(word.allowed, text[number - 1]):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {text[number - 1].strip()[:100]}")
     return found
 

@@ -153,8 +153,6 @@ def test_a_training_that_lost_a_task_goes_on_from_its_checkpoint(cluster, docume
     job.wait_for(lambda: 10 in losses(job.text), "ten iterations have run")
     workers = children_with("megatron_epp.mcore.pretrain_gpt", job.name)
     assert len(workers) >= 4  # a launcher and a worker on either node
-    variables = [Path(f"/proc/{worker}/environ").read_bytes() for worker in workers]
-    assert not any(b"EPP_RENDEZVOUS_TOKEN=" in one for one in variables), "who has met needs no token"
     os.kill(max(workers), signal.SIGKILL)
     job.wait_for(lambda: "start 2" in job.text, "the job has started again")
     job.wait_for_its_end()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from dataclasses import field as default_of
 from typing import Any, NamedTuple
 
 from megatron_epp.cost.head import AUTO
@@ -123,10 +122,7 @@ class Flag:
         metavar: the value in help texts, or its unit; N for whole numbers by default.
         alone: value where the flag is given without one; None where it needs one.
         takes_several: takes one or more values.
-        field: converts a parsed value to that of the field.
-        old_names: names that work for one more release, with a warning.
-        old_values: values that do, and their new names.
-        removed: release that removed the flag, and what to do instead: the flag is refused with that. Empty for all others.
+        field: converts a parsed value to the field's.
     """
 
     setting: str
@@ -141,9 +137,6 @@ class Flag:
     alone: str | None = None
     takes_several: bool = False
     field: Callable[[Any], Any] = _same
-    old_names: tuple[str, ...] = ()
-    old_values: Mapping[str, str] = default_of(default_factory=dict)
-    removed: str = ""
 
     def described(self, help: str, short_help: str = "") -> Flag:
         """Return the flag with its help texts."""

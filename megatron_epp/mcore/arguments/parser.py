@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +10,6 @@ from megatron_epp.mcore.arguments.flag import Flag, Number
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
 from megatron_epp.planner import Options
-
-logger = logging.getLogger(__name__)
 
 TITLE = "elastic pipeline parallelism"
 _OPTIONS = frozenset(field.name for field in fields(Options))
@@ -29,8 +24,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for row in sorted(TABLE, key=lambda row: position.get(row.setting, len(position))):
         if row.is_ours:
             read = row.read.kind if isinstance(row.read, Number) and not row.read.of_what else str
-            old = [name for name in row.old_names if name.startswith("--epp")]
-            _add(group, row, [row.training], old, {"type": read, "help": row.help.format_map(TRAINING)})
+            _add(group, row, [row.training], {"type": read, "help": row.help.format_map(TRAINING)})
     return parser
 
 
@@ -47,7 +41,7 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
         said = said if said[:2].isupper() else said[0].lower() + said[1:]
         names = {one.setting: one.short.split(" ")[0] for one in ROWS.values() if one.short}
         options = list(dict.fromkeys([*row.short.split(), *row.training.split()]))
-        _add(group, row, options, row.old_names, {"type": row.read, "help": said.format_map(names)} | changes)
+        _add(group, row, options, {"type": row.read, "help": said.format_map(names)} | changes)
 
 
 def names_of(parser: argparse.ArgumentParser) -> Names:
@@ -72,28 +66,8 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
     return Options(**found, **fixed)
 
 
-class _Renamed(argparse._StoreAction):
-    """Stores the value of a flag, and warns where it was given by an old name."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string not in self.option_strings:
-            _warn(f"{option_string} is now {self.option_strings[-1 if '--epp-' in str(option_string) else 0]}")
-        super().__call__(parser, namespace, values, option_string)
-
-
-class _Removed(argparse.Action):
-    """Refuses a flag that no longer exists."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]} was removed in {self.const}")
-
-
-def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], old: Sequence[str], more: dict[str, Any]) -> None:
-    """Add a row's flag by its names and old names, with more arguments of `add_argument`."""
-    if row.removed:
-        hidden: Any = argparse.SUPPRESS
-        group.add_argument(*names, action=_Removed, nargs=0, const=row.removed, default=hidden, help=hidden)
-        return
+def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> None:
+    """Add a row's flag by its names, with more arguments of `add_argument`."""
     settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
     if row.is_switch:
         settings = {"action": "store_true"}
@@ -102,22 +76,5 @@ def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], old: Se
         settings |= {"nargs": "?", "const": row.alone}
     elif row.takes_several:
         settings["nargs"] = "+"
-    if old:
-        settings["action"] = _Renamed
-        more["type"] = lambda text: _new_value(row, text)
-    action = group.add_argument(*names, *old, **settings | more)
-    action.option_strings = names  # the parser goes on to know the old names, which help does not show
+    action = group.add_argument(*names, **settings | more)
     action.setting = row.setting  # type: ignore[attr-defined]
-
-
-def _new_value(row: Flag, text: str) -> str:
-    new = row.old_values.get(text, text)
-    if new != text:
-        _warn(f"{text!r} of {row.training} is now {new!r}")
-    return new
-
-
-def _warn(renamed: str) -> None:
-    """Log a renaming, in a training run on its first rank only."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s; the old name goes with the next release", renamed)

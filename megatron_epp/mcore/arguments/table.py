@@ -132,8 +132,6 @@ _MEMORY = (
         "--recompute-modes",
         choices=("all", "full"),
         default="all",
-        old_names=("--epp-recompute-levels", "--recompute-levels"),
-        old_values={"whole": "full"},
     ).described(
         "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
         "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
@@ -169,7 +167,6 @@ _RUNNING = (
         "--epp-layout",
         "--layout",
         metavar="auto|even|balanced|FILE|N,N,...",
-        old_names=("--layers-per-stage",),
     ).described(
         "Layers of every stage, first to last, as ``8,7.5,8.5``, or a file with them and the ranks of the stages. A half means "
         "that a stage ends with a layer's attention, and the next begins with its MLP. even, balanced: whole layers, as many "
@@ -206,7 +203,6 @@ _RUNNING = (
         f"so where it has more than {MOST_ROUNDED_SLICES} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes "
         "twice the memory for them (default: auto)."
     ),
-    Flag("oom_retry", "--epp-oom-retry", removed="0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"),
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(

@@ -42,8 +42,6 @@ Blend = tuple[list[str], list[float] | None]
 Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
-_BEFORE_THE_FLAG = "truncate"
-"""Value of `--epp-documents` for checkpoints of runs before that flag existed, which do not record it."""
 
 
 def build_document_iterators(
@@ -105,7 +103,8 @@ def build_splits(
     """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
     Args:
-        args, num_samples: as for `build_document_iterators`.
+        args: Megatron's parsed arguments.
+        num_samples: numbers of sequences that train, validation and test will draw.
         tokenizer: of the run, which must have made all files' tokens.
         train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
@@ -191,7 +190,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
     """
     if not getattr(then, "epp", False):
         return
-    before = getattr(then, "epp_documents", _BEFORE_THE_FLAG)
+    before = then.epp_documents
     if before != now.epp_documents:
         raise EppError(
             f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "

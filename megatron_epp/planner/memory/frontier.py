@@ -15,7 +15,7 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
-from megatron_epp.plan.recompute import MODES, mode_of
+from megatron_epp.plan.recompute import MODES
 
 ABSENT = -1
 _NAMES = tuple(MODES)
@@ -62,7 +62,7 @@ def recompute_frontier(
         saved.append(np.maximum(gives, 0))
         took_us.append(costs.recompute_us(stage, work, one))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
-    mode_indices = np.array([_NAMES.index(mode_of(name).name) for name in modes])
+    mode_indices = np.array([_NAMES.index(name) for name in modes])
     if len(modes) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
         return [
@@ -91,7 +91,7 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
     """Return the layers per mode after a number of recompute steps.
 
     Args:
-        modes: of the frontier, as in `FrontierStep.mode`.
+        modes: positions of the frontier's modes in `MODES`.
         num_layers: layers of the stage.
         num_steps: recompute steps.
     """
