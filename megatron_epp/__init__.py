@@ -3,7 +3,7 @@
 from typing import Any
 
 __all__ = ["wrap"]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
 """Environment variable; 0 runs the planner's inner loops in plain Python."""
 

@@ -9,24 +9,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 _MARKED_FENCE = re.compile(r"^(\s*```\w+) \w+$", re.MULTILINE)
 """First line of a code block with a word behind its language, which marks it for tests."""
-_ELSEWHERE = re.compile(r"\[([^\]]*)\]\((?!docs/|\.github/|https?:|#)[^)]*\)")
+_ELSEWHERE = re.compile(r"\[([^\]]*)\]\((?!docs/|https?:|#)[^)]*\)")
 """Links to files of the repository that are not pages."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as the first page, and its pictures."""
+    """Add the README as the first page."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "index.md", content=first_page()))
-    for picture in sorted((ROOT / ".github").glob("*.png")):
-        files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     return files
 
 
 def first_page() -> str:
     """Return the README with links as they are from inside `docs`."""
     text = _ELSEWHERE.sub(r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
-    return text.replace("](docs/", "](").replace("](.github/", "](")
+    return text.replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_epp.cli import main as cli
+from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.flag import MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\
@@ -17,8 +19,9 @@ HEAD = """\
 
 # Flags
 
-Training takes Megatron's own flags and the flags of the first table; in YAML they stand under `epp:` without the prefix
-(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`).
+Training takes Megatron's own flags and the flags of the first two tables; in YAML they stand under `epp:` without the prefix
+(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first: `megatron-epp COMMAND --help` lists them,
+`--help-all` all of a command's. The tables have every spelling of a flag.
 """
 REFUSED = """\
 ## Megatron's flags that --epp refuses
@@ -37,31 +40,46 @@ TITLES = "flag", "default", "what it does"
 def document() -> str:
     """The whole file."""
     training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
+    everyday = {ROWS[setting].training for setting in EVERYDAY}
     refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in CONFLICTS]
     parts = [
         HEAD,
         "## Training\n",
-        table(rows_of(training)),
+        table(rows_of(training, lambda action: action.option_strings[0] in everyday)),
+        "More:\n",
+        table(rows_of(training, lambda action: action.option_strings[0] not in everyday)),
         REFUSED,
         table(refused, ("flag", "but for", "advice")),
     ]
     parts.append(NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)))
     above: dict[Row, str] = {}
     for name, parser in commands().items():
-        rows = rows_of(parser)
-        parts += [f"## megatron-epp {name}\n", f"{parser.description}\n", table([row for row in rows if row not in above])]
-        if again := [row[0] for row in rows if row in above]:
-            before = next(iter(above[row] for row in rows if row in above))
-            parts.append(f"And, as `megatron-epp {before}` does: {'; '.join(again)}.\n")
-        above |= {row: name for row in rows if row not in above}
+        parts.append(f"## megatron-epp {name}\n")
+        if name in cli.NAMES:
+            short = cli.NAMES[name]
+            parts.append(f"Short for `megatron-epp {short.command} --{short.switch}`.\n")
+            continue
+        parts.append(f"{parser.description}\n")
+        parts += tables_of(parser, above, name)
     return "\n".join(parts)
+
+
+def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[str]:
+    """The everyday flags of a command, then the others; flags that a command above has are named, not told again."""
+    for title, is_everyday in (("", True), ("With `--help-all`:\n", False)):
+        rows = rows_of(parser, lambda action, wanted=is_everyday: parser.is_everyday(action) == wanted)
+        if new := [row for row in rows if row not in above]:
+            yield from filter(None, (title, table(new)))
+        if again := [row for row in rows if row in above]:
+            yield f"And, as `megatron-epp {above[again[0]]}` does: {'; '.join(row[0] for row in again)}.\n"
+        above |= dict.fromkeys(new, command)
 
 
 def flags_in(flags: Iterable[MegatronFlag]) -> str:
     return ", ".join(code(one.flag) for one in flags)
 
 
-def commands() -> dict[str, argparse.ArgumentParser]:
+def commands() -> dict[str, Parser]:
     """The parser of every command."""
     (action,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
@@ -77,9 +95,9 @@ def allowed(values: Iterable[object]) -> str:
     return ", ".join(code(words(value)) for value in said)
 
 
-def rows_of(parser: argparse.ArgumentParser) -> list[Row]:
-    """A row per flag."""
-    shown = (action for action in parser._actions if not isinstance(action, argparse._HelpAction))
+def rows_of(parser: argparse.ArgumentParser, takes: Callable[[argparse.Action], bool]) -> list[Row]:
+    """A row per flag that is taken."""
+    shown = (action for action in parser._actions if not isinstance(action, argparse._HelpAction) and takes(action))
     return [row_of(action, parser) for action in shown if action.help != argparse.SUPPRESS]
 
 

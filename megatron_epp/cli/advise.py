@@ -36,9 +36,11 @@ from megatron_epp.report.table import format_us
 
 _EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
-  megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia --context 131072 -o recipe.yaml
+  megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia \\
+    --context 131072 -o recipe.yaml
 the lengths of your own documents, with tensor parallelism left at 2
-  megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx --tensor-parallel 2
+  megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx \\
+    --tensor-parallel 2
 """
 _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 """Settings that are searched unless they are given."""
@@ -49,18 +51,18 @@ _FREE = ("num_layers", "loss_block_tokens")
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     machine = parser.add_argument_group("machine")
-    add(machine, "devices", required=True, help="to use, in all")
+    add(machine, "devices", required=True, help="devices to use, in all")
     rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
     add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
     share = f"{100 * DEVICE_SHARE:.0f}%%"
     held = f"what one device may hold, in 2^30 bytes (default: {share} of the cluster's device memory)"
     add(machine, "cap_bytes", help=held)
-    batch = parser.add_argument_group("batch", "drawn from the lengths")
+    batch = parser.add_argument_group("batch", "sequences are drawn from the lengths")
     batch.add_argument("--lengths", required=True, metavar="FILE|N,N,...|NAME", help=SOURCES)
     longest = "the most tokens of a sequence, and one as long must fit (default: the longest length)"
     add(batch, "context", help=longest)
     add(batch, "documents", "global_batch_size")
-    add(batch, "seed", help="of the draw (default: 0)")
+    add(batch, "seed", help="seed of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
@@ -214,4 +216,19 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
 
 
 _PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
-COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)
+_EVERYDAY = (
+    "--devices",
+    "--cluster",
+    "--memory-cap-gb",
+    "--lengths",
+    "--context",
+    "--global-batch-size",
+    "--model",
+    "--tensor-parallel",
+    "--context-parallel",
+    "--pipeline-parallel",
+    "--costs",
+    "--all",
+    "--output",
+)
+COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, costs_source, has_costs_of_stages, problem_of, tell_sharing
+from megatron_epp.cli.inputs import (
+    EVERYDAY_PROBLEM,
+    add_problem,
+    costs_of,
+    costs_source,
+    has_costs_of_stages,
+    problem_of,
+    tell_sharing,
+)
 from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_for, usual
@@ -42,6 +50,13 @@ from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import comparison
 
+_EXAMPLE = """\
+example: 512 documents like Wikipedia's on eight stages, and a picture of all plans
+  megatron-epp compare --lengths wikipedia --model llama3-8b --cluster h100x8 --stages 8 \\
+    --context 65536 -o compared.png
+one planner of a paper against ours
+  megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
+"""
 BEST = "best"
 """Value of ``--layout`` with which every planner gets the faster of even and balanced layers."""
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
@@ -327,4 +342,5 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
     }
 
 
-COMMAND = Command("compare", "plan batches with several planners and print them side by side", add_arguments, run)
+_PURPOSE = "plan batches with several planners and print them side by side"
+COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE, (*EVERYDAY_PROBLEM, "--planner", "--output"))

@@ -1,4 +1,4 @@
-"""The command that looks at this machine and says, line by line, what is there, what is missing and what to do.
+"""The command that looks at this machine and says, line by line, what is there, what is missing and what to do; or measures.
 
 Nothing is imported before it is looked at: doctor itself runs where torch or Megatron is missing or broken.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_epp.cli import profile
 from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
@@ -41,7 +42,10 @@ _ENTRIES = 128256
 
 _EXAMPLE = """\
 example: in a job script, before anything is started
-  megatron-epp doctor --profile profile.json || exit 1
+  megatron-epp doctor || exit 1
+measure a model's parts here, and plan with what was measured
+  megatron-epp doctor --profile --model tiny-gpt -o profile.json
+  megatron-epp plan --lengths 1200,88,4096 --costs profile.json --stages 2
 """
 
 
@@ -129,16 +133,22 @@ _GPU_LIBRARIES = (
 
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
-    parser.add_argument(
-        "--profile", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--costs", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    report.add_argument("--json", action="store_true", help="print the findings as JSON")
+    profile.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print, and return 1 if something prevents training, else 0."""
+    """Look, print, and return 1 if something prevents training, else 0; or measure."""
+    if args.profile:
+        return profile.run(args)
+    if args.output:
+        raise EppError("--output is the profile that --profile writes: add --profile, or leave it out")
     with progress("looking at this machine"):
-        findings = list(look(args.profile))
+        findings = list(look(args.costs))
     say(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else text(findings))
     return int(any(finding.status == PROBLEM for finding in findings))
 
@@ -158,7 +168,7 @@ def text(findings: list[Finding]) -> str:
     return "\n".join([*lines, "", f"{verdict}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s)"])
 
 
-def look(profile: str | None = None) -> Iterator[Finding]:
+def look(costs: str | None = None) -> Iterator[Finding]:
     """All findings, in the order in which they build on each other, with those on a file of costs or a shipped profile."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
@@ -174,8 +184,8 @@ def look(profile: str | None = None) -> Iterator[Finding]:
         yield from _guarded("attention", lambda: _attention(torch, has_gpu))
         yield from _guarded("loss by blocks", lambda: _loss_by_blocks(torch, has_gpu))
     yield from _environment(os.environ, has_gpu)
-    if profile is not None:
-        yield from _guarded(_PROFILE, lambda: _profile(profile, torch, has_gpu))
+    if costs is not None:
+        yield from _guarded(_PROFILE, lambda: _profile(costs, torch, has_gpu))
 
 
 def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -322,5 +332,6 @@ def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
     yield Finding(_PROFILE, OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)
 
 
-_PURPOSE = "say what this machine has, lacks and should change to train; exit code 1 where it cannot, or not with --profile"
-COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)
+_PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"
+_EVERYDAY = ("--costs", "--json", "--profile", "--output", "--model", "--tensor-parallel", "--device", "--by-formula")
+COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)

@@ -1,8 +1,8 @@
 """The command line: a file per command, or for a few that go together; ``megatron-epp --help`` lists them.
 
-All but `profile`, `emulate`, `prepare`, `train`, `quickstart` and `first-run` run without torch, Megatron or a GPU. Exit codes:
-0 done; 1 `check` found violations, `doctor` a problem, or a step of `first-run` failed; 2 an error; 70 an unforeseen one, which
-is a fault of this package; 130 interrupted.
+All but `prepare`, `train`, `first-run`, `doctor --profile` and the demonstrations run without torch, Megatron or a GPU. Exit
+codes: 0 done; 1 `show --proof` found violations, `doctor` a problem, or a step of `first-run` failed; 2 an error; 70 an
+unforeseen one, which is a fault of this package; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,31 +11,72 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import megatron_epp
-from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
+from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, finish, help_width, tell, tell_error, tell_traceback
 from megatron_epp.plan.errors import EppError
 
 MODULES = {
     "plan": "megatron_epp.cli.plan",
-    "memory": "megatron_epp.cli.memory",
-    "check": "megatron_epp.cli.plan",
-    "simulate": "megatron_epp.cli.plan",
-    "compare": "megatron_epp.cli.compare",
-    "schedules": "megatron_epp.cli.schedules",
-    "advise": "megatron_epp.cli.advise",
     "show": "megatron_epp.cli.show",
-    "profile": "megatron_epp.cli.profile",
-    "emulate": "megatron_epp.contrib.demos.emulate_command",
+    "compare": "megatron_epp.cli.compare",
+    "advise": "megatron_epp.cli.advise",
+    "memory": "megatron_epp.cli.memory",
     "prepare": "megatron_epp.cli.prepare",
     "train": "megatron_epp.cli.train",
-    "quickstart": "megatron_epp.contrib.demos.quickstart",
     "doctor": "megatron_epp.cli.doctor",
     "first-run": "megatron_epp.cli.first_run",
+    "schedules": "megatron_epp.cli.schedules",
+    "quickstart": "megatron_epp.contrib.demos.quickstart",
+    "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
 """Modules of commands, in the order of the list; only the module of the command that runs is imported."""
-_HELP = frozenset({"-h", "--help"})
+_UNLISTED = frozenset({"schedules", "quickstart", "emulate"})
+"""Commands that the list leaves to its last lines."""
+
+
+class Name(NamedTuple):
+    """Another name of a command with one of its switches.
+
+    Attributes:
+        command: its own name.
+        switch: that the name sets.
+        purpose: of both together.
+        everyday: flags that ``--help`` lists.
+    """
+
+    command: str
+    switch: str
+    purpose: str
+    everyday: tuple[str, ...] = ("--help",)
+
+
+NAMES = {
+    "check": Name("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
+    "simulate": Name("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
+    "profile": Name(
+        "doctor",
+        "profile",
+        "measure a model's parts on this machine and write a cost profile (needs torch)",
+        ("--output", "--model", "--tensor-parallel", "--device", "--tokens", "--prefixes", "--by-formula"),
+    ),
+}
+"""Short names of commands with a switch."""
+_LAST = """\
+also:
+  check, simulate  short for `show --proof` and `show --times`
+  profile          short for `doctor --profile`
+  schedules        the planners that `plan --help-all` lists
+  quickstart       demonstration: train a small GPT with Megatron's schedule and with plans
+  emulate          demonstration: run a plan's ranks as processes, with timed waits for compute
+
+`megatron-epp COMMAND --help` lists a command's everyday options, `--help-all` all of them.
+"""
+_HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
 _REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"
 
@@ -46,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or not _HELP.isdisjoint(argv):
         os.environ.setdefault(megatron_epp.COMPILED_VARIABLE, "0")  # help compiles nothing, and importing numba takes long
     named = next((word for word in argv if not word.startswith("-")), "")
-    parser = _parser([named] if named in MODULES else MODULES)
+    parser = _parser([named] if named in (*MODULES, *NAMES) else (*MODULES, *NAMES))
     try:
         args = parser.parse(argv)
         parser = args.parser
@@ -84,37 +125,50 @@ def _refused(error: Exception, parser: Parser) -> int:
 
 
 def _command(name: str) -> Command:
-    module = importlib.import_module(MODULES[name])
-    commands: Sequence[Command] = module.COMMANDS if hasattr(module, "COMMANDS") else (module.COMMAND,)
-    return next(one for one in commands if one.name == name)
+    """Import a command, by its name or a short name."""
+    if name in NAMES:
+        short = NAMES[name]
+        purpose = f"{short.purpose}: short for `{short.command} --{short.switch}`"
+        return replace(_command(short.command), name=name, purpose=purpose, example="", everyday=short.everyday)
+    command: Command = importlib.import_module(MODULES[name]).COMMAND
+    return command
 
 
-def _parser(names: Iterable[str] = MODULES) -> Parser:
+def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     """Return the parser of these commands."""
+    made = [_command(name) for name in names]
+    listed = [f"  {one.name:<10} {_folded(one.purpose)}" for one in made if one.name in MODULES.keys() - _UNLISTED]
     parser = Parser(
         prog=PROGRAM,
-        description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
-        epilog="`megatron-epp COMMAND --help` lists a command's options with their units and defaults.",
+        usage=f"{PROGRAM} COMMAND [options]",
+        description="Plan training steps over sequences of very different lengths, prove the plans, look at them, and train "
+        "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(listed),
+        epilog=_LAST,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}")
-    _add_debug(parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for one in map(_command, names):
+    commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    for one in made:
         added = commands.add_parser(
             one.name,
-            help=one.purpose,
             description=f"{one.purpose[0].upper()}{one.purpose[1:]}.",
             epilog=one.example,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            everyday=one.everyday,
+            notes=one.notes,
         )
         added.set_defaults(run=one.run)
-        _add_debug(added)
         one.add_arguments(added)
+        added.add_help_flags()
+        if one.name in NAMES:
+            added.set_defaults(**{NAMES[one.name].switch: True})
+    parser.add_argument(
+        "--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}", help="print the version"
+    )
+    parser.add_help_flags()
     return parser
 
 
-def _add_debug(parser: Parser) -> None:
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
+def _folded(purpose: str) -> str:
+    """Wrap the line of a command in the list."""
+    return textwrap.fill(purpose, help_width() - 13).replace("\n", "\n" + " " * 13)
 
 
 if __name__ == "__main__":

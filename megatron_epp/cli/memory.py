@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_epp.cli.alternatives import with_alternatives
-from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of, tell_sharing
+from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.reach import Found, look, makespan_us, reach_table
@@ -36,8 +36,9 @@ from megatron_epp.report.table import table
 from megatron_epp.report.text import headline
 
 _EXAMPLE = """\
-example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and what else would fit
-  megatron-epp memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8 -o memory.png
+example: before a launch, what a batch takes on 8 GPUs of 80 GB, and what else would fit
+  megatron-epp memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 \\
+    --stages 8 -o memory.png
 """
 
 _LABEL_WIDTH = 20
@@ -191,4 +192,4 @@ def _figures(account: Account, refusal: str, found: Found, megatron: dict[str, A
 
 
 _PURPOSE = "say what memory a batch takes on every rank, of what and when, and what else would fit"
-COMMAND = Command("memory", _PURPOSE, add_arguments, run, _EXAMPLE)
+COMMAND = Command("memory", _PURPOSE, add_arguments, run, _EXAMPLE, (*EVERYDAY_PROBLEM, "--quick", "--output"))

@@ -22,12 +22,21 @@ from megatron_epp.plan.errors import EppError
 # Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
 _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
     "--tokenizer-type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
-    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "of a Hugging Face model, or its file or folder"},
-    "--vocab-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--merge-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {"metavar": "N", "type": COUNT, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
-    "--tiktoken-pattern": {"metavar": "NAME", "help": "of TikTokenizer"},
-    "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens", "help": "to add to it"},
+    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "name of a Hugging Face model, or file or folder of the tokenizer"},
+    "--vocab-file": {"metavar": "FILE", "help": "vocabulary of GPT2BPETokenizer and its kin"},
+    "--merge-file": {"metavar": "FILE", "help": "merges of GPT2BPETokenizer and its kin"},
+    "--vocab-size": {
+        "metavar": "N",
+        "type": COUNT,
+        "help": "vocabulary size of NullTokenizer, whose text is ids, and TikTokenizer",
+    },
+    "--tiktoken-pattern": {"metavar": "NAME", "help": "pattern of TikTokenizer"},
+    "--tokenizer-special-tokens": {
+        "metavar": "TOKEN",
+        "nargs": "+",
+        "dest": "special_tokens",
+        "help": "special tokens to add to the tokenizer",
+    },
     "--tokenizer-hf-no-include-special-tokens": {
         "action": "store_true",
         "help": "leave out what a Hugging Face tokenizer puts around every text",
@@ -40,8 +49,8 @@ def add_tokenizer_arguments(parser: ArgumentParser) -> None:
     """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
     group = parser.add_argument_group(
         "tokenizer",
-        "that of the model that is to be trained, by the flags of its training. Without any, tokens are bytes (0-255, and 256 "
-        "ends a document), for models made for bytes",
+        "the tokenizer of the model to train, by the flags of its training; without any, tokens are bytes (0-255, and 256 ends "
+        "a document), for models of bytes",
     )
     for flag, settings in _TOKENIZER_FLAGS.items():
         unsaid = "" if "default" in settings["help"] else " (default: none)"
@@ -67,27 +76,33 @@ def encoder_from(args: Namespace) -> Encoder:
 
 def add_arguments(parser: Parser) -> None:
     """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
-    parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
-    parser.add_argument(
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="folders (a document per file), JSONL files, or single files"
+    )
+    files.add_argument(
         "--output-prefix",
         required=True,
         metavar="PREFIX",
         help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
     )
-    parser.add_argument(
+    files.add_argument(
         "--suffixes",
         nargs="+",
+        metavar=".SUFFIX",
         help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(JSONL_SUFFIXES)})",
     )
-    parser.add_argument(
-        "--json-key", help="where a JSONL line holds its document (default: text; with --chat messages or conversations)"
+    files.add_argument(
+        "--json-key",
+        metavar="KEY",
+        help="where a JSONL line holds its document (default: text; with --chat messages or conversations)",
     )
-    parser.add_argument(
+    files.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         help="end documents with a token (default: yes; with --chat no, since chat templates end them)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
+    files.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
     add_tokenizer_arguments(parser)
     add_chat_arguments(parser)
 
@@ -135,4 +150,26 @@ def run(args: Namespace) -> int:
 
 
 _PURPOSE = "make Megatron .bin/.idx files of folders, JSONL files, chats or single files (needs torch and Megatron)"
-COMMAND = Command("prepare", _PURPOSE, add_arguments, run)
+_EVERYDAY = (
+    "--input",
+    "--output-prefix",
+    "--suffixes",
+    "--json-key",
+    "--append-eod",
+    "--overwrite",
+    "--tokenizer-type",
+    "--tokenizer-model",
+    "--vocab-file",
+    "--merge-file",
+    "--chat",
+    "--train-on",
+)
+_EXAMPLE = """\
+example: a folder of text files, with the tokenizer of Llama 3
+  megatron-epp prepare --input texts --output-prefix documents \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B
+conversations, of which the assistant's messages are trained
+  megatron-epp prepare --chat --input chats.jsonl --output-prefix chats \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B-Instruct
+"""
+COMMAND = Command("prepare", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)

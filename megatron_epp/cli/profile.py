@@ -1,4 +1,4 @@
-"""The command that measures this machine and writes a cost profile."""
+"""The part of `doctor` that measures this machine and writes a cost profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cli.inputs import add_model, flags_of, of_model
-from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
+from megatron_epp.cli.terminal import Parser, add_output, progress, say
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
@@ -29,33 +29,32 @@ if TYPE_CHECKING:
 
     from megatron_epp.runtime.tools.profiling import Grid
 
-_EXAMPLE = """\
-example: the model of the quickstart, here, then a plan with what was measured
-  megatron-epp profile --model tiny-gpt -o profile.json
-  megatron-epp plan --lengths 1200,88,4096 --costs profile.json --pipeline-size 2
-"""
-
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
-    add_model(parser.add_argument_group("model", "a layer, the embedding and the head are measured (default: an 8B model)"))
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
-    parser.add_argument(
+    """Add the flags of a measurement."""
+    group = parser.add_argument_group("measurement", "of a layer, the embedding and the head of a model")
+    what = "measure, and write a cost profile to -o, instead of looking (needs torch)"
+    group.add_argument("--profile", action="store_true", help=what)
+    group.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
+    group.add_argument(
         "--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure (default: by device)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0 (default: by device)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--by-formula",
         metavar="CLUSTER",
         help="do not measure: write what the formulas give for this machine, marked as such (default: measure)",
     )
-    add_output(parser, "write the profile as JSON", required=True)
+    add_output(group, "write the profile as JSON; --profile needs it (default: none)")
+    add_model(parser.add_argument_group("model", "(default: an 8B model)"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
+    if args.output is None:
+        args.parser.error("the following arguments are required: -o/--output")
     profile = _measured(args) if args.by_formula is None else _by_formula(args)
     write_text(args.output, profile.to_json() + "\n")
     say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
@@ -142,7 +141,3 @@ def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Prof
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(WHOLE(one)) for one in text.split(","))
-
-
-_PURPOSE = "measure a model's parts on this machine and write a cost profile (needs torch)"
-COMMAND = Command("profile", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -1,17 +1,22 @@
-"""The command that lists the schedules, and the layout that each of them needs."""
+"""The table of planners, and the layout that each of them needs."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from dataclasses import replace
 
 from megatron_epp.cli.layout import Chosen
-from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.cli.terminal import Command, Parser, help_width, say
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.registry import PLANNERS, PlannerEntry
 from megatron_epp.report.table import table
 
 ALL = "all"
+_LEGEND = """\
+stages: on one rank; V: in a V, the first and the last stage on one rank
+uses: W, gradients of weights as actions of their own; offload, copies to host memory"""
+_COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap."
 
 
 def layout_for(planner: str, layout: Layout) -> Layout:
@@ -53,17 +58,35 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     del args
+    say(planners_text())
+    return 0
+
+
+def planners_section(is_all: bool) -> str:
+    """Format a section of help: the table of planners, or their names alone."""
+    if is_all:
+        return f"planners:\n{textwrap.indent(planners_text(), '  ')}"
+    names = textwrap.fill(", ".join(PLANNERS.entries()), help_width() - 2, initial_indent="  ", subsequent_indent="  ")
+    return f"planners (--help-all says what each does):\n{names}"
+
+
+def planners_text() -> str:
+    """Format the table of planners."""
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
         uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
-        summary = entry.summary + "; planned, not run" * bool(entry.lacks)
-        rows.append([name, _stages(entry), ", ".join(uses), entry.source, summary])
-    say("\n".join(table(("planner", "stages per rank", "uses", "source", "what it does"), rows, left=range(5))))
-    for name, entry in entries.items():
-        if entry.lacks:
-            say(f"\n{name} is planned, not run: training lacks {entry.lacks}.")
-    say("\n`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap.")
-    return 0
+        summary = f"{entry.summary} ({entry.source})" + "; planned, not run" * bool(entry.lacks)
+        rows.append([name, _stages(entry), ", ".join(uses), summary])
+    lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
+    column = lines[0].index("what it does")
+    wrapped = [one for line in lines for one in _wrapped(line, column, help_width() - 2)]
+    lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
+    return "\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE])
+
+
+def _wrapped(line: str, column: int, width: int) -> list[str]:
+    """Split a line of a table whose last column begins at `column`."""
+    return textwrap.wrap(line[column:], width, initial_indent=line[:column], subsequent_indent=" " * column)
 
 
 def _stages(entry: PlannerEntry) -> str:
@@ -73,4 +96,5 @@ def _stages(entry: PlannerEntry) -> str:
     return entry.fixed.stages
 
 
-COMMAND = Command("schedules", "list the schedules and planners that plans can follow, with their papers", add_arguments, run)
+_PURPOSE = "list the planners that plans can follow, with their papers: a section of `plan --help-all`"
+COMMAND = Command("schedules", _PURPOSE, add_arguments, run)

@@ -1,29 +1,37 @@
-"""The command that shows a plan, and runs of it, as text, page, picture or trace."""
+"""The command that shows a plan, and runs of it: as text, page, picture or trace; its proof, its times."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.plan import add_width, load_sound, text_of
+from megatron_epp.cli.plan import add_width, text_of
+from megatron_epp.cli.plan_files import foreign, load_sound, read
 from megatron_epp.cli.terminal import PAGE, PICTURES, Command, Parser, add_output, is_page, output, picture, progress, say
+from megatron_epp.plan.check import check, report
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.reading import naming
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
+from megatron_epp.report.table import format_us, table
 from megatron_epp.report.text import against
 from megatron_epp.report.trace import save_trace
 
 _EXAMPLE = """\
-example: a page with zoom, memory, and what every idle rank waits for; it opens in any browser, without a network
+example: a page with zoom, memory, and what every idle rank waits for; any browser opens it
   megatron-epp show plan.json -o plan.html
-an iteration of a training with --epp-report-dir runs/tiny --epp-trace 3, as planned and as measured
+iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned and measured
   megatron-epp show runs/tiny -o iteration.html
+in a script: go on with a sound plan only
+  megatron-epp show plan.json --proof || exit 1
 """
 
 
@@ -33,8 +41,21 @@ def add_arguments(parser: Parser) -> None:
         "plans",
         metavar="PLAN.json",
         nargs="+",
-        help="what `megatron-epp plan -o` or a training run wrote; or the folder of a run with --epp-trace (--epp-report-dir); "
-        "several for a page that compares them",
+        help="what `megatron-epp plan -o` or a training run wrote, or the folder of a run with --epp-trace (--epp-report-dir). "
+        "Several: for a page that compares them, or to prove plans of replicas that share experts. --proof also takes tables "
+        "that torch.distributed.pipelining (.csv), zero-bubble or Primus print",
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--proof", action="store_true", help="prove the plan, or report every violation; exit code 1 when there are any"
+    )
+    instead.add_argument(
+        "--times", action="store_true", help="simulate the plan and print when each rank works, and the most it holds"
+    )
+    instead.add_argument(
+        "--lowered",
+        action="store_true",
+        help="print what each rank issues, in order: actions, copies, sends, receives and reductions",
     )
     parser.add_argument(
         "--measured",
@@ -50,18 +71,17 @@ def add_arguments(parser: Parser) -> None:
         "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
     )
     parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
-    parser.add_argument(
-        "--lowered",
-        action="store_true",
-        help="print what each rank issues, in order: actions, copies, sends, receives and reductions; nothing else",
-    )
     add_width(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or write what the flags name. Raises `EppError`."""
-    shown = _shown(args)
+    """Print the plan, or write what the flags name; the exit code. Raises `EppError`."""
     outputs = [path for path in (args.output, args.png, args.trace) if path]
+    if args.proof or args.times:
+        if outputs or args.measured:
+            raise EppError(f"{'--proof' if args.proof else '--times'} prints and draws nothing: leave out the other flags")
+        return _prove(args.plans) if args.proof else _tell_times(args.plans)
+    shown = _shown(args)
     if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
         names = ", ".join(one.name for one in shown)
         raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{PAGE}")
@@ -73,6 +93,42 @@ def run(args: argparse.Namespace) -> int:
     with progress("drawing"):
         for path in outputs:
             _write(path, shown, args)
+    return 0
+
+
+def _prove(paths: list[str]) -> int:
+    """Prove plans and print the result of each; 1 if one of them has violations, or they do not match."""
+    tables = [read(path) for path in paths]
+    plans, found = [made for made, _ in tables], [check(*table) for table in tables]
+    for path, (made, rows), violations in zip(paths, tables, found, strict=True):
+        say(f"{path}: {report(made, violations)}", end="")
+        if rows is not None and not violations:
+            num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in made.ranks for step in row)
+            say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
+        if made.planner in foreign().SOURCES and not violations:
+            peaks = made.predicted.peak_bytes
+            say(
+                f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
+                f"keeps most, {max(peaks)} microbatches of a stage"
+            )
+    unmatched = [] if any(found) else check_lockstep(plans)
+    for fault in unmatched:
+        say(str(fault))
+    return 1 if any(found) or unmatched else 0
+
+
+def _tell_times(paths: list[str]) -> int:
+    """Simulate a plan and print the times and the peak of each rank."""
+    if len(paths) > 1:
+        raise EppError(f"there are several plans ({', '.join(paths)}): simulate one")
+    timeline = simulate(load_sound(paths[0]))
+    rows = []
+    for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
+        first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
+        idle = f"{1 - busy / timeline.makespan_us:.1%}" if timeline.makespan_us else "0.0%"
+        rows.append([str(rank), *map(format_us, (first, last, busy)), idle, format_bytes(timeline.peak_bytes[rank])])
+    say(f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}\n")
+    say("\n".join(table(("rank", "first start", "last end", "busy", "bubble", "peak"), rows, left=())))
     return 0
 
 
@@ -124,4 +180,5 @@ def _load(path: Path, measured_path: Path | None) -> Shown:
     return Shown(path.stem, made, measured)
 
 
-COMMAND = Command("show", "show a plan, and a run of it, as text, page, picture or trace", add_arguments, run, _EXAMPLE)
+_PURPOSE = "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times"
+COMMAND = Command("show", _PURPOSE, add_arguments, run, _EXAMPLE)

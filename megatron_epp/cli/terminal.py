@@ -1,6 +1,7 @@
 """Parser and output of all commands: errors are one line, and a line on stderr tells what takes long.
 
-Control characters in the text of files are printed as escapes, so no terminal obeys them.
+Control characters in the text of files are printed as escapes, so no terminal obeys them. ``--help`` lists the everyday flags
+of a command, ``--help-all`` all of them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -36,14 +39,129 @@ PATIENCE_S = 2.0
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"
+_HELP_WIDTH = 100
+"""Most characters of a line of help."""
+
+
+def help_width() -> int:
+    """Return the characters of a line of help here."""
+    return min(_HELP_WIDTH, shutil.get_terminal_size().columns) - 2
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help, and wraps long lines of descriptions; commands of examples, which are indented, stay as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            lines += [line] if line.startswith(" ") or len(line) <= width else textwrap.wrap(line, width)
+        return "\n".join(indent + line for line in lines)
+
+
+class _EverydayFormatter(HelpFormatter):
+    """Formats help in which a flag goes by one name."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [name for name in action.option_strings if not name.startswith("--")] + long_names(action)[:1]
+        value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(names)} {value}".rstrip()
+
+
+def long_names(action: argparse.Action) -> list[str]:
+    """Return the names of a flag that are words."""
+    return [name for name in action.option_strings if name.startswith("--")]
+
+
+class _HelpAll(argparse._HelpAction):
+    """Prints help with all flags."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser._print_message(parser.format_help_all(), sys.stdout)
+        parser.exit()
 
 
 class Parser(SuggestingParser):
-    """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
+    """Argument parser with one-line errors and two lengths of help. The parsers of its subcommands are of this class too."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(
+        self, *args: Any, everyday: Sequence[str] = (), notes: Callable[[bool], str] | None = None, **settings: Any
+    ) -> None:
+        """Make a parser.
+
+        Args:
+            args, settings: of argparse's parser.
+            everyday: flags that ``--help`` lists; all if it is empty.
+            notes: makes the text below the flags, given whether all of it is wanted.
+        """
+        defaults: dict[str, Any] = {"formatter_class": HelpFormatter, "add_help": False}
+        super().__init__(*args, **defaults | settings)
+        self.everyday, self.notes = frozenset(everyday), notes
         self.set_defaults(parser=self)
+
+    def add_help_flags(self) -> None:
+        """Add ``--help``, ``--help-all`` and ``--debug``, behind the command's own flags."""
+        self.add_argument("-h", "--help", action="help", help="print this help")
+        what = "print help with all options" if self.everyday else argparse.SUPPRESS
+        self.add_argument("--help-all", action=_HelpAll, help=what)
+        self.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
+
+    def listed(self) -> list[argparse.Action]:
+        """Return the arguments that ``--help`` lists."""
+        shown = self._shown()
+        if not self.everyday:
+            return shown
+        return [
+            action
+            for action in shown
+            if not action.option_strings or isinstance(action, argparse._HelpAction) or self.is_everyday(action)
+        ]
+
+    def is_everyday(self, action: argparse.Action) -> bool:
+        """Return True for an argument that is listed for more than the sake of help."""
+        return not self.everyday or not action.option_strings or not self.everyday.isdisjoint(action.option_strings)
+
+    def format_help(self) -> str:
+        """Format the everyday flags, and the number of the others."""
+        listed = self.listed()
+        more = len(self._shown()) - len(listed)
+        return self._help(listed, False) + (f"\n{more} more options: {self.prog} --help-all\n" if self.everyday else "")
+
+    def format_help_all(self) -> str:
+        """Format all flags."""
+        return self._help(self._shown(), True)
+
+    def _shown(self) -> list[argparse.Action]:
+        return [action for action in self._actions if action.help != argparse.SUPPRESS]
+
+    def _help(self, actions: Sequence[argparse.Action], is_all: bool) -> str:
+        formatter = self._get_formatter() if is_all else _EverydayFormatter(self.prog)
+        formatter.add_usage(self.usage or self._usage(), (), ())
+        formatter.add_text(self.description)
+        last = self._optionals
+        for group in (*(one for one in self._action_groups if one is not last), last):
+            if listed := [action for action in group._group_actions if action in actions]:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(listed)
+                formatter.end_section()
+        if self.notes is not None:
+            formatter.add_text(self.notes(is_all))
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _usage(self) -> str:
+        """Name the arguments that a command needs."""
+        formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
+        for action in sorted(self._actions, key=lambda one: not one.option_strings):
+            if action.required or not action.option_strings:
+                value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+                words += [*long_names(action)[:1], value]
+        return " ".join(words)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
@@ -74,13 +192,25 @@ class Parser(SuggestingParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line, with a line for the list of commands; `run` returns the exit code."""
+    """A command of the command line.
+
+    Attributes:
+        name: word that selects it.
+        purpose: line for the list of commands.
+        add_arguments: adds its flags to a parser.
+        run: runs it and returns the exit code.
+        example: text below its help.
+        everyday: flags that ``--help`` lists; all if it is empty.
+        notes: makes more text for its help, given whether all of it is wanted.
+    """
 
     name: str
     purpose: str
     add_arguments: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int]
     example: str = ""
+    everyday: tuple[str, ...] = ()
+    notes: Callable[[bool], str] | None = None
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:

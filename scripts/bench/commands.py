@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cli.main import MODULES
 from megatron_epp.report.table import table
 
 HELP_S, COMMAND_S, MEMORY_S = 1.0, 5.0, 10.0
@@ -108,7 +107,7 @@ def took(command: str, given: str, flags: str, folder: Path) -> Took:
 def main(argv: list[str] | None = None) -> int:
     """Run the commands and print a row for each; return 1 if one fails or takes longer than it should."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.commands", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=MODULES, default=[*MODULES], help="commands to run (default: all)")
+    parser.add_argument("--only", nargs="+", choices=INPUTS, default=[*INPUTS], help="commands to run (default: all)")
     parser.add_argument("--help-only", action="store_true", help="run their help alone")
     args = parser.parse_args(argv)
     found = []

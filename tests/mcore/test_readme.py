@@ -1,15 +1,18 @@
 """The README's commands do what it says."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 
 import pytest
 
 from tests.support import ROOT
 
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-TEST_COMMAND = "bash scripts/test.sh\n"
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+TEST_COMMAND = "bash scripts/test.sh"
 QUICKSTART = "bash scripts/quickstart.sh\n"
 
 
@@ -19,25 +22,28 @@ def run(block):
 
 
 def test_the_test_command_is_what_ci_runs():
-    assert TEST_COMMAND in BLOCKS
+    assert f"`{TEST_COMMAND}`" in README
     assert "scripts/test.sh" in (ROOT / ".ci/run").read_text()
 
 
-def _marks(block: str) -> tuple[pytest.MarkDecorator, ...]:
-    """A search for parallel sizes takes most of a minute; `tests/pure/test_advise.py` has smaller ones."""
-    return (pytest.mark.slow,) if "megatron-epp advise" in block else ()
-
-
-OTHERS = [
-    pytest.param(block, id=block.split("\n")[1], marks=_marks(block))
-    for block in BLOCKS
-    if block not in (TEST_COMMAND, QUICKSTART)
-]
+OTHERS = [pytest.param(block, id=block.split("\n")[1]) for block in BLOCKS if block != QUICKSTART]
 
 
 @pytest.mark.parametrize("block", OTHERS)
 def test_every_other_shell_block_runs(block):
     run(block)
+
+
+def test_the_python_example_draws_a_plan_that_is_proven(tmp_path):
+    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    _, statements = example.split("\n\n")
+    assert len(statements.splitlines()) == 5
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_quickstart_script_knows_the_commands_flags():

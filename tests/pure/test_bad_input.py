@@ -152,7 +152,7 @@ def test_a_profiles_name_is_printed_as_escapes(tmp_path, capsys):
     assert r"costs \x1b[2J, " in capsys.readouterr().out
     origin = {"source": "measured", "machine": "\x1b[2J"}
     path = written(tmp_path / "costs.json", spoiled("profile", "origin", to=origin))
-    exit_code(["doctor", "--profile", path])
+    exit_code(["doctor", "--costs", path])
     assert r"measured, of \x1b[2J" in capsys.readouterr().out
 
 

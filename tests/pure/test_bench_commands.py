@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli.main import MODULES, _parser
+from megatron_epp.cli.main import MODULES, NAMES, _parser
 from scripts.bench.commands import INPUTS, Took, rows_of, took
 
 
 def test_every_command_takes_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert set(INPUTS) == set(MODULES)
+    assert set(INPUTS) == {*MODULES, *NAMES}
     monkeypatch.chdir(tmp_path)
     for command, inputs in INPUTS.items():
         for flags in inputs.values():

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cli import main as cli
 from megatron_epp.cli.compare import sizes_of
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.layout import chosen_layout
-from megatron_epp.cli.main import main
+from megatron_epp.cli.main import MODULES, NAMES, main
 from megatron_epp.cli.schedules import usual
 from megatron_epp.plan.check import check
 from megatron_epp.plan.lowering import lower
@@ -200,7 +202,11 @@ def test_all_planners_are_ranked_with_the_placements_that_they_need(capsys):
 def test_every_planner_is_listed_with_its_source(capsys):
     assert main(["schedules"]) == 0
     printed = capsys.readouterr().out
-    assert {line.split()[0] for line in printed.split("\n\n")[0].splitlines()[1:]} == set(PLANNERS)
+    rows = printed.split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in rows if not line.startswith(" ")] == list(PLANNERS.entries())
+    helped = help_of(capsys, "plan", "--help-all")
+    assert [line for line in printed.splitlines() if line and f"  {line}" not in helped.splitlines()] == []
+    assert "greedy, 1f1b" in help_of(capsys, "plan", "--help")
 
 
 def test_planners_whose_plans_training_cannot_run_are_listed_as_such_and_plan(tmp_path, capsys):
@@ -348,12 +354,65 @@ def test_a_misspelt_flag_is_told_with_the_one_that_was_probably_meant(capsys):
     assert "knows no --stagess; did you mean '--stages'?; see megatron-epp plan --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare", "show", "prepare"])
-def test_every_command_explains_itself(capsys, command):
+def help_of(capsys, *argv):
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main(list(argv))
     assert caught.value.code == 0
-    assert "usage: megatron-epp " + command in capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def flags_in(text):
+    return re.findall(r"^  (-.+?)(?:  |$)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [*MODULES, *NAMES])
+def test_every_command_explains_itself_with_few_flags_first(capsys, command):
+    everyday, every = (help_of(capsys, command, flag) for flag in ("--help", "--help-all"))
+    assert everyday.startswith(f"usage: megatron-epp {command} [options]")
+    assert len(flags_in(everyday)) <= 15
+    count = len(flags_in(every)) - len(flags_in(everyday))
+    last = f"\n{count} more options: megatron-epp {command} --help-all\n"
+    assert everyday.endswith(last) == (count > 0)
+    assert "--debug" in every
+    assert "example: " in everyday or command in ("schedules", *NAMES)
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_everyday_flags_are_flags_of_the_command(command):
+    commands = next(action for action in cli._parser([command])._actions if hasattr(action, "choices") and action.choices)
+    parser = commands.choices[command]
+    assert parser.everyday <= set(parser._option_string_actions)
+
+
+def test_the_list_has_at_most_ten_commands_and_names_the_others_below(capsys):
+    above, _, below = help_of(capsys, "--help").partition("\nalso:\n")
+    listed = re.findall(r"^  ([\w-]+) +\w", above.partition("\ncommands:\n")[2].partition("\noptions:\n")[0], re.MULTILINE)
+    assert len(listed) <= 10
+    assert all(re.search(rf"\b{name}\b", below) for name in {*MODULES, *NAMES} - set(listed))
+
+
+@pytest.mark.parametrize(("name", "command"), [("check", ["show", "--proof"]), ("simulate", ["show", "--times"])])
+def test_a_short_name_prints_what_its_command_does(name, command, plan_file, capsys):
+    assert main([name, str(plan_file)]) == 0
+    first = capsys.readouterr().out
+    assert main([*command, str(plan_file)]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_proof_and_times_are_printed_and_neither_drawn_nor_mixed(plan_file, tmp_path, capsys):
+    picture = str(tmp_path / "plan.png")
+    assert "--proof prints and draws nothing" in error_of(capsys, "show", str(plan_file), "--proof", "-o", picture)
+    assert "not allowed with argument" in error_of(capsys, "show", str(plan_file), "--proof", "--times")
+    assert "several plans" in error_of(capsys, "simulate", str(plan_file), str(plan_file))
+
+
+def test_a_profile_by_formula_is_written_by_both_of_its_names(tmp_path, capsys):
+    for number, command in enumerate((["profile"], ["doctor", "--profile"])):
+        assert main([*command, "--model", "tiny-gpt", "--by-formula", "this-machine", "-o", str(tmp_path / f"{number}")]) == 0
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    capsys.readouterr()
+    assert "required: -o/--output" in error_of(capsys, "profile", "--model", "tiny-gpt")
+    assert "add --profile" in error_of(capsys, "doctor", "-o", str(tmp_path / "2"))
 
 
 def test_the_command_line_loads_neither_torch_nor_megatron_nor_matplotlib():

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from megatron_epp.cli.main import MODULES
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -24,10 +25,26 @@ def test_every_figure_of_the_readmes_table_names_its_command():
     table = [line.strip("|").split("|") for line in README.splitlines() if line.startswith("| ")][1:]
     assert len(table) > 4
     for what, figure, command in table:
-        assert re.search(r"\d", figure), what
-        module, script = re.search(r"`python -m ([\w.]+)", command), re.search(r"`pytest ([\w./]+)", command)
-        assert module or script, what
-        assert importlib.util.find_spec(module[1]) if module else (ROOT / script[1]).is_file()
+        assert re.search(r"\d", figure) or (what.strip().startswith("GPUs: ") and not figure.strip()), what
+        program, name = re.search(r"`(python -m|pytest|megatron-epp) ([\w./-]+)", command).groups()
+        found = {
+            "python -m": importlib.util.find_spec,
+            "pytest": lambda path: (ROOT / path).is_file(),
+            "megatron-epp": MODULES.get,
+        }
+        assert found[program](name), what
+
+
+def test_the_readme_says_that_the_rows_of_gpus_are_empty():
+    assert "**The rows of GPUs are empty: nothing has been measured on GPUs yet.**" in README
+    assert re.search(r"^\| GPUs: .* \| \| ", README, re.MULTILINE)
+
+
+def test_the_readmes_tour_of_the_code_has_six_links():
+    tour = README.partition("## Read the code")[2].partition("\n## ")[0]
+    links = re.findall(r"\]\((megatron_epp/[^)]+\.py)\)", tour)
+    assert len(links) == 6
+    assert all((ROOT / link).is_file() for link in links)
 
 
 def test_every_page_is_in_the_navigation():

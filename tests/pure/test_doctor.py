@@ -143,13 +143,13 @@ def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(ma
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
 def test_the_exit_code_is_1_only_where_training_cannot_run(monkeypatch, capsys, status, code):
     finding = Finding("torch", status, "2.13.0", "do this" if status != OK else "")
-    monkeypatch.setattr(cli_doctor, "look", lambda profile: iter([finding]))
-    assert cli_doctor.run(argparse.Namespace(profile=None, json=False)) == code
+    monkeypatch.setattr(cli_doctor, "look", lambda costs: iter([finding]))
+    assert cli_doctor.run(argparse.Namespace(costs=None, profile=False, output=None, json=False)) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{status:<8} torch  2.13.0"
     assert ("-> do this" in lines[1]) == (status != OK)
     assert lines[-1].startswith("training cannot run here" if code else "training can run here")
-    assert cli_doctor.run(argparse.Namespace(profile=None, json=True)) == code
+    assert cli_doctor.run(argparse.Namespace(costs=None, profile=False, output=None, json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["status"] == status
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from megatron_epp.cli import alternatives, plan
 from megatron_epp.cli.doctor import OK, PROBLEM, Finding, text
-from megatron_epp.cli.main import MODULES
+from megatron_epp.cli.main import MODULES, NAMES
 from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout
 from tests.support.plan.bad_files import error_line, exit_code, written
 
 SMALL = ["plan", "--lengths", "1000", "--model", "llama3-8b", "--cluster", "h100x8", "--stages", "1"]
-NAMES = {
+NEAREST = {
     "command": (["plam"], "'plan'"),
     "flag": (["plan", "--lengths", "5", "--chunk-token", "5", "--stage-s", "2"], "'--stages'"),
     "required flag": (["plan", "--lenghts", "5"], "'--lengths'"),
@@ -35,9 +35,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", NEAREST)
 def test_an_unknown_name_is_refused_with_the_nearest(case, capsys):
-    argv, nearest = NAMES[case]
+    argv, nearest = NEAREST[case]
     assert f"did you mean {nearest}?" in error_line(capsys, argv)
 
 
@@ -122,7 +122,7 @@ def test_an_empty_file_is_named_as_such(argv, tmp_path, capsys):
     assert "is empty" in error_line(capsys, [*argv, written(tmp_path / "file.json", b"")])
 
 
-@pytest.mark.parametrize("command", ["", *MODULES])
+@pytest.mark.parametrize("command", ["", *MODULES, *NAMES])
 def test_help_imports_nothing_heavy(command):
     program = (
         "import sys; from megatron_epp.cli.main import main\n"

@@ -39,9 +39,11 @@ from megatron_epp.plan.writing import write_text
 
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today
-  megatron-epp first-run --lengths documents.idx -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
+  megatron-epp first-run --lengths documents.idx -- \\
+    torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
 the same, and then ten iterations of that command with each schedule: is it faster on your GPUs?
-  megatron-epp first-run --race --lengths documents.idx -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
+  megatron-epp first-run --race --lengths documents.idx -- \\
+    torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
 only links and kernels, with the sizes of a shipped model
   megatron-epp first-run --steps links,kernels
 """

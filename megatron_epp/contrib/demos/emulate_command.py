@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.plan import add_plan_file
+from megatron_epp.cli.plan_files import add_plan_file
 from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.mcore.arguments.flag import AMOUNT
 from megatron_epp.plan.check import check

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_epp.mcore.arguments.flag import Flag, Number
-from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING
+from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
 from megatron_epp.planner import Options
 
@@ -19,8 +19,9 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of a training run to Megatron's parser, once."""
     if any(group.title == TITLE for group in parser._action_groups):
         return parser
-    group = parser.add_argument_group(title=TITLE)
-    for row in TABLE:
+    group = parser.add_argument_group(TITLE, "everyday flags first; docs/flags.md has them all")
+    position = {setting: number for number, setting in enumerate(EVERYDAY)}
+    for row in sorted(TABLE, key=lambda row: position.get(row.setting, len(position))):
         if row.is_ours:
             read = row.read.kind if isinstance(row.read, Number) and not row.read.of_what else str
             _add(group, row, [row.training], {"type": read, "help": row.help.format_map(TRAINING)})

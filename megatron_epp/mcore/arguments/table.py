@@ -57,14 +57,14 @@ _PLANNING = (
         "With --planner milp, time for which the solver looks for a better plan (default: 10)."
     ),
     Flag("steps", "", "--steps", WHOLE, default=0).described(
-        "Of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
+        "Steps of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
     Flag(
         "seed",
         "",
         "--seed",
         SEED,
-        "Of the planner's search, and of lengths that are drawn (default: 0).",
+        "Seed of the planner's search, and of lengths that are drawn (default: 0).",
         default=0,
         metavar="S",
     ),
@@ -254,17 +254,23 @@ _PIPELINE = (
         "Pad chunks to a multiple of this many tokens (default: 1)."
     ),
     Flag("tensor_parallel", "--tensor-model-parallel-size", "--tensor-parallel", COUNT).described(
-        "Ranks that share a layer (default: 1)."
+        "Tensor-parallel ranks, which share a layer (default: 1)."
     ),
-    Flag("sequence_parallel", "", "--sequence-parallel", SWITCH, "They share the tokens between matrix products too."),
+    Flag(
+        "sequence_parallel",
+        "",
+        "--sequence-parallel",
+        SWITCH,
+        "Tensor-parallel ranks also share the tokens between matrix products.",
+    ),
     Flag("context_parallel", "--context-parallel-size", "--context-parallel", COUNT).described(
-        "Ranks that share the tokens (default: 1)."
+        "Context-parallel ranks, which share the tokens (default: 1)."
     ),
     Flag("expert_parallel", "--expert-model-parallel-size", "--expert-parallel", COUNT).described(
-        "Ranks that share the experts (default: 1)."
+        "Expert-parallel ranks, which share the experts (default: 1)."
     ),
     Flag("pipeline_parallel", "--pipeline-model-parallel-size", "--pipeline-parallel --pipeline-size", COUNT).described(
-        "Ranks that share the layers (default: 1)."
+        "Pipeline ranks, which share the layers (default: 1)."
     ),
     Flag("virtual_stages", "--num-virtual-stages-per-pipeline-rank", "--virtual-stages", COUNT).described(
         "Stages on each rank (default: 1)."
@@ -280,10 +286,16 @@ SHAPE = (
     Flag("num_attention_heads", "--num-attention-heads", "--heads", COUNT, "Query heads (default: 32)."),
     Flag("num_query_groups", "--num-query-groups", "--kv-heads", COUNT, "Key and value heads (default: 8)."),
     Flag("vocab_size", "--vocab-size", "--vocab", COUNT, "Vocabulary size (default: 128256)."),
-    Flag("gated_mlp", "", "--no-gated-mlp", SWITCH, "One input projection, not two (SwiGLU)."),
+    Flag("gated_mlp", "", "--no-gated-mlp", SWITCH, "The MLP has one input projection, not two (SwiGLU)."),
     Flag("num_experts", "--num-experts", "--experts", COUNT, "Experts per layer (default: none)."),
     Flag("experts_per_token", "--moe-router-topk", "--experts-per-token", COUNT, "Experts a token passes (default: 2)."),
-    Flag("bytes_per_value", "", "--bytes-per-value", COUNT, "Of activations: 2 for bf16, 4 for fp32 (default: 2)."),
+    Flag(
+        "bytes_per_value",
+        "",
+        "--bytes-per-value",
+        COUNT,
+        "Bytes of a value of activations: 2 for bf16, 4 for fp32 (default: 2).",
+    ),
 )
 """Flags of a model's shape."""
 _DTYPES = tuple(DTYPE_BYTES)
@@ -310,9 +322,13 @@ OPTIMIZER = (
     Flag("optimizer_cpu_offload", "--optimizer-cpu-offload", "--optimizer-cpu-offload", SWITCH).described(
         "Adam's states are in host memory, in fp32."
     ),
-    Flag("optimizer_offload_fraction", "--optimizer-offload-fraction", "--optimizer-offload-fraction", SHARE).described(
-        "Share of the states that are there, 0 to 1 (default: 1)."
-    ),
+    Flag(
+        "optimizer_offload_fraction",
+        "--optimizer-offload-fraction",
+        "--optimizer-offload-fraction",
+        SHARE,
+        metavar="SHARE",
+    ).described("Share of the states that are there, 0 to 1 (default: 1)."),
 )
 """Flags of Megatron's optimizer that change its bytes, by the names that they have in training."""
 _COSTS = (
@@ -336,6 +352,24 @@ _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_l
 
 TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *OPTIMIZER, *_COSTS, *_DATA)
 
+EVERYDAY = (
+    "epp",
+    "schedule",
+    "cap_bytes",
+    "costs",
+    "layout",
+    "offload",
+    "recompute",
+    "vocab_parallel",
+    "chunk_tokens",
+    "planner",
+    "documents",
+    "batch_tokens",
+    "microbatches",
+    "report_dir",
+    "trace",
+)
+"""Settings of a training run that most users meet, in the order in which help lists them before all others."""
 ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}

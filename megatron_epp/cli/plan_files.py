@@ -1,0 +1,65 @@
+"""Plan files that commands read: plans, those that can be shown, and tables of other systems."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_epp.cli.terminal import PROGRAM, Parser, tell
+from megatron_epp.plan.check import check
+from megatron_epp.plan.check.actions import check_presence
+from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import columns_of, listed
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.launches import Rows
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.reading import naming, read_text
+from megatron_epp.plan.serialize import load
+from megatron_epp.plan.simulate import simulate
+
+
+def add_plan_file(parser: Parser) -> None:
+    """Add the plan file that a command reads."""
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
+
+
+def foreign() -> Any:
+    """Import the readers of tables that other systems print: `SOURCES`, `is_table`, `from_table` and `launches_of`."""
+    return importlib.import_module("megatron_epp.contrib.foreign")
+
+
+def read(path: str) -> tuple[Plan, Rows | None]:
+    """Load a plan, or a table of another system as one, with the launches that the table has itself."""
+    with naming(path):
+        text = read_text(path)
+        tables = foreign()
+        if tables.is_table(path, text):
+            return tables.from_table(text), tables.launches_of(text)
+        if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
+            raise PlanError(
+                "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "
+                "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
+            )
+    return load(path), None
+
+
+def load_sound(path: str) -> Plan:
+    """Load a plan. Refuse one that deadlocks or contradicts itself in tables, chunks and actions; warn of other violations."""
+    made = load(path)
+    if fault := next(_contradictions(made), None):
+        raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
+    if violations := check(made):
+        with naming(path, PlanError):
+            simulate(made)
+        tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
+    return made
+
+
+def _contradictions(made: Plan) -> Iterator[Violation]:
+    columns = columns_of(made)
+    yield from check_tables(made, columns)
+    yield from check_tokens(made)
+    yield from check_presence(made, columns, listed(made, columns))
+    yield from check_kv_offload(made)
