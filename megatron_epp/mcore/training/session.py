@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
@@ -24,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import placement_of, token_multip
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
-from megatron_epp.mcore.costs.learnt import fingerprint, resumed
+from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.costs.watch import StageWatch
@@ -185,8 +186,7 @@ class Session:
             try:
                 if self.vocabulary is not None and self.vocabulary.tied is not None:
                     self.vocabulary.tied.gather()  # measurements run the first stage
-                placement = self.placement.rank_of
-                self.costs = pipeline_costs(self.args, self.stages, links, placement, self._note_learning, self.vocabulary)
+                self.costs = pipeline_costs(self.args, self.stages, links, self.placement.num_stages, self._note_learning)
                 if self.vocabulary is not None and self.vocabulary.tied is not None:
                     self.vocabulary.tied.forget_gradient()
                 if self.args.epp_costs == "learn":
@@ -206,6 +206,7 @@ class Session:
         if known is None:
             self.learning = CostLearning(self.args, costs, learnt_with, links.ranks[0])
             return costs
+        keep(self.args, KeptCosts(known, learnt_with))  # this run may save to another folder
         return with_times(costs, known)
 
     @property

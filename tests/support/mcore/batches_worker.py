@@ -99,7 +99,7 @@ def of_batches(executor, batches):
         def run(self):
             session = sessions.current()
             args = session.args
-            costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
+            costs = pipeline_costs(args, self.stages, self.links, session.placement.num_stages)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, session, batches):
