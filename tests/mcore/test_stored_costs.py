@@ -72,7 +72,7 @@ def one_rank(first, monkeypatch):
         "formulas": lambda args: analytic_profile(SHAPE, CPU),
         "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
         "_by_stage": lambda mine, links: tuple(mine.values()),
-        "gathered": lambda mine, links: [mine],
+        "gathered": lambda mine, links, choose=None: [mine],
         "_with_largest_workspaces": lambda mine: mine,
         "_undisturbed": lambda stages: nullcontext(),
         "_measured_bytes": lambda args, stage, base: with_static(HERE, optimizer=args.optimizer).stages[0],
@@ -81,7 +81,8 @@ def one_rank(first, monkeypatch):
         monkeypatch.setattr(costs_of_runs, name, stand_in)
 
     def learn(args: Namespace) -> PipelineCosts:
-        stages = {number: Namespace(num_layers=2, num_halves=4) for number in range(2)}
+        message = lambda tokens: (None, None, "cpu")  # noqa: E731
+        stages = {number: Namespace(num_layers=2, num_halves=4, message=message) for number in range(2)}
         return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2)
 
     return learn
@@ -107,6 +108,18 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
         sums = stage.kv_gradient_bytes_per_token, stage.many_kv_gradient_bytes_per_token
         assert sums == tuple(size * stage.kv_bytes_per_token for size in times)
     assert replace(found, stages=HERE.stages) == HERE
+
+
+@pytest.mark.parametrize(
+    ("costs", "link"), [("analytic", (HERE.host_latency_us, HERE.host_us_per_byte)), ("learn", (7.0, 0.5))]
+)
+def test_the_link_to_the_host_is_measured_where_costs_are_learnt(one_rank, monkeypatch, costs, link):
+    monkeypatch.setattr(costs_of_runs, "measure_offloadable_share", lambda stage: 0.75)
+    monkeypatch.setattr(costs_of_runs, "measure_host_link", lambda device: (7.0, 0.5))
+    flags = {"epp_costs": costs, "epp_offload": "on", "epp_warm_up": "off", "epp_fragmentation_share": None}
+    found = one_rank(Namespace(**flags, data_parallel_size=1, optimizer=0))
+    assert (found.host_latency_us, found.host_us_per_byte) == link
+    assert found.offloadable_share == 0.75
 
 
 def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypatch):

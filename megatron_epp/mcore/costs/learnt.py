@@ -115,7 +115,7 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
             return one.costs
     if obstacles:
         nearest = min((obstacle for _, obstacle in obstacles), key=len)
-        logger.warning("costs are learnt again: those of %s are of another run, since %s", source, nearest)
+        logger.warning("costs are learnt again: the ones in %s are of another run, since %s", source, nearest)
     return None
 
 

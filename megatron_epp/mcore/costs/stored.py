@@ -23,7 +23,7 @@ from megatron_epp.plan.writing import write_text
 _TIMES_OF_STAGES = ("forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight")
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
 _TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
-"""Fields with times, besides those of recompute modes."""
+"""Fields with times; recompute modes have theirs besides."""
 
 
 def of_first[T](make: Callable[[], T]) -> T:
