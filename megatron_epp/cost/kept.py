@@ -12,6 +12,8 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import shown, told
 
 SCHEMA, VERSION = "megatron-epp/learnt-costs", 1
+FILE_NAME = "epp_learnt_costs.json"
+"""File in a folder of checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

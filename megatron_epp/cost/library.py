@@ -15,6 +15,8 @@ from typing import Any
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
+from megatron_epp.cost.kept import SCHEMA as LEARNT
+from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
@@ -31,6 +33,7 @@ from megatron_epp.plan.reading import (
     nearest,
     number,
     one_line,
+    parse_json,
     read_text,
     shown,
 )
@@ -186,18 +189,31 @@ def load_cluster(name: str) -> Cluster:
 
 
 def load_costs(name: str) -> Profile | PipelineCosts:
-    """Read a profile, or the costs of a whole pipeline.
+    """Read a profile, or the costs of a whole pipeline, as they are or as a training run that learnt them has kept them.
 
     Args:
         name: of a file, or of a shipped profile.
 
     Raises:
-        EppError: there is no such file, or it is neither a profile nor the costs of a pipeline.
+        EppError: there is no such file, it is neither a profile nor the costs of a pipeline, or these were learnt from a
+            script's own microbatches, which are never sliced.
     """
     path = find("profiles", name)
     with naming(path):
         text = read_text(path)
+        if f'"{LEARNT}"' in text:
+            return _learnt(text)
         return Profile.from_json(text) if f'"{PROFILE.schema}"' in text else PipelineCosts.from_json(text)
+
+
+def _learnt(text: str) -> PipelineCosts:
+    kept = from_state(parse_json(text, "the text"))
+    if len(kept) != 1:
+        raise EppError(f"the file has learnt costs of {len(kept)} pipelines, where those of one are needed")
+    (one,) = kept
+    if one.learnt_with.get("--epp-microbatches") == "user":
+        raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
+    return one.costs
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:

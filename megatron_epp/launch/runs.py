@@ -14,6 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_epp.cost.kept import FILE_NAME as COSTS
+from megatron_epp.cost.learning import RECORDED
+from megatron_epp.cost.learning import WARM_UP as NOT_RECORDED
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
@@ -112,6 +115,21 @@ def train(
         log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
         code = _forked(num_ranks, words, log, timeout_s, environment)
     return _finished(folder, log, code, timeout_s)
+
+
+def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
+    """Train until costs are learnt; return the file with them, for `--epp-costs`.
+
+    Args:
+        folder: of the log, the figures and the costs.
+        num_ranks: number of processes.
+        settings: flags of the trainings that will use the costs.
+        how: further arguments of `train`.
+    """
+    iterations = NOT_RECORDED + RECORDED
+    learning = {"epp_costs": "learn", "train_iters": iterations, "save": folder, "save_interval": iterations + 1}
+    train(folder, num_ranks, settings | learning, **how)
+    return folder / COSTS
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> Run:

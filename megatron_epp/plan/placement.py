@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 
@@ -54,13 +52,3 @@ class Placement:
     def _rank(self, stage: int) -> int:
         lap, rank = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - rank if self.kind == "v" and lap % 2 else rank
-
-
-def num_boundaries(rank_of: Sequence[int]) -> tuple[int, ...]:
-    """Number of adjacent stages (0 to 2) that are on other ranks, for each stage.
-
-    Args:
-        rank_of: the rank of every stage.
-    """
-    crossed = [0, *(int(here != there) for here, there in pairwise(rank_of)), 0]
-    return tuple(before + after for before, after in pairwise(crossed))

@@ -78,10 +78,12 @@ class OutOfMemoryReport:
     Attributes:
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.
         recompute_is_fixed: the planner was not free to choose the amount of recompute.
+        cuts_documents: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
     """
 
     usage: Callable[[int], Usage | None] = device_usage
     recompute_is_fixed: bool = False
+    cuts_documents: bool = True
 
     def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
         """Return what happened and what to change, in a few lines.
@@ -109,7 +111,8 @@ class OutOfMemoryReport:
             found.append("--epp-recompute auto")
         if lower is not None:
             found.append(f"--epp-memory-cap-gb {lower / 2**30:.4g}")
-        found.append(f"--epp-chunk-tokens {max(1, plan.padded_tokens(action.chunk) // 2)}")
+        tokens = max(1, plan.padded_tokens(action.chunk) // 2)
+        found.append(f"--epp-chunk-tokens {tokens}" if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
         return [*found, "more stages (--pipeline-model-parallel-size)"][:2]
 
 

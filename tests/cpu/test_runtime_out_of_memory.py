@@ -96,3 +96,9 @@ def test_planned_bytes_are_those_of_the_plans_own_account():
         assert live[0] == plan.static_bytes[rank] + plan.ranks[rank][0].alloc_bytes
     with pytest.raises(PlanError, match="rank 0 has no action 1F0"):
         timeline.planned_bytes(0, Action(Op.F, 1, 0))
+
+
+def test_smaller_microbatches_are_advised_where_a_script_makes_them():
+    advised = text(cuts_documents=False).splitlines()[-1]
+    assert "microbatches of at most " in advised
+    assert "--epp-chunk-tokens" not in advised

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.mcore.training import learning
+from megatron_epp.mcore import run
+from megatron_epp.mcore.run import Run
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
@@ -46,8 +47,10 @@ class Times:
 def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
-    monkeypatch.setattr(learning, "from_each", lambda item: [item])
-    return CostLearning(Namespace(epp_lookahead=2, save=None), FORMULAS, {}, pipeline=0)
+    monkeypatch.setattr(run, "from_each", lambda item: [item])
+    ours = object.__new__(Run)
+    ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
+    return CostLearning(lookahead=2, pipeline=0, fit=ours.fit)
 
 
 def learn(made: CostLearning) -> PipelineCosts:

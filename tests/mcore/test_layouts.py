@@ -54,7 +54,6 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
         "model": "gpt2",
     },
     "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
-    "measured costs": {"cell": {"pp": 2, "split": True}, "plan": "--epp-slices 3 --epp-costs measure --epp-layout 2.5,1.5"},
     "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
 }
 CASES_OF = {SHORT: CASES, LONG: MORE_CASES}

@@ -12,6 +12,7 @@ import pytest
 from megatron_epp import wrap
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.launch.run_folder import LOCK
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch, train
@@ -31,7 +32,10 @@ def test_a_resumed_script_starts_with_the_costs_of_the_run_before(tmp_path: Path
     (one,) = from_state(json.loads(text))
     assert one.costs.name == "learnt"
 
-    after = train(tmp_path / "after", 2, *SCRIPT, "--load", kept, *LONGER, iterations=LEARNING + 2)
+    assert (kept / LOCK).exists()  # no other run writes there meanwhile
+    later = ("--load", kept, "--save", tmp_path / "later", "--save-interval", LEARNING + 2)
+    after = train(tmp_path / "after", 2, *SCRIPT, *later, *LONGER, iterations=LEARNING + 2)
+    assert (tmp_path / "later" / FILE_NAME).read_text() == text
     assert sorted(after.steps) == [LEARNING + 1, LEARNING + 2]
     assert WHILE not in after.output
     assert "costs are those that an earlier run of this model has learnt" in after.output

@@ -9,6 +9,7 @@ from megatron.training import global_vars
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
+from megatron_epp.mcore import run
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.report import IterationReport, layout_words
@@ -19,7 +20,6 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from megatron_epp.report.memory import main_items
-from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.watchdog import Watchdog
 
 LINE = {
@@ -165,10 +165,10 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours = object.__new__(session.Session)
     ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
     ours._can_plan.set()
-    ours.reports, ours._problem = Reports(), session.problem_of(FLAGS, (1000, 1000), (0, 1))
+    ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours._plan((7, 1200, 30), (), forward_only=False)
-    ours._problem = session.problem_of(FLAGS, (2**30, 2**30), (0, 1))
+    ours.problem = Problem((), (0, 1), (2**30, 2**30))
     (packed,) = ours._plan((7, 1200, 30), (), forward_only=False)
     assert packed.plan().lengths == (7, 1200, 30)
     assert packed.planning_us > 0
@@ -177,22 +177,21 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
         ours._plan((7, 1200, 30), (), forward_only=False)
 
 
-def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
+def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
     reports, reported = [], threading.Event()
-    ours = object.__new__(session.Session)
-    ours.args, ours.stages, ours.rank, ours.placement, ours._learning = FLAGS, {0: object()}, 3, Namespace(rank_of=(0, 1)), None
+    ours = object.__new__(run.Run)
+    ours.args, ours.rank = FLAGS, 3
     ours.watchdog = Watchdog(0.1, lambda message: (reports.append(message), reported.set()))
 
-    def hang(args, stages, links, placement, note, vocabulary):
+    def hang(note):
         note("measuring bytes")
         assert reported.wait(60)
         raise EppError("ended")
 
-    monkeypatch.setattr(session, "pipeline_costs", hang)
     with pytest.raises(EppError, match="ended"):
-        ours._learn_costs(Namespace(), Groups(), 0)
-    assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (--epp-wait-limit-seconds)"]
-    assert ours._learning is None
+        ours.settle(hang, learns=False, resume=None)
+    assert reports == ["rank 3 has been measuring bytes for 0.7 s, 0.1 s for each of 7 steps (--epp-wait-limit-seconds)"]
+    assert ours._step is None
 
 
 @pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])

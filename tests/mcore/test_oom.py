@@ -47,3 +47,4 @@ def test_the_run_ends_with_bytes_and_flags(tmp_path: Path) -> None:
     )
     assert re.fullmatch(r"most likely to help: --epp-memory-cap-gb \S+ or --epp-chunk-tokens \d+", lines[2])
     assert "OutOfMemoryError" not in finished.output
+    assert f"rank 0 ends, since rank {CASES['ends'].fails} failed: pipeline rank 1" in finished.output

@@ -36,6 +36,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
+        (["--epp-costs", "measure"], "--epp-costs measure has gone: use learn"),
         (
             ["--epp-offload", "--epp-host-memory-gb", "0"],
             "--epp-host-memory-gb is 0.0; it must be a positive number up to 1,000,000,000",

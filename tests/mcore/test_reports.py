@@ -98,7 +98,7 @@ def test_every_iteration_of_a_training_is_reported_once_and_in_order(
 
 def test_diagnostics_take_no_memory_for_tensors_so_that_none_can_be_missing(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(100, 64), vocab_size=255))
-    flags = "--epp-report-dir", tmp_path / "report", "--epp-trace", 2, "--epp-costs", "measure", "--data-path", data
+    flags = "--epp-report-dir", tmp_path / "report", "--epp-trace", 2, "--epp-costs", "learn", "--data-path", data
     finished = launch(2, DIAGNOSTICS_WITHOUT_MEMORY, *FLAGS, *flags, "--pipeline-model-parallel-size", 1)
     assert finished.returncode == 0, finished.output[-5000:]
     lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.cost.kept import FILE_NAME
+from megatron_epp.cost.learning import RECORDED, WARM_UP
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -68,22 +70,28 @@ def kill_in_iteration(data: str, report: Path, iteration: int, *flags: object) -
 
 
 def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
-    """Plans are made from measured times, which no second measurement repeats: they have to come from the checkpoint folder.
+    """Plans are made from learnt times, which no second run measures alike: they have to come from the checkpoint folder.
+
+    The run that is killed has the costs of one before, whose folder it does not save to.
 
     Dropout is on, and evaluation runs in between: random states and consumed samples have to come back too. The first documents
     are several sequences each.
     """
     lengths = [700, 450, 386, *long_tailed_lengths(60, 250)]
     data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=255))
-    checkpoints = tmp_path / "checkpoints"
-    saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, "--epp-costs", "measure")
+    checkpoints, learnt, learning = tmp_path / "checkpoints", tmp_path / "learnt", ("--epp-costs", "learn")
+    first: Sequence[object] = ("--save", tmp_path / "first", "--save-interval", 9, "--train-iters", WARM_UP + RECORDED)
+    finish(data, tmp_path / "first", *learning, *first)
+    learnt.mkdir()
+    (tmp_path / "first" / FILE_NAME).rename(learnt / FILE_NAME)
+    saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, *learning)
 
-    kill_in_iteration(data, tmp_path / "killed", KILLED, *saving)
+    kill_in_iteration(data, tmp_path / "killed", KILLED, *saving, "--load", learnt)
     before = losses(tmp_path / "killed")
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(INTERVAL, ITERATIONS, INTERVAL)
 
-    uninterrupted = finish(data, tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json")
+    uninterrupted = finish(data, tmp_path / "whole", *learning, "--load", learnt)
     after = finish(data, tmp_path / "resumed", *saving, "--load", checkpoints)
 
     print(f"\nkilled after iteration {max(before)}, resumed from {saved}: {after}")

@@ -139,7 +139,7 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
 def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_epp.mcore.microbatches import forward_backward
+    from megatron_epp.mcore import run
 
     class Bridging(P2PCommunicator):
         """Sends by another way."""
@@ -150,8 +150,8 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
         return made
 
     ranks = {"own": [0, 1], "other": [0, 2], "again": [0, 1]}
-    monkeypatch.setattr(forward_backward.mpu, "get_pipeline_model_parallel_group", lambda: "own")
-    monkeypatch.setattr(forward_backward.dist, "get_process_group_ranks", ranks.__getitem__)
+    monkeypatch.setattr(run.mpu, "get_pipeline_model_parallel_group", lambda: "own")
+    monkeypatch.setattr(run.dist, "get_process_group_ranks", ranks.__getitem__)
     pipeline = "its pipeline is not the one of megatron.core.parallel_state. Leave it out, or use Megatron's own schedule"
     for given, said in (
         ((print, None, None), "adjust_tensor_shapes_fn: messages follow the plan."),
@@ -164,10 +164,10 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
         ((None, None, Namespace(pp=None)), f"pg_collection: {pipeline}"),
     ):
         with pytest.raises(EppError) as error:
-            forward_backward._check_messages(*given)
+            run.check_messages(*given)
         assert str(error.value).startswith(f"--epp cannot honour {said}")
-    forward_backward._check_messages(None, None, None)
-    forward_backward._check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
+    run.check_messages(None, None, None)
+    run.check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
 
 
 UNEVEN = "24,8,32,16,8,32"

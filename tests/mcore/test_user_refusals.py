@@ -65,7 +65,7 @@ def test_other_microbatches_are_taken(item: Any) -> None:
 @pytest.mark.parametrize(("is_done", "cap_bytes"), [(False, 1), (True, 1), (True, 1 << 60)])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_the_cap(
-    is_done: bool, cap_bytes: int, forward_only: bool
+    caplog: pytest.LogCaptureFixture, is_done: bool, cap_bytes: int, forward_only: bool
 ) -> None:
     pipeline: Any = SimpleNamespace(
         args=SimpleNamespace(epp_order="given"),
@@ -81,3 +81,8 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         actions = [action for step in row for action in step.actions]
         for op in (Op.F,) if forward_only else (Op.F, Op.B):
             assert [action.chunk for action in actions if action.op is op] == [0, 1, 2, 3]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (is_done and cap_bytes == 1)
+    for line in told:  # flags that a script can give
+        assert "--epp-memory-cap-gb" in line
+        assert not any(other in line for other in ("vocab", "chunk", "slices", "cap_bytes"))

@@ -85,7 +85,6 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
         "model": "llama",
         "both": "--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad",
     },
-    "measured costs": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{PLAN} --epp-costs measure"},
     "learnt costs": {"cell": {"pp": 2}, "model": "llama", "plan": f"{PLAN} --epp-costs learn"},
     "fused loss of the stock schedule": {
         "cell": {"pp": 2},

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
+from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import EppError
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
@@ -46,3 +48,26 @@ def test_anything_else_is_refused_by_what_it_is(case: str) -> None:
     state, reason = BAD[case]
     with pytest.raises(EppError, match=reason):
         from_state(state)
+
+
+def test_the_file_of_a_run_that_learnt_costs_is_a_file_of_costs(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps(to_state([KEPT]), indent=1))
+    assert load_costs(str(path)) == KEPT.costs
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        ([], "learnt costs of 0 pipelines"),
+        ([KEPT, KEPT], "learnt costs of 2 pipelines"),
+        ([replace(KEPT, learnt_with={"--epp-microbatches": "user"})], "a script's own microbatches"),
+    ],
+)
+def test_learnt_costs_that_are_not_those_of_one_training_on_documents_are_refused(
+    tmp_path: Path, kept: list[KeptCosts], reason: str
+) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps(to_state(kept)))
+    with pytest.raises(EppError, match=f"{FILE_NAME}.*{reason}"):
+        load_costs(str(path))

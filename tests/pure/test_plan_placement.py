@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_epp.plan.placement import Placement, num_boundaries
+from megatron_epp.plan.placement import Placement
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,3 @@ def test_every_stage_has_a_rank_and_every_rank_its_stages_in_order(placement: Pl
 def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
     kinds = [("looped", 2, 2), ("v", 2, 2), ("v", 2, 3), ("v", 4, 4), ("looped", 1, 1)]
     assert [Placement(*kind).ends_share_rank for kind in kinds] == [False, True, False, True, False]
-
-
-def test_messages_go_to_neighbours_on_other_ranks_only() -> None:
-    assert num_boundaries(Placement("looped", 2, 2).rank_of) == (1, 2, 2, 1)
-    assert num_boundaries(Placement("v", 2, 2).rank_of) == (1, 1, 1, 1)
-    assert num_boundaries((0,)) == (0,)
-    assert num_boundaries((0, 0, 0)) == (0, 0, 0)

@@ -324,6 +324,11 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
     if args.epp_order == GIVEN:
         yield f"--epp-order {GIVEN} is for --epp-microbatches user: leave it out, documents are cut and packed by the plan"
+    if args.epp_costs == "measure":
+        yield (
+            "--epp-costs measure has gone: use learn, which fits costs to the first iterations of training, or a file that "
+            "`megatron-epp profile -o FILE` writes"
+        )
     if args.epp_trace is not None and args.epp_report_dir is None:
         yield "--epp-trace needs --epp-report-dir to write to"
     # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.

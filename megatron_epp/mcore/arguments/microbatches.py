@@ -10,8 +10,9 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import IN_ORDER, TWICE_REDUCED, check_conflicts, check_weight_shards
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import TABLE
+from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING
 from megatron_epp.mcore.features import check_calls
+from megatron_epp.plan import EppError
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
@@ -68,6 +69,12 @@ _HONOURED = {
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
 _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 """Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
+
+
+def advice(error: EppError) -> str:
+    """Return an error of planning with the remedies that a script's own microbatches leave, by the names of flags."""
+    rows = (ROWS[one.setting] for one in error.remedies if one.setting in ROWS)
+    return error.without(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(TRAINING)
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:

@@ -193,10 +193,10 @@ _RUNNING = (
         "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
         "activations between tensor-parallel ranks. For the planner greedy; such steps have not run on GPUs yet."
     ),
-    Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|learn|FILE").described(
-        "Where predicted times come from: formulas, a short measurement at start-up, the first iterations of training, which "
-        "are planned by formulas, or a file. Measured and learnt times are kept with the checkpoints, so that a resumed run "
-        "plans alike. With --epp-microbatches user they are always learnt (default: analytic)."
+    Flag("costs", "--epp-costs", default="analytic", metavar="analytic|learn|FILE").described(
+        "Where predicted times come from: formulas; the first iterations of training, which are planned by formulas; or a file "
+        "of `megatron-epp profile`, or of a run that has learnt them. Learnt times are kept with the checkpoints, so that a "
+        "resumed run plans alike. With --epp-microbatches user they are always learnt (default: analytic)."
     ),
     Flag("fp32_kv_gradients", "--epp-fp32-kv-gradients", choices=FP32_CHOICES, default=AUTO, alone="on").described(
         "Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
@@ -345,7 +345,7 @@ _COSTS = (
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
-        "What `megatron-epp profile` or a training run wrote (default: formulas)."
+        "What `megatron-epp profile` wrote, or a training run with learnt costs (default: formulas)."
     ),
 )
 _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,45 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.mcore.costs.shape import unusual_optimizer
 from megatron_epp.mcore.costs.sources import gathered
-from megatron_epp.mcore.costs.stored import flags_of, of_first, write_whole
+from megatron_epp.mcore.costs.stored import of_first, write_whole
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.runtime.links.links import Links
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "epp_learnt_costs.json"
-
-_SIZES = (
+_FLAGS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "epp_placement",
+    "sequence_parallel",
+    "bf16",
+    "fp16",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "transformer_impl",
+    "attention_backend",
+    "epp_loss_block_tokens",
+    "epp_split_weight_gradient",
+    "epp_vocab_parallel",
     "epp_microbatches",
     "epp_offload",
     "data_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "use_distributed_optimizer",
 )
-"""Arguments that learnt bytes depend on, besides those that times do."""
+"""Arguments that learnt times and bytes depend on. Times of a stage include its messages to neighbours, so placement counts."""
 _CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
 """Fields of a model's configuration that change what its layers take, but not its parameters."""
 
@@ -51,8 +71,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     """
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for one in everyone for number, digest in one.items()}
-    flags = {name: value for name, value in flags_of(args).items() if name != "device"}
-    flags |= {name: getattr(args, name, None) for name in _SIZES} | unusual_optimizer(args)
+    flags = {name: getattr(args, name, None) for name in _FLAGS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in _CONFIG}
     known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}
@@ -96,7 +115,7 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
             return one.costs
     if obstacles:
         nearest = min((obstacle for _, obstacle in obstacles), key=len)
-        logger.warning("costs are learnt again: those of %s are of another run, since %s", source, nearest)
+        logger.warning("costs are learnt again: the ones in %s are of another run, since %s", source, nearest)
     return None
 
 
@@ -114,4 +133,5 @@ def _device() -> str:
 
 def _plain(value: object) -> object:
     """Return a value that JSON gives back as it was."""
+    value = value.name if isinstance(value, Enum) else value
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -92,7 +92,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 
 def _left(stage: MegatronStage, of_last: _Slices, first_mlp_bytes: float, keep_weights: bool = False) -> float:
-    """Return `_Slices.left` of a stage, given that of its last layer.
+    """Return `_Slices.left` of a stage, given its last layer's.
 
     Where the attention at the stage's end counts as a layer with the MLP at its start, costs add that MLP's bytes to it.
     """
@@ -219,8 +219,8 @@ class _LastLayer:
     """Bytes of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
-        runs: number of its modules whose backward runs; two halves overlap, since the gradient of the second one's input is
-            that of the first one's output.
+        runs: number of its modules whose backward runs; two halves overlap, since the input of the second one is the output of
+            the first, so both have one gradient.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
@@ -261,7 +261,9 @@ def _of_slices(
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
     Args:
-        stage, keep_weights, layer: as for `_held`.
+        stage: of the model.
+        keep_weights: True to split the weight gradient off.
+        layer: modules whose backward is watched; None for the last layer.
         num_slices: number of slices that the sequence is declared to have.
     """
     (segment,) = bytes_chunk(stage).segments

@@ -1,11 +1,11 @@
-"""Costs of the model to be trained: memory is measured on the model; times come from formulas, a profile or a measurement."""
+"""Costs of the model to be trained: memory is measured on the model; times come from formulas or a file."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,10 @@ from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
-from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
+from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.shape import formulas, model_shape, optimizer_bytes, parameters_of
-from megatron_epp.mcore.costs.timing import measure_times
-from megatron_epp.mcore.costs.vocabulary import Measured, check_shares, with_measured_shards, with_shard_bytes
+from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
-from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import from_each
@@ -37,28 +35,29 @@ def pipeline_costs(
     args: argparse.Namespace,
     stages: Mapping[int, MegatronStage],
     links: Links,
-    placement: Sequence[int],
+    num_stages: int,
     note: Callable[[str], None] = lambda step: None,
-    vocabulary: Measured | None = None,
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
     Bytes are always measured, by counting what autograd keeps in a forward of a small chunk. They do not vary from run to run,
-    and are those of the run's precision whatever that of a profile. Measured times vary, so by default times come from formulas
-    or from the profile that `--epp-costs` names. With `--epp-costs measure` they are measured and kept with the checkpoints, so
-    that a resumed run with the same stages plans as the interrupted one did. A file with costs of a whole pipeline is used
-    unchanged except for two things that follow the run: the numbers of heads, and the precision in which gradients of keys and
-    values are summed. Such a file is refused if it is of another precision.
+    and a profile may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file
+    with costs of a whole pipeline is used unchanged except for two things that follow the run: the numbers of heads, and the
+    precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
 
-    `stages` are this rank's, by number, and `placement` is that of all. `note` is called with each step before the step starts.
-    `vocabulary` is this rank's shard of the output layer, if that is divided over the pipeline ranks.
+    Args:
+        args: Megatron's arguments.
+        stages: this rank's stages by their number.
+        links: of the pipeline.
+        num_stages: of the whole pipeline.
+        note: called with each step before the step starts.
     """
     note("reading --epp-costs")
     given = stored_costs.named(args)
     token_bytes = message_bytes(next(iter(stages.values())))
     if isinstance(given, PipelineCosts):
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
+        given = stored_costs.checked(given, args.epp_costs, num_stages, token_bytes)
         check_shares(args, given)
         split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
@@ -75,57 +74,21 @@ def pipeline_costs(
             note("warming up layers")
             for stage in stages.values():
                 run_other_size(stage)
-        base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
-        if args.epp_costs == "measure":
-            kept = stored_costs.kept_times(args, base)
-            costs = kept or _with_measured_times(args, base, stages, links, placement, note, vocabulary)
-        else:
-            costs = _with_link(base, Link(base.message_latency_us, base.message_us_per_byte), placement)
+        costs = replace(base, stages=_by_stage(found, links))
         if args.epp_offload == "on":
             note("measuring what can go to the host")
-            hosts = gathered(_host_link(args, costs, base, stages), links)
-            share = min(host.pop("offloadable_share") for host in hosts)
-            slowest: dict[str, Any] = {name: max(host[name] for host in hosts) for name in hosts[0]}
-            costs = replace(costs, offloadable_share=share, **slowest)
+            share = min(gathered(min(map(measure_offloadable_share, stages.values())), links))
+            costs = replace(costs, offloadable_share=share)
+            if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
+                costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
-    costs = stored_costs.of_first(partial(_with_device_memory, args, costs))
-    stored_costs.keep(args, costs)
-    return costs
+    return stored_costs.of_first(partial(_with_device_memory, args, costs))
 
 
-def _with_measured_times(
-    args: argparse.Namespace,
-    base: PipelineCosts,
-    stages: Mapping[int, MegatronStage],
-    links: Links,
-    placement: Sequence[int],
-    note: Callable[[str], None],
-    vocabulary: Measured | None,
-) -> PipelineCosts:
-    times = {}
-    for number, stage in stages.items():
-        note(f"measuring times of stage {number}")
-        times[number] = measure_times(stage, base.stages[number], args.seq_length)
-    note("measuring messages")
-    link = measure_link(next(iter(stages.values())), links, links.position)
-    measured = replace(base, stages=_by_stage(times, links), name="measured")
-    measured = with_measured_shards(measured, vocabulary, links)
-    return _with_link(measured, gathered(link, links)[0], placement)
-
-
-def _host_link(
-    args: argparse.Namespace, costs: PipelineCosts, base: PipelineCosts, stages: Mapping[int, MegatronStage]
-) -> dict[str, float]:
-    """Return the costs of offload: the link to the host, measured where requested or unknown, and the offloadable share.
-
-    `costs` have the link that an earlier run measured, if there is one; `base` have that of the profile.
-    """
-    found = {"host_latency_us": costs.host_latency_us, "host_us_per_byte": costs.host_us_per_byte}
-    was_measured = costs.host_us_per_byte != base.host_us_per_byte
-    if math.isinf(costs.host_us_per_byte) or (args.epp_costs == "measure" and not was_measured):
-        _, _, device = next(iter(stages.values())).message(1)
-        found = dict(zip(found, measure_host_link(device), strict=True))
-    return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
+def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> PipelineCosts:
+    """Return costs with the measured time of copies to the host, on the slowest rank of the pipeline. A collective call."""
+    latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), links, max), strict=True))
+    return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
@@ -175,21 +138,11 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
     return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
 
 
-def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
-    """Set the times of messages, and add the host's time for one message per neighbour on another rank to both passes."""
-    stages = []
-    for stage, neighbours in zip(costs.stages, num_boundaries(placement), strict=True):
-        handling = Line(link.host_us * neighbours)
-        forward, backward = stage.extra_forward + handling, stage.extra_backward + handling
-        stages.append(replace(stage, extra_forward=forward, extra_backward=backward))
-    return replace(costs, stages=tuple(stages), message_latency_us=link.latency_us, message_us_per_byte=link.us_per_byte)
-
-
 def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
     """Set a profile's message size to this run's bytes per token, with a warning if they differ."""
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
         logger.warning(
-            "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs measure)",
+            "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs learn)",
             costs.name,
             stored_costs.other_bytes(costs, token_bytes),
         )

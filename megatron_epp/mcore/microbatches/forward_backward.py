@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
@@ -21,9 +19,10 @@ from megatron_epp.mcore.microbatches.planning import agree_on_shapes
 from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
-from megatron_epp.mcore.training.reduction import gather_parameters, process_groups
+from megatron_epp.mcore.model.stage import timed
+from megatron_epp.mcore.run import check_messages
+from megatron_epp.mcore.training.reduction import gather_parameters
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.side_thread import complete_at_end
 
 
 class Schedule:
@@ -32,8 +31,8 @@ class Schedule:
     Args:
         arguments: returns Megatron's arguments, or what stands for them, given the rank's model chunks.
         shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
-        looks_ahead: the calls are those of Megatron's own training loop, in which every iteration takes its microbatches from
-            the same iterator, so ranks agree on the next iteration and plan it while the present one runs.
+        looks_ahead: Megatron's own training loop calls the schedule, and every iteration takes its microbatches from the same
+            iterator, so ranks agree on the next iteration and plan it while the present one runs.
     """
 
     def __init__(
@@ -64,18 +63,16 @@ class Schedule:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Run one call of the schedule by a plan. Arguments and results are those of Megatron's pipeline schedules.
+        """Run one call of the schedule by a plan. Megatron's pipeline schedules have the same arguments and results.
 
         `seq_length`, `micro_batch_size` and `decoder_seq_length` are not used: shapes of messages follow from the microbatches.
 
         Raises:
             EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
         """
-        _check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
+        check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
         models = model if isinstance(model, list) else [model]
         pipeline, config = self._pipeline(models), get_model_config(models[0])
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         call = Call(
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,
@@ -85,34 +82,31 @@ class Schedule:
             context_ranks=mpu.get_context_parallel_world_size() if pg_collection is None else pg_collection.cp.size(),
         )
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        with pipeline.telling_others():
-            in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
-            ahead = (installed(iterators) or []) if in_turn else []
-            with pipeline.watchdog.watch(lambda: "waiting for others' microbatches and plans (--epp-wait-limit-seconds)"):
-                pipeline.ahead.wait()
-            agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
-        with pipeline.telling_others(agreed=agreed is None):
-            sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
-            if agreed is None:
-                found = pipeline.found(sources, mine, problem, looks_ahead=in_turn and pipeline.learner.is_done)
-                agreed = agree_on_shapes(found, pipeline.links.control)
-            elif problem:
-                raise EppError(problem)
-            planned = pipeline.plan_of_call(agreed, forward_only)
-        with pipeline.telling_others():
-            if in_turn and pipeline.learner.is_done:
-                pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
-            if not forward_only:
-                gather_parameters(config, models)
-            results, num_tokens = pipeline.run(call, sources, agreed, planned)
-            for source in sources:
-                source.finish()
-            if not forward_only and config.finalize_model_grads_func is not None:
-                groups = process_groups(models[0]) if pg_collection is None else pg_collection
-                counted = num_tokens if config.calculate_per_token_loss else None
-                config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+        with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+            with pipeline.telling_others():
+                in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
+                ahead = (installed(iterators) or []) if in_turn else []
+                with pipeline.watching("waits for others' microbatches and plans"):
+                    pipeline.ahead.wait()
+                agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
+            with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
+                sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
+                if agreed is None:
+                    found = pipeline.found(sources, mine, problem, looks_ahead=in_turn and pipeline.learner.is_done)
+                    agreed = agree_on_shapes(found, pipeline.links.control)
+                elif problem:
+                    raise EppError(problem)
+                planned = pipeline.plan_of_call(agreed, forward_only)
+            with pipeline.telling_others():
+                if in_turn and pipeline.learner.is_done:
+                    pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
+                if not forward_only:
+                    gather_parameters(config, models)
+                results, num_tokens = pipeline.run(call, sources, agreed, planned)
+                for source in sources:
+                    source.finish()
+                if not forward_only:
+                    pipeline.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
         return results
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +148,7 @@ class Schedule:
         """End the threads that look ahead, and complete what others do."""
         for pipeline in self._pipelines:
             pipeline.ahead.close()
-            complete_at_end(pipeline.watch.complete)
+            pipeline.close()
         self._pipelines.clear()
 
     def _taken(
@@ -184,27 +178,6 @@ class Schedule:
         refuse_group_sizes(item)
         found = self._shape_of(item)
         return found if isinstance(found, Microbatch) else Microbatch(tuple(filter(None, map(int, found))))
-
-
-def _check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_collection: Any) -> None:
-    """Raise `EppError` for what would send other messages, or over another pipeline, than the plan's.
-
-    That is the pipeline of Megatron's parallel state. Megatron's own communicator of that pipeline is not used.
-    """
-    own = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    obstacle = ""
-    if adjust_tensor_shapes_fn is not None:
-        obstacle = "adjust_tensor_shapes_fn: messages follow the plan"
-    elif p2p_communicator is not None and type(p2p_communicator) is not P2PCommunicator:
-        obstacle = f"a p2p_communicator of type {type(p2p_communicator).__name__}: messages follow the plan"
-    else:
-        groups = {"p2p_communicator": (p2p_communicator, "pp_group"), "pg_collection": (pg_collection, "pp")}
-        for name, (given, attribute) in groups.items():
-            group = getattr(given, attribute, None)
-            if given is not None and (group is None or dist.get_process_group_ranks(group) != own):
-                obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
-    if obstacle:
-        raise EppError(f"--epp cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
 
 
 forward_backward_user = Schedule(lambda models: training_args(), looks_ahead=True)

@@ -1,40 +1,32 @@
-"""A script's pipeline: its stages, links, costs and plans, which last over calls of the schedule."""
+"""A script's pipeline: its stages and plans, which last over calls of the schedule."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import CPU, H100_NODE, PipelineCosts, analytic_profile
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import (
     Learner,
-    deviation,
-    fitted_costs,
     of_whole_microbatches,
-    size_of,
     with_microbatches,
     with_static,
 )
-from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.flag import GIVEN
+from megatron_epp.mcore.arguments.microbatches import advice
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
-from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.shape import model_shape, optimizer_bytes
-from megatron_epp.mcore.costs.sources import gathered
-from megatron_epp.mcore.costs.stored import of_first
-from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes
+from megatron_epp.mcore.costs.sources import gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
@@ -53,21 +45,16 @@ from megatron_epp.mcore.microbatches.planning import (
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
-from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes
-from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.run import Run
+from megatron_epp.mcore.training.caps import possible_on_device
 from megatron_epp.mcore.training.reduction import Reduction
-from megatron_epp.mcore.training.session import lockstep_groups
 from megatron_epp.plan import EppError, InfeasibleError, Op
-from megatron_epp.plan.ways import ways
-from megatron_epp.planner import Options, Problem
+from megatron_epp.planner import Options
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.failures import FailureBoard
-from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.links.objects import ObjectGroup, from_each
+from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +62,7 @@ _MOST_PLANS = 64
 """Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size."""
 
 
-class MicrobatchPipeline:
+class MicrobatchPipeline(Run):
     """A script's pipeline across calls of the schedule. Every rank of the job must create it together.
 
     The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
@@ -87,60 +74,39 @@ class MicrobatchPipeline:
         loaded: costs that earlier runs have learnt; without any, those in the folder of the loaded checkpoint count.
     """
 
+    stages: dict[int, MicrobatchStage]
+
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
-        self.args, self.models = args, models
-        self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
-        self.failures = FailureBoard.of_job()
-        self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures)
-        config = get_model_config(models[0])
-        self._on_gpu = torch.cuda.is_initialized()
-        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
-        self.device = device
-        last, multiple, is_virtual = self.placement.num_stages - 1, token_multiple(args), len(models) > 1
-        self.stages = {
-            stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, multiple, device)
+        super().__init__(args)
+        self.models, self._on_gpu = models, torch.cuda.is_initialized()
+        config, last, is_virtual = get_model_config(models[0]), self.placement.num_stages - 1, len(models) > 1
+        stages = {
+            stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_multiple(args))
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
-        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        used = ways(self.placement.rank_of)
-        link = link_options(args, used)
-        groups, ranks = lockstep_groups()
-        control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
-        make = Groups(time_limit(args), mpu.create_group)
-        self.links = Links.create(pipeline, control, make, used, link)
-        self._next_control = ObjectGroup.create(control, make)
+        self.connect(stages)
+        self._next_control = ObjectGroup.create(self.own_ranks, self.groups)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._plan_ahead)
-        with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
-            self.links.connect(device)
-            reduce_once(groups_in_use(args), device)
-            layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
-            caps = agreed_caps(args, self.links.position)
-            told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
-            self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
-            known = resumed(args, loaded, self._learnt_with)
-        self.kept = None if known is None else KeptCosts(known, self._learnt_with)
-        """The learnt costs, to be kept with checkpoints; None while they are learnt."""
-        self.costs, self.learner = (self._by_formula(layers), Learner()) if known is None else (known, Learner.done())
-        self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
+        self.use_communicators()
+        self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
+        self.learner = Learner() if self.kept is None else Learner.done()
+        told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
         options = options_from(args, training=True)
         if obstacle := next((text for each in told for text in each if text), ""):
             options = _without_recompute(options, obstacle)
         self._options = options
         if options.split_weight:
             self._split_weights()
-        self._host: HostMemory | None = None
-        if options.offload:
-            host_cap = host_cap_bytes(args)
-            self._host = HostMemory(device, host_cap)
-            latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
-            self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
-            self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
         self._measured: tuple[Planned, Agreed] | None = None
         """The last training iteration that was recorded for costs."""
-        self.watch = StageWatch(self.rank, ObjectGroup.create(control, make))
         self._last: tuple[tuple[Shapes, bool], Planned | None] | None = None
+
+    @property
+    def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
+        """Errors that every rank of the job raises where those that run the same plan do: none if there are several plans."""
+        return Exception if len(self.lockstep_ranks) == 1 else ()
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
         """Return what this rank has found out about an iteration's microbatches, for the agreement.
@@ -153,7 +119,7 @@ class MicrobatchPipeline:
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
         held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
-        return Found(shapes, problem, self.rank, held_bytes, mpu.get_data_parallel_rank())
+        return Found(shapes, problem, self.rank, held_bytes, self.replica)
 
     def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned | None:
         """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
@@ -187,8 +153,8 @@ class MicrobatchPipeline:
         return self._can_look_ahead
 
     def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
-        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, those of the iteration after them are looked at
-        found = Found(mine, problem, self.rank, num_bytes, mpu.get_data_parallel_rank())
+        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, ranks look at those of the iteration after
+        found = Found(mine, problem, self.rank, num_bytes, self.replica)
         agreed = agree_on_shapes(found, self._next_control)
         self.planned(agreed, False, self._next_control)
         return agreed
@@ -219,14 +185,16 @@ class MicrobatchPipeline:
                     self._fit()
             return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = (parameter for model in self.models for parameter in model.parameters())
-        kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
+        kept = KeptTensors(parameters, self.host, measures, self._on_gpu)
         with kept.context, reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
                 stage.begin(call, microbatches, agreed.shapes, planned.order, first, last, kept)
-            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
+            running = planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload
+            Executor(*running, OutOfMemoryReport(cuts_documents=False)).run()
         if not call.forward_only:
             if self.learner.is_done:
+                assert self.watch is not None  # since `settle`
                 self.watch.after(planned.plan, recorder)
             else:
                 self._learn(planned, agreed, recorder if measures else None, kept.offloadable_share)
@@ -234,30 +202,18 @@ class MicrobatchPipeline:
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
 
-    @contextmanager
-    def telling_others(self, agreed: bool = False) -> Iterator[None]:
-        """Tell all ranks of the job why this one fails; raise `EppError` with another's failure if this one follows from it.
-
-        Args:
-            agreed: every rank that has the same plan raises the same error, so that only those of other replicas wait.
-        """
-        try:
-            yield
-        except Exception as error:
-            is_ours = isinstance(error, EppError) and (error.__cause__ is None or isinstance(error.__cause__, EppError))
-            if not is_ours and (cause := self.failures.cause()):
-                raise EppError(cause) from None
-            if not agreed or dist.get_world_size() > len(self.links.control.ranks):
-                self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
-            raise
-
-    def _by_formula(self, layers: Sequence[dict[int, int]]) -> PipelineCosts:
-        """Return costs by formula, from each rank's numbers of layers by stage."""
-        by_stage = {stage: count for found in layers for stage, count in found.items()}
-        profile = analytic_profile(model_shape(self.args), H100_NODE if self._on_gpu else CPU)
+    def _by_formula(self, note: Callable[[str], None]) -> PipelineCosts:
+        """Return costs by formula, with the measured link to the host if plans offload. A collective call."""
+        note("counting layers")
+        everyone = gathered({number: len(layers_of(stage.model)) for number, stage in self.stages.items()}, self.links)
+        by_stage = {stage: count for found in everyone for stage, count in found.items()}
         counts = tuple(by_stage[stage] for stage in sorted(by_stage))
-        optimizer = optimizer_bytes(self.args)
-        return of_whole_microbatches(profile.costs(counts, optimizer=optimizer, replicas=self.args.data_parallel_size))
+        optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
+        costs = of_whole_microbatches(formulas(self.args).costs(counts, optimizer=optimizer, replicas=replicas))
+        if self.args.epp_offload != "on":
+            return costs
+        note("measuring what can go to the host")
+        return with_host_link(costs, self.device, self.links)
 
     def _split_weights(self) -> None:
         """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
@@ -277,6 +233,7 @@ class MicrobatchPipeline:
 
     def _make(self, agreed: Agreed, forward_only: bool) -> Planned:
         """Plan the microbatches, which ranks hold on their devices throughout."""
+        assert self.costs is not None  # since `settle`
         problem, costs = replace(self.problem, forward_only=forward_only), self._with_microbatches(self.costs, agreed)
         planned, as_given = plan_microbatches, plan_as_given
         if self.args.epp_order == GIVEN:
@@ -286,7 +243,7 @@ class MicrobatchPipeline:
         try:
             return planned(agreed.shapes, problem, costs, self._options)
         except InfeasibleError as error:
-            logger.warning("microbatches run in their own order, in 1F1B: %s", error)
+            logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error)))
             return as_given(agreed.shapes, problem, costs, self._options)
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: Agreed) -> PipelineCosts:
@@ -314,25 +271,21 @@ class MicrobatchPipeline:
         """Fit costs if all iterations are recorded. A collective call then, over all replicas."""
         if not self.learner.is_done:
             return
-        everyone = from_each(self.learner.learnt)
-        learnt = of_first(lambda: fitted_costs(self.costs, everyone))
-        if self._on_gpu:
-            peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
-            without = self._planned_peaks(learnt)
-            first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
-            replicas = from_each(first)
-            learnt = with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
-        if dist.get_rank() == 0 and self._measured is not None:
-            plan = self._measured[0].plan
-            ratio = deviation(self.costs, learnt, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
-            logger.info("costs learnt from %d iterations: they took %s", self.learner.recorded, ratio)
-        self.kept = KeptCosts(learnt, self._learnt_with)
-        keep(self.args, self.kept)
-        self.costs = learnt
+        plan = None if self._measured is None else self._measured[0].plan
+        self.fit(self.learner, plan, complete=self._with_static)
         self._plans.clear()
 
+    def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
+        """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted."""
+        if not self._on_gpu:
+            return learnt
+        peaks, counted = gathered(self.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
+        first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
+        replicas = from_each(first)
+        return with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
+
     def _planned_peaks(self, learnt: PipelineCosts) -> Sequence[int]:
-        """Bytes by rank that the last recorded iteration takes at its peak by learnt costs, which have no static bytes."""
+        """Return the peak bytes by rank of the last recorded iteration, by learnt costs, which have no static bytes."""
         if self._measured is None:
             return (0,) * self.problem.num_ranks
         agreed = self._measured[1]

@@ -18,7 +18,7 @@ from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import run_again
-from megatron_epp.mcore.model.stage import add_to_gradients
+from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -35,19 +35,16 @@ class MicrobatchStage:
         is_last: the stage computes the loss.
         virtual_stage: number of the chunk on its rank; None if the rank has one.
         shards: ranks that share the tokens of the hidden states, by sequence and context parallelism.
-        device: of the hidden states.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int) -> None:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
         add_to_gradients(model)
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
             layer.forward = partial(self._run_layer, number, layer.forward)
-        self._shards, self._device = shards, device
+        self._shards, self._device = shards, own_device()
         self.weights: WeightGradients | None = None
         """Delayed weight gradients; None if they are not split."""
         self.before_last_gradient: Callable[[], None] = _nothing

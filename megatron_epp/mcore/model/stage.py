@@ -101,7 +101,7 @@ class MegatronStage:
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         if self.token_multiple > 1:
             check_routers(model)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        self._device = own_device()
 
     @property
     def has_loss(self) -> bool:
@@ -229,16 +229,25 @@ class MegatronStage:
         return torch.autocast("cpu", enabled=False)
 
 
+def own_device() -> torch.device:
+    """Return the device on which this process computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
 @contextmanager
-def timed(timers: Any, name: str) -> Iterator[None]:
-    """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`); `timers` may be None."""
-    if timers is None:
-        yield
-        return
-    timers(name, log_level=2).start()
-    try:
-        yield
-    finally:
+def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[None]:
+    """Run a block under one of the timers of Megatron's own schedules, which goes on if the block fails.
+
+    Args:
+        timers: Megatron's; None for none.
+        name: of the timer.
+        log_level: least `--timing-log-level` at which it is logged.
+        start: arguments of its start.
+    """
+    if timers is not None:
+        timers(name, log_level=log_level).start(**start)
+    yield
+    if timers is not None:
         timers(name).stop()
 
 

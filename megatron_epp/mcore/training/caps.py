@@ -43,8 +43,8 @@ def wanted_cap_bytes(args: argparse.Namespace) -> int:
 def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     """Return the caps in bytes of all pipeline ranks, the smallest of any replica. A collective call of all ranks of the job.
 
-    They are those of the run that saved the loaded checkpoint, where devices have about as much room as it had. The first rank
-    keeps them with this run's checkpoints.
+    The run that saved the loaded checkpoint has left its caps, which hold where devices have about as much room now. The first
+    rank keeps the caps with this run's checkpoints.
 
     Args:
         args: Megatron's arguments, or what stands for them.

@@ -46,7 +46,14 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 def link_options(args: argparse.Namespace, used: Sequence[Way]) -> GroupOptions | None:
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
-    Every rank of the job must call this at the same point. `used` is as for `Links.create`, errors are as for `link_settings`.
+    Every rank of the job must call this at the same point.
+
+    Args:
+        args: Megatron's arguments.
+        used: directions in which messages are sent.
+
+    Raises:
+        EppError: all links of a rank together could hold every SM.
     """
     if not uses_nccl():
         return None

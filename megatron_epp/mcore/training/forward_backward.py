@@ -21,9 +21,10 @@ from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
+from megatron_epp.mcore.run import check_messages
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
-from megatron_epp.mcore.training.reduction import Reduction, gather_parameters, process_groups
+from megatron_epp.mcore.training.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError, Plan
@@ -32,6 +33,9 @@ from megatron_epp.runtime.executor import Executor, PairRunner
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
 logger = logging.getLogger(__name__)
+
+_RAISED_BY_ALL = (EppError, StopIteration)
+"""Errors of planning, and the end of the documents, come to all ranks of the job; others of preparing a batch to one."""
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -75,7 +79,7 @@ def forward_backward_elastic(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """Run one iteration by its plan. The signature is that of Megatron's pipeline schedules.
+    """Run one iteration by its plan. Megatron's pipeline schedules have the same signature.
 
     Args:
         data_iterator: yields one `GlobalBatch` per call; in a list with one iterator per model chunk, the first is used.
@@ -92,35 +96,32 @@ def forward_backward_elastic(
     """
     if collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
+    check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
     require_stock({FORWARD_STEP: forward_step_func})
     models = model if isinstance(model, list) else [model]
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     config = get_model_config(models[0])
     session = sessions.current()
     session.attach(models, config)
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    with timed(config.timers, "batch-generator"):
-        batch = _next_batch(batches, num_microbatches, session, forward_only)
-    _warm_up(session, batch)
-    # Reports are made while later batches are on the device, where this one's inputs must not be kept.
-    report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
-    _run(session, models, config, batch, report)
-    if not forward_only:
-        count_tokens(batch.prepared.inputs)
-        if session.args.epp_batch_tokens is not None:
-            # To which Megatron's loop adds the sequences that it has asked for.
-            session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
-    with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
-        loss, num_tokens = _hand_on(session)
-        if not forward_only and config.finalize_model_grads_func is not None:
-            pg_collection = pg_collection or process_groups(models[0])
-            # Data-parallel and embedding reductions, and the division by the number of tokens.
-            config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-            if not batch.trains:
-                _leave_out(session, models, config, batch)
-    if config.timers is not None:
-        config.timers("forward-backward").stop()
+    with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+        with timed(config.timers, "batch-generator"), session.telling_others(unless=_RAISED_BY_ALL):
+            batch = _next_batch(batches, num_microbatches, session, forward_only)
+        # Reports are made while later batches are on the device, where this one's inputs must not be kept.
+        report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
+        with session.telling_others():
+            _warm_up(session, batch)
+            _run(session, models, config, batch, report)
+            if not forward_only:
+                count_tokens(batch.prepared.inputs)
+                if session.args.epp_batch_tokens is not None:
+                    # To which Megatron's loop adds the sequences that it has asked for.
+                    session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
+            with session.watching("waits for the loss"):
+                loss, num_tokens = _hand_on(session)
+            if not forward_only:
+                session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+                if not batch.trains:
+                    _leave_out(session, models, config, batch)
     if not forward_only and batch.plan is not None:
         average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(loss)
@@ -130,7 +131,7 @@ def forward_backward_elastic(
 
 
 def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
-    """Tell of a batch without trained tokens, and remove its gradients, which are those of routers' losses by no tokens.
+    """Tell of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
     The 1st, 2nd, 4th, 8th such batch and so on are told.
     """
@@ -164,13 +165,13 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         for index, stage in enumerate(session.stages.values()):
             reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
             stage.begin(inputs, partial(reduction.before_last_gradient, index), reduce)
-        links, recorder, watchdog = session.links, report.recorder, session.watchdog
-        with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's rows (--epp-wait-limit-seconds)"):
+        with session.watching("waits for the embedding's rows"):
             handlers = None if vocabulary is None else vocabulary.begin(inputs)
+        links, recorder, watchdog = session.links, report.recorder, session.watchdog
         running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
         Executor(*running, handlers, _pair_runner(batch.plan, args), program).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
-            with watchdog.watch(lambda: f"rank {session.rank} waits for the embedding's gradient (--epp-wait-limit-seconds)"):
+            with session.watching("waits for the embedding's gradient"):
                 tied.add_gradients()
             reduction.reduce(0)
     for stage in session.stages.values():
@@ -186,7 +187,7 @@ def _nothing() -> None:
 def _warm_up(session: Session, batch: GlobalBatch) -> None:
     """Build kernel plans for chunks of new shapes, on all ranks at once."""
     if session.warm_up is not None and batch.plan is not None:
-        with session.watchdog.watch(lambda: f"rank {session.rank} warms up attention (--epp-wait-limit-seconds)"):
+        with session.watching("warms up attention"):
             layouts = batch.prepared.program.layouts
             session.warm_up.before(layouts, any(one.attention_layers for row in batch.plan.recompute for one in row))
 
@@ -215,7 +216,7 @@ def _next_batch(
     data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session, forward_only: bool
 ) -> GlobalBatch:
     start_s = time.perf_counter()
-    with session.watchdog.watch(lambda: f"rank {session.rank} waits for its plan (--epp-wait-limit-seconds)"):
+    with session.watching("waits for its plan"):
         batch = next(data_iterator)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare, deviation, fitted_costs, size_of
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare
 from megatron_epp.cost.timed import Learnt
-from megatron_epp.mcore.costs.learnt import keep
-from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.runtime.links.objects import from_each
 from megatron_epp.runtime.side_thread import SideThread
 from megatron_epp.runtime.trace import Recorder
-
-logger = logging.getLogger(__name__)
 
 
 class CostLearning:
@@ -34,17 +23,16 @@ class CostLearning:
     costs are used from a certain batch on, the same in every run, whose planning waits for them if need be.
 
     Args:
-        args: Megatron's arguments.
-        costs: by formula, with measured bytes.
-        learnt_with: fingerprint of the run.
+        lookahead: iterations that are planned ahead of training.
         pipeline: any number that the ranks of this rank's pipeline have in common, and no others.
+        fit: `Run.fit`.
     """
 
-    def __init__(self, args: argparse.Namespace, costs: PipelineCosts, learnt_with: Mapping[str, Any], pipeline: int) -> None:
+    def __init__(self, lookahead: int, pipeline: int, fit: Callable[..., PipelineCosts]) -> None:
         self.learner = Learner(learnt=Learnt(pipeline=pipeline))
-        self.first_batch = WARM_UP + RECORDED + args.epp_lookahead + 1
+        self.first_batch = WARM_UP + RECORDED + lookahead + 1
         """Number of the first training batch that is planned by learnt costs, from 1."""
-        self._args, self._costs, self._learnt_with = args, costs, learnt_with
+        self._fit = fit
         self._batch = 0  # the last that was planned
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
@@ -54,8 +42,8 @@ class CostLearning:
     def after(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None = None) -> PipelineCosts | None:
         """Add a training iteration; return the learnt costs after the last one that is measured, in a collective call.
 
-        Its times are read in a thread while the next iteration runs. Only those of the last one are waited for, since the plan
-        of a certain batch is made by what was learnt.
+        Its times are read in a thread while the next iteration runs. Only the last iteration waits for its times, since the
+        plan of a certain batch is made by what was learnt.
 
         Args:
             plan: of the iteration.
@@ -71,18 +59,8 @@ class CostLearning:
         if not is_last:
             return None
         self._added.result()
-        everyone = from_each(self.learner.learnt)
-        costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))
-        if dist.get_rank() == 0:
-            ratio = deviation(self._costs, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
-            logger.info(
-                "costs learnt from %d iterations: they took %s; plans are made from these costs from batch %d on",
-                self.learner.recorded,
-                ratio,
-                self.first_batch,
-            )
-        keep(self._args, KeptCosts(costs, self._learnt_with))
-        return costs
+        told = f"; plans are made from these costs from batch {self.first_batch} on"
+        return self._fit(self.learner, plan, keeps_weights=True, told=told)
 
     def _add(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None) -> None:
         """Add an iteration. On a GPU this waits for the device."""

@@ -109,7 +109,7 @@ class IterationReport:
         rank, None elsewhere.
         """
         session, reports = self.session, self.session.reports
-        with session.watchdog.watch(lambda: f"rank {session.rank} waits for others' figures (--epp-wait-limit-seconds)"):
+        with session.watching("waits for others' figures"):
             reports.complete()
             if not self.collects:
                 return
@@ -142,7 +142,6 @@ class IterationReport:
             function that logs the iteration, on the last rank.
         """
         session, plan = self.session, self.batch.plan
-        assert session.links is not None
         mine = figures | {"events": self.recorder.events(), "elapsed_us": elapsed_us(self.start, end)}
         if loss is not None:  # the device has computed it, since it has reached `end`
             planned_us = 0.0 if plan is None else plan.predicted.makespan_us

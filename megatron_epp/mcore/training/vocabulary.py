@@ -57,7 +57,7 @@ class RankVocabulary:
         self._any_stage = next(iter(stages.values()))
         self._last = next((stage for stage in stages.values() if isinstance(stage, HeadlessStage)), None)
         self._config, self.groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
-        self.hidden_size, self.token_ranks = config.hidden_size, args.context_parallel_size
+        self.hidden_size = config.hidden_size
         self._block_tokens = block_tokens_of(args)
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._inputs: Callable[[int], ChunkInputs] | None = None

@@ -254,19 +254,10 @@ class Timer:
         host_alone = alone and not self._on_gpu and torch.get_num_threads() == 1
         self._now_s = time.thread_time if host_alone else time.perf_counter
 
-    @property
-    def runs_ahead(self) -> bool:
-        """True if the host launches work that the device does later."""
-        return self._on_gpu
-
     def now_us(self) -> float:
         """Wait for the device and read the clock, in microseconds."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        return self.host_us()
-
-    def host_us(self) -> float:
-        """Read the clock without a wait for the device, in microseconds."""
         return self._now_s() * 1e6
 
     def median_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:

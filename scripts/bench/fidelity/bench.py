@@ -1,10 +1,10 @@
 """Compares what plans predict with what training takes on this machine: time of an iteration, and peak bytes.
 
-Trains a small GPT on the standard library's source files with costs measured at its start, once as fast as it goes and once
-under a memory cap that asks for recompute, and keeps plan and times of every iteration. Costs are measured again at the end:
-what changed meanwhile is the machine, not the model. `megatron-epp profile` is asked too: it times the parts in plain torch,
-without the host time of Megatron's layers, which counts on a CPU and in small models. Memory is counted in runs of their own,
-because counting takes time. The first iteration of a run is left out: it meets memory for the first time.
+Trains a small GPT on the standard library's source files with costs that a short training has learnt, once as fast as it goes
+and once under a memory cap that asks for recompute, and keeps plan and times of every iteration. Costs are learnt again at the
+end: what changed meanwhile is the machine, not the model. `megatron-epp profile` is asked too: it times the parts in plain
+torch, without the host time of Megatron's layers, which counts on a CPU and in small models. Memory is counted in runs of their
+own, because counting takes time. The first iteration of a run is left out: it meets memory for the first time.
 
 A machine that runs other programs takes cores away in the middle of actions. Processor times tell how much; both figures are
 given, with and without that.
@@ -25,8 +25,9 @@ from typing import Any
 
 from megatron_epp.contrib.demos.quickstart.documents import source_files
 from megatron_epp.cost import PipelineCosts, Profile, work_of
+from megatron_epp.cost.library import load_costs
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.runs import Run, tiny_gpt, train
+from megatron_epp.launch.runs import Run, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import Messages, Op, Plan, Step, simulate
 from megatron_epp.report.fidelity import Comparison, compare, traces
@@ -34,7 +35,6 @@ from megatron_epp.report.measured import Measured
 from scripts.bench.fidelity.report import markdown
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_fidelity"
-COSTS = "epp_costs.json"
 WARM_UP = 1
 """Iterations at the start of a run that are left out."""
 
@@ -60,7 +60,7 @@ def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts, p
 
     Args:
         runs: plan and times of every iteration, the first ones left out.
-        after: costs measured after the run.
+        after: costs learnt after the run.
         parts: a profile of the model's parts.
     """
     by_parts = parts.costs(after.num_layers)
@@ -137,12 +137,11 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def part(folder: Path, ranks: int, settings: dict[str, Any], iterations: int, costs: str) -> tuple[dict[str, Any], list[Any]]:
-    """One setting: a run for times with `costs`, and one for memory with the same. Returns the peaks' figures and traces."""
+def part(folder: Path, ranks: int, settings: dict[str, Any], iterations: int) -> tuple[dict[str, Any], list[Any]]:
+    """Train with one setting for times, and again for memory. Returns the peaks' figures and traces."""
     every = {"epp_trace": list(range(1, iterations + 2))}  # one more than there are: with a single one, no numbers
-    train(folder, ranks, settings | every | {"epp_costs": costs, "save": folder, "save_interval": iterations + 1})
-    kept = str(folder / COSTS) if costs == "measure" else costs
-    run = train(folder / "memory", ranks, settings | {"epp_costs": kept, "epp_measure_memory": True})
+    train(folder, ranks, settings | every)
+    run = train(folder / "memory", ranks, settings | {"epp_measure_memory": True})
     return compare_peaks(run), traces(folder, iterations)[WARM_UP:]
 
 
@@ -161,19 +160,18 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
     lengths = {"seq_length": context, "max_position_embeddings": context, "epp_documents": "truncate"}
     settings = tiny_gpt(data_path=data_path, train_iters=iterations, pipeline_model_parallel_size=ranks, **lengths)
     load_before = os.getloadavg()[0]
+    say("learning costs")
+    settings["epp_costs"] = learnt_costs(folder / "before", ranks, settings)
     say(f"training {iterations} iterations on {ranks} ranks, and again for their memory")
-    free_peaks, free = part(folder / "free", ranks, settings, iterations, "measure")
-    before = folder / "free" / COSTS
+    free_peaks, free = part(folder / "free", ranks, settings, iterations)
     peak = max(peak for plan, _ in free for peak in plan.predicted.peak_bytes)
     static = max(free[0][0].static_bytes)
     cap_gb = (static + cap_share * (peak - static)) / 2**30
     say(f"the same under a cap of {cap_gb * 1024:.0f} MiB")
-    capped_peaks, capped = part(folder / "capped", ranks, settings | {"epp_memory_cap_gb": cap_gb}, iterations, str(before))
-    say("measuring costs again")
-    train(
-        folder / "after", ranks, settings | {"epp_costs": "measure", "save": folder / "after", "save_interval": iterations + 1}
-    )
-    after = PipelineCosts.from_json((folder / "after" / COSTS).read_text())
+    capped_peaks, capped = part(folder / "capped", ranks, settings | {"epp_memory_cap_gb": cap_gb}, iterations)
+    say("learning costs again")
+    after = load_costs(str(learnt_costs(folder / "after", ranks, settings)))
+    assert isinstance(after, PipelineCosts)
     profile = folder / "profile.json"
     command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "--model", "tiny-gpt", "-o", str(profile)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | os.environ)

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
+from megatron_epp.launch.runs import Run, learnt_costs, pipeline_size, tiny_gpt, train
 from scripts.random_documents import write_documents
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_training"
@@ -55,9 +55,8 @@ def bench_uniform(ranks: int, seq_length: int, iterations: int, rounds: int) -> 
         train_iters=iterations,
         pipeline_model_parallel_size=ranks,
     )
-    runs = in_turn(
-        "uniform", ranks, {"1f1b": base | {"epp_schedule": "padded"}, "elastic": base | {"epp_costs": "measure"}}, rounds
-    )
+    elastic = base | {"epp_costs": learnt_costs(FOLDER / "uniform" / "costs", ranks, base)}
+    runs = in_turn("uniform", ranks, {"1f1b": base | {"epp_schedule": "padded"}, "elastic": elastic}, rounds)
     speed = {variant: median_ms_per_token(r) for variant, r in runs.items()}
     return {"elastic_over_1f1b": speed["1f1b"] / speed["elastic"]}
 
@@ -95,7 +94,8 @@ def bench_skewed(ranks: int, seq_length: int, batch: int, iterations: int, round
         settings = base | {"epp_schedule": schedule}
         recompute, peaks[schedule] = fitting_recompute(ranks, settings, cap_bytes, layers)
         variants[f"1f1b {schedule}"] = settings | {"epp_recompute": recompute}
-    elastic = base | {"epp_memory_cap_gb": (cap_bytes + static_bytes) / 2**30, "epp_costs": "measure"}
+    capped = base | {"epp_memory_cap_gb": (cap_bytes + static_bytes) / 2**30}
+    elastic = capped | {"epp_costs": learnt_costs(FOLDER / "skewed" / "costs", ranks, capped)}
     variants["elastic"] = elastic
     check = train(FOLDER / "probe", ranks, elastic | {"train_iters": 3, "epp_measure_memory": True})
     peaks["elastic"] = max(check.peak_activation_bytes)

@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -18,7 +17,7 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.kept import KeptCosts, to_state
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
-from megatron_epp.mcore.costs import learnt, stored
+from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_tokens
 from megatron_epp.mcore.data.encoders import Encoder, chat_encoder
@@ -42,7 +41,6 @@ from tests.support.fuzz.judge import Fault, Format, Reader, logged
 HERE = analytic_costs(
     ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000), CPU, [2, 2]
 )
-FLAGS: dict[str, Any] = {"epp_costs": "measure", "epp_offload": "off", "tensor_model_parallel_size": 1, "epp_placement": "v"}
 LEARNT_WITH = {"--seq-length": 512, "the device": "cpu"}
 LAYOUT_FLAGS = {"seq_length": 512, "epp_costs": "analytic"}
 TEXTS = b'{"text": "a few words"}\n\n{"text": "f\\u00fcr alle", "id": 7}\n{"text": "\\ud83d\\ude00 and more"}\n'
@@ -78,12 +76,6 @@ epp: {slices: 2}
 def tokens() -> bytes:
     """Return tokens of two bytes each, all in the vocabulary."""
     return (np.arange(NUM_TOKENS) % 257).astype(np.uint16).tobytes()
-
-
-def kept_costs() -> bytes:
-    """Return the costs that a run of these flags keeps."""
-    measured_with = stored.flags_of(Namespace(**FLAGS))
-    return json.dumps(json.loads(HERE.to_json()) | {"measured_with": measured_with, "host_link": True}).encode()
 
 
 def learnt_costs() -> bytes:
@@ -154,13 +146,6 @@ def _pair(path: Path) -> str:
     return ""
 
 
-def _kept_costs(path: Path) -> str:
-    alone()
-    with logged() as warnings:
-        stored.kept_times(Namespace(**FLAGS, load=str(path.parent), save=None), HERE)
-    return "\n".join(warnings)
-
-
 def _learnt_costs(path: Path) -> str:
     alone()
     with logged() as warnings:
@@ -228,7 +213,7 @@ def _checkpoints(**contents: bytes) -> Callable[[], dict[str, bytes]]:
     return lambda: {f"iter_000000{number}/metadata.json": ABOUT for number in (2, 4)} | contents
 
 
-_COSTS: Sequence[str] = (*keys(json.loads(kept_costs())), "costs of", r"layers", "--", "the device")
+_COSTS: Sequence[str] = (*keys(json.loads(HERE.to_json())), "costs of", r"layers", "--", "the device")
 FORMATS: dict[str, Format] = {
     "pair-index": _pair_format("given.idx", formats.index, binary_damage(index_fields)),
     "pair-tokens": _pair_format("given.bin", tokens, binary_damage(byte_fields)),
@@ -244,7 +229,6 @@ FORMATS: dict[str, Format] = {
         lambda: {"chats.jsonl": CHATS},
         named=r"given\.jinja|chat template|no documents",
     ),
-    "kept-costs": Format(stored.FILE_NAME, lambda: (kept_costs(),), json_damage(), {"resume": _kept_costs}, named(*_COSTS)),
     "learnt-costs": Format(
         learnt.FILE_NAME,
         lambda: (learnt_costs(),),

@@ -99,7 +99,7 @@ def of_batches(executor, batches):
         def run(self):
             session = sessions.current()
             args = session.args
-            costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
+            costs = pipeline_costs(args, self.stages, self.links, session.placement.num_stages)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, session, batches):
@@ -144,8 +144,8 @@ def of_batches(executor, batches):
 def plans(args, costs, session, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
+    from megatron_epp.mcore.arguments.consequences import token_multiple
     from megatron_epp.mcore.arguments.parser import options_from
-    from megatron_epp.mcore.training.session import problem_of
     from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
     from megatron_epp.plan.kv_offload import slices_in
     from megatron_epp.planner import UNLIMITED_BYTES
@@ -155,7 +155,7 @@ def plans(args, costs, session, batches):
     draw = random.Random(8)
     placement = session.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
-    free_of_caps = problem_of(args, (UNLIMITED_BYTES,) * len(static), placement)
+    free_of_caps = planner.Problem((), placement, (UNLIMITED_BYTES,) * len(static), token_multiple(args))
     for _ in range(batches):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
         problem = replace(free_of_caps, lengths=lengths)

@@ -53,9 +53,9 @@ def main():
     schedule = get_forward_backward_func()
     stock = [None, []] if "MICROBATCHES" in os.environ else run(schedule, models)
     if "HOST_LINK" in os.environ:  # latency in us, us per byte: this machine's is too slow for such tiny layers
-        from megatron_epp.mcore.microbatches import pipeline
+        from megatron_epp.mcore.costs import sources
 
-        pipeline.measure_host_link = lambda device: tuple(json.loads(os.environ["HOST_LINK"]))
+        sources.measure_host_link = lambda device: tuple(json.loads(os.environ["HOST_LINK"]))
     if "US_PER_TOKEN" in os.environ:
         with_fixed_times(json.loads(os.environ["US_PER_TOKEN"]))
     planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
@@ -81,16 +81,16 @@ def with_fixed_times(us_per_token):
     from dataclasses import replace
 
     from megatron_epp.cost import Line
-    from megatron_epp.mcore.microbatches import pipeline
+    from megatron_epp.mcore import run
 
-    learn, lines = pipeline.fitted_costs, {name: Line(0.0, value) for name, value in us_per_token.items()}
+    learn, lines = run.fitted_costs, {name: Line(0.0, value) for name, value in us_per_token.items()}
     lines |= {f"extra_{name}": Line() for name in us_per_token}
 
     def fixed(*rest, **named):
         costs = learn(*rest, **named)
         return replace(costs, stages=tuple(replace(stage, **lines) for stage in costs.stages))
 
-    pipeline.fitted_costs = fixed
+    run.fitted_costs = fixed
 
 
 def build(stages, virtual, num_experts=None, **settings):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.terminal import progress
+from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.launch.runs import WARM_UP, Run, tiny_gpt, train
+from megatron_epp.launch.runs import WARM_UP, Run, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.pinned import RECORD
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.fidelity import traces
@@ -43,6 +44,17 @@ class Setting:
         """Documents of a batch."""
         return PER_STAGE * self.num_ranks
 
+    def flags(self, data: str) -> dict[str, Any]:
+        """Return the flags of trainings on documents with this prefix."""
+        return tiny_gpt(
+            data_path=data,
+            lr_warmup_iters=0,  # or the first step would change nothing
+            global_batch_size=self.batch,
+            pipeline_model_parallel_size=self.num_ranks,
+            seq_length=self.context,
+            max_position_embeddings=self.context,
+        )
+
     def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> Run:
         """Train in a folder of its own.
 
@@ -53,14 +65,7 @@ class Setting:
             record: write the gradients of the first iteration.
             changes: flags.
         """
-        settings = tiny_gpt(
-            data_path=data,
-            train_iters=iterations,
-            lr_warmup_iters=0,  # or the first step would change nothing
-            global_batch_size=self.batch,
-            pipeline_model_parallel_size=self.num_ranks,
-        )
-        settings |= {"seq_length": self.context, "max_position_embeddings": self.context} | changes
+        settings = self.flags(data) | {"train_iters": iterations} | changes
         folder = self.folder / "trainings" / name
         environment = {RECORD: str(folder)} if record else {}
         with progress(f"training: {name.replace('-', ' ')}"):
@@ -77,10 +82,9 @@ class Setting:
 
 
 def measured_costs(setting: Setting, data: str) -> Path:
-    """Measure the model's times on this machine once, as `--epp-costs measure` does; return the file with them."""
-    folder = setting.folder / "trainings" / "measuring-costs"
-    setting.train("measuring-costs", data, WARM_UP, epp_costs="measure", save=folder, save_interval=WARM_UP + 1)
-    return folder / "epp_costs.json"
+    """Learn the model's times on this machine in a short training; return the file with them."""
+    with progress("training: learning costs"):
+        return learnt_costs(setting.folder / "trainings" / "learning-costs", setting.num_ranks, setting.flags(data))
 
 
 def cap_gb(peak_bytes: int, costs: PipelineCosts) -> float:
@@ -90,4 +94,6 @@ def cap_gb(peak_bytes: int, costs: PipelineCosts) -> float:
 
 def known_costs(path: Path) -> PipelineCosts:
     """Read the file of `measured_costs`."""
-    return PipelineCosts.from_json(path.read_text(encoding="utf-8"))
+    costs = load_costs(str(path))
+    assert isinstance(costs, PipelineCosts)
+    return costs

@@ -1,0 +1,279 @@
+"""A training by plans, on documents or on a caller's microbatches: groups, watchdog, costs, caps, host memory and resuming."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.kept import KeptCosts
+from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of
+from megatron_epp.launch.run_folder import hold, new_run_id
+from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
+from megatron_epp.mcore.costs.stored import of_first
+from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.model.stage import own_device
+from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes
+from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.training.reduction import process_groups
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan.ways import ways
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
+from megatron_epp.runtime.failures import FailureBoard
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
+from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.side_thread import complete_at_end
+from megatron_epp.runtime.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_STEPS = 7
+"""Number of steps in settling costs: of the memory probe, of learnt costs and of caps."""
+
+
+class Run:
+    """One process's share of a training by plans. Every rank of the job must create it, and call its methods, together.
+
+    Replicas (one per data-parallel rank) that share experts form a lockstep group, whose ranks run plans made together; without
+    expert parallelism every replica is a group of its own.
+
+    Args:
+        args: Megatron's arguments, or what stands for them.
+    """
+
+    stages: dict[int, Any]
+    """This rank's stages by their number in the pipeline; empty before `connect`."""
+    links: Links
+    """Connections between the ranks that run the same plan, since `connect`."""
+    groups: Groups
+    link_options: Callable[[], Any] | None
+    device: torch.device
+    problem: Problem
+    """Planning problem of every batch, without its lengths, since `settle`."""
+    costs: PipelineCosts | None = None
+    """Costs of the pipeline; None before `settle`, and if the schedule needs no plans."""
+    learnt_with: dict[str, Any] | None = None
+    """What learnt costs depend on; None if none are learnt."""
+    kept: KeptCosts | None = None
+    """Learnt costs, to be kept with checkpoints; None while they are learnt, and if they are not."""
+    host: HostMemory | None = None
+    """Host memory that receives offloaded activations; None without --epp-offload."""
+    watch: StageWatch | None = None
+    """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
+
+    _step: str | None = None  # of settling costs, while it is under way
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
+        self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.lockstep_groups, self.lockstep_ranks = lockstep_groups()
+        self.lockstep_group = next(number for number, group in enumerate(self.lockstep_groups) if self.replica in group)
+        self.failures = FailureBoard.of_job()
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures)
+        self.stages = {}
+        self.run_id = of_first(lambda: _hold_folders(args))
+
+    @property
+    def own_ranks(self) -> list[int]:
+        """Global ranks of this rank's lockstep group."""
+        return self.lockstep_ranks[self.lockstep_group]
+
+    def watching(self, what: str) -> AbstractContextManager[None]:
+        """Watch the body: the run ends if it takes longer than the limit, and says what this rank does, as in ``waits``."""
+        return self.watchdog.watch(lambda: f"rank {self.rank} {what} (--epp-wait-limit-seconds)")
+
+    @contextmanager
+    def telling_others(self, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Tell all ranks of the job why this one fails; raise `EppError` with another's failure if this one follows from it.
+
+        Args:
+            unless: errors that every other rank raises as well, so that none waits for this one.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_ours = isinstance(error, EppError) and (error.__cause__ is None or isinstance(error.__cause__, EppError))
+            if not is_ours and (cause := self.failures.cause()):
+                raise EppError(cause) from None
+            if not isinstance(error, unless):
+                self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
+            raise
+
+    def connect(self, stages: dict[int, Any]) -> None:
+        """Make the groups over which these stages of the rank exchange messages."""
+        self.stages = stages
+        self.device = own_device()
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        used = ways(self.placement.rank_of)
+        self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
+        self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
+
+    def use_communicators(self) -> None:
+        """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""
+        with self.watching("waits for others to meet"):
+            self.links.connect(self.device)
+            reduce_once(groups_in_use(self.args), self.device)
+
+    def settle(
+        self,
+        prior: Callable[[Callable[[str], None]], PipelineCosts],
+        learns: bool,
+        resume: Callable[[PipelineCosts, PipelineCosts], PipelineCosts],
+        loaded: Sequence[KeptCosts] = (),
+    ) -> None:
+        """Settle costs and caps with all ranks, and prepare host memory and the comparison of iterations with plans.
+
+        A rank that waits for others does not know their steps, so it waits for the sum of all steps' limits.
+
+        Args:
+            prior: gives costs by formula or from a file; it is given a function to call with each of its steps beforehand.
+            learns: the run corrects its costs by its first iterations, unless an earlier run has.
+            resume: gives the costs of this run from what `prior` gave and what an earlier run has learnt.
+            loaded: learnt costs that were given instead of a checkpoint's.
+        """
+        limit_s = _STEPS * self.watchdog.limit_s
+        with self.watchdog.watch(self._what_it_settles, lambda: self._step, limit_s):
+            try:
+                self.costs = prior(self._note)
+                if learns:
+                    self._note("looking for learnt costs")
+                    self.costs = self._resumed(self.costs, resume, loaded)
+                self._note("exchanging memory caps")
+                offloads = self.args.epp_offload == "on"
+                host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
+                caps, host_caps = agreed_caps(self.args, self.links.position), from_each(host_cap)
+                self.problem = Problem(
+                    (), self.placement.rank_of, caps, token_multiple(self.args), host_cap_bytes=min(host_caps)
+                )
+                self.host = HostMemory(self.device, host_cap) if offloads else None
+                if learns or self.args.epp_costs != "analytic":
+                    self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))
+            finally:
+                self._step = None
+
+    def _resumed(
+        self,
+        prior: PipelineCosts,
+        resume: Callable[[PipelineCosts, PipelineCosts], PipelineCosts],
+        loaded: Sequence[KeptCosts],
+    ) -> PipelineCosts:
+        models = {number: stage.model for number, stage in self.stages.items()}
+        self.learnt_with = fingerprint(self.args, models, self.links)
+        known = resumed(self.args, loaded, self.learnt_with)
+        if known is None:
+            return prior
+        self._keep(known)  # this run may save to another folder
+        return resume(prior, known)
+
+    def _note(self, step: str) -> None:
+        self._step = step
+
+    def _what_it_settles(self) -> str:
+        return (
+            f"rank {self.rank} has been {self._step} for {_STEPS * self.watchdog.limit_s:g} s, {self.watchdog.limit_s:g} s for "
+            f"each of {_STEPS} steps (--epp-wait-limit-seconds)"
+        )
+
+    def fit(
+        self,
+        learner: Learner,
+        plan: Plan | None,
+        keeps_weights: bool = False,
+        complete: Callable[[PipelineCosts], PipelineCosts] = lambda costs: costs,
+        told: str = "",
+    ) -> PipelineCosts:
+        """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them.
+
+        Args:
+            learner: what this rank has recorded.
+            plan: of the last recorded iteration; None if this rank's replica ran none.
+            keeps_weights: see `fitted_costs`.
+            complete: adds what is not fitted.
+            told: end of the line in the log.
+        """
+        assert self.costs is not None  # since `settle`
+        before, everyone = self.costs, from_each(learner.learnt)
+        costs = complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))
+        if dist.get_rank() == 0 and plan is not None:
+            ratio = deviation(before, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
+            logger.info("costs learnt from %d iterations: they took %s%s", learner.recorded, ratio, told)
+        self._keep(costs)
+        self.costs = costs
+        return costs
+
+    def _keep(self, costs: PipelineCosts) -> None:
+        assert self.learnt_with is not None  # costs are learnt
+        self.kept = KeptCosts(costs, self.learnt_with)
+        keep(self.args, self.kept)
+
+    def finish_gradients(
+        self, models: list[torch.nn.Module], num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None
+    ) -> None:
+        """Reduce gradients over replicas and between embeddings, and divide them by the number of tokens, as Megatron does."""
+        config = get_model_config(models[0])
+        if config.finalize_model_grads_func is None:
+            return
+        with self.watching("waits for gradient finalisation"):
+            groups = process_groups(models[0]) if pg_collection is None else pg_collection
+            counted = num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+    def close(self) -> None:
+        """Complete what threads do."""
+        if self.watch is not None:
+            complete_at_end(self.watch.complete)
+
+
+def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_collection: Any) -> None:
+    """Raise `EppError` for arguments of a schedule that would send other messages than the plan's, or over another pipeline.
+
+    Plans run on the pipeline of Megatron's parallel state. Megatron's own communicator of it is not used.
+    """
+    own = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    obstacle = ""
+    if adjust_tensor_shapes_fn is not None:
+        obstacle = "adjust_tensor_shapes_fn: messages follow the plan"
+    elif p2p_communicator is not None and type(p2p_communicator) is not P2PCommunicator:
+        obstacle = f"a p2p_communicator of type {type(p2p_communicator).__name__}: messages follow the plan"
+    else:
+        groups = {"p2p_communicator": (p2p_communicator, "pp_group"), "pg_collection": (pg_collection, "pp")}
+        for name, (given, attribute) in groups.items():
+            group = getattr(given, attribute, None)
+            if given is not None and (group is None or dist.get_process_group_ranks(group) != own):
+                obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
+    if obstacle:
+        raise EppError(f"--epp cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
+
+
+def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
+    """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
+    mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
+    everyone = from_each(mine)
+    replica_of = [replica for replica, _ in everyone]
+    groups = lockstep_groups_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    return groups, [[rank for rank, replica in enumerate(replica_of) if replica in group] for group in groups]
+
+
+def _hold_folders(args: argparse.Namespace) -> str:
+    """Keep other runs out of the folders that this one writes to, and return its identifier.
+
+    Raises:
+        EppError: another run has one of the folders.
+    """
+    run = new_run_id()
+    for folder in {getattr(args, "save", None), args.epp_report_dir} - {None}:
+        hold(folder, run)
+    return run
