@@ -63,7 +63,13 @@ def _forks() -> Forks:
 
 
 def preload() -> None:
-    """Prepare Megatron, whose mock data are fewer here: to shuffle ten million samples takes as long as to train on a few."""
+    """Prepare Megatron, whose mock data are fewer here: to shuffle ten million samples takes as long as to train on a few.
+
+    Without a GPU its functions are not compiled, which takes every rank ten times as long as its training.
+    """
+    from megatron_epp.mcore import cpu
+
+    cpu.activate()  # before anything imports Megatron, whose decorators compile
     from megatron_epp.mcore import pretrain_gpt
 
     pretrain_gpt.preload()
