@@ -76,7 +76,6 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_experts.py": (),
     "mcore/test_routers.py": (),
     "mcore/test_vocabulary_parallel.py": (
-        "test_it_trains_as_the_stock_schedule_does",
         "test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer",
         "test_a_resumed_run_goes_on_bitwise",
         "test_the_reduction_is_in_fp32_for_weights_in_bf16",
@@ -357,7 +356,7 @@ FAST: dict[str, tuple[str, ...]] = {
 
 LONG: tuple[str, ...] = (
     "slurm/test_train_sbatch.py",
-    "mcore/test_parity.py",
+    "mcore/test_matrix.py",
     "mcore/test_vocabulary_parallel.py",
     "mcore/test_wheel.py",
     "mcore/test_memory.py",

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from megatron_epp.launch.forked import Forks
+from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 
@@ -24,11 +25,12 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
 
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """
+    worker.end()  # its world is a job too
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         log.touch()
         meeting = {"MASTER_PORT": str(free_port()), FOLDER: folder}
-        code = _forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
+        code = forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
         output, figures = log.read_text(errors="replace"), recorded(Path(folder))
     assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
     return Finished(code, output, figures=figures)
@@ -52,13 +54,13 @@ def train(
 
 def ranks() -> list[psutil.Process]:
     """Return the ranks of the job that runs: processes that lead a group of their own."""
-    children = psutil.Process(_forks()._process.pid).children()
+    children = psutil.Process(forks()._process.pid).children()
     return [child for child in children if os.getpgid(child.pid) == child.pid]
 
 
 @functools.cache
-def _forks() -> Forks:
-    """For all tests, made when the first needs them."""
+def forks() -> Forks:
+    """Return the process that forks the ranks of all tests, started when the first needs it."""
     return Forks(ENVIRONMENT, (__name__, "preload"))
 
 
