@@ -51,8 +51,7 @@ class Fault:
 
 
 SHORT = "tests/mcore/test_parity_short.py"
-MATRIX = "tests/mcore/test_parity.py -k"
-SHARDS = "tests/mcore/test_vocabulary_parallel.py -k"
+MATRIX = "tests/mcore/test_matrix.py -k"
 FAULTS = (
     Fault(
         "gradients are divided by twice the number of tokens",
@@ -66,14 +65,14 @@ FAULTS = (
         "mcore/model/losses.py",
         "loss = torch.sum(losses.reshape(-1).float() * mask)",
         "loss = torch.sum(losses.reshape(-1).float())",
-        "tests/mcore/test_parity_masks.py -k masked_labels",
+        f"{MATRIX} 'masked and labels'",
     ),
     Fault(
-        "the gradients of a stage are not reduced over replicas",
-        "mcore/training/reduction.py",
-        "self._starts[index](self._chunks[index].parameters())",
-        "pass",
-        f"{SHARDS} 'replicas and trains'",
+        "gradients are reduced over replicas before the last of them is there",
+        "runtime/executor.py",
+        "if self._last_gradient[action.stage] == action:",
+        "if self._last_gradient[action.stage] != action:",
+        f"{MATRIX} 'cut and layers and experts'",
     ),
     Fault(
         "a batch in tokens advances the consumed samples too far",
@@ -102,35 +101,35 @@ FAULTS = (
         "mcore/patches/routers.py",
         "        with chunk(real):\n            return function(*args)",
         "        with chunk(None):\n            return function(*args)",
-        f"{MATRIX} 'padding_is_invisible'",
+        f"{MATRIX} 'padding and invisible'",
     ),
     Fault(
         "routers see one token of padding",
         "mcore/patches/routers.py",
         "(torch.arange(real.rows, device=logits.device) >= real.on_rank)",
         "(torch.arange(real.rows, device=logits.device) > real.on_rank)",
-        f"{MATRIX} 'padding_is_invisible'",
+        f"{MATRIX} 'padding and invisible'",
     ),
     Fault(
         "tensor-parallel ranks add up the gradient of shared tokens twice",
         "mcore/model/trained_rows.py",
         "tensor_parallel_output_grad=False",
         "tensor_parallel_output_grad=True",
-        "tests/mcore/test_parity_trained_rows.py -k 'sequence and parallel'",
+        f"{MATRIX} 'answers and sequence'",
     ),
     Fault(
         "of a tied embedding's gradients the last chunk's alone is kept",
         "mcore/model/tied_table.py",
         "self._gradient.add_(weight.grad)",
         "self._gradient.copy_(weight.grad)",
-        f"{SHARDS} 'trains and tied and uneven'",
+        f"{MATRIX} 'vocabulary and tied and uneven'",
     ),
     Fault(
         "each group of replicas learns costs from its own ranks",
         "mcore/training/learning.py",
         "costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))",
         "costs = fitted_costs(self._costs, everyone[dist.get_rank() :], keeps_weights=True)",
-        "tests/mcore/test_learnt_plans.py tests/mcore/test_learnt_costs.py",
+        "tests/mcore/test_matrix.py tests/mcore/test_learnt_costs.py -k learnt",
     ),
     Fault(
         "memory caps of a pipeline rank are those of its roomiest replica",
@@ -144,7 +143,7 @@ FAULTS = (
         "runtime/attention/context_parallel.py",
         "return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)",
         "index = size - 1 - index\n        return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)",
-        f"{MATRIX} 'cp2 and pp2 and v2 and every_group'",
+        f"{MATRIX} 'cp2 and pp2 and v2'",
     ),
     Fault(
         "a slice takes out the gradient of the sequence's first keys",
@@ -179,7 +178,7 @@ FAULTS = (
         "runtime/loss/pipeline_shards.py",
         "dist.reduce(part, groups.root, group=groups.gather)",
         "pass",
-        f"{SHARDS} 'trains and tied and blocks'",
+        f"{MATRIX} 'vocabulary and tied and blocks'",
     ),
     Fault(
         "backward does not wait for the activations that are copied back",

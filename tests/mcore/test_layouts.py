@@ -17,10 +17,10 @@ from megatron_epp.mcore.model.hybrid_stages import placed_pattern
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
-from tests.support.mcore.batches_worker import CUT_RUNS
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, returned
+from tests.support.mcore.jobs.batches import CUT_RUNS
+from tests.support.mcore.jobs.recompute_modes import CUT_RUNS as LEVELS
 from tests.support.mcore.megatron_flags import arguments
-from tests.support.mcore.recompute_modes_worker import CUT_RUNS as LEVELS
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,7 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
     @functools.cache
     def report(part: str) -> dict[str, Any]:
-        finished = launch(
-            1, "-m", "tests.support.mcore.layouts_worker", tmp_path_factory.mktemp("layouts"), part, timeout_s=300
-        )
-        assert finished.returncode == 0, finished.output[-5000:]
-        (found,) = finished.figures
-        return found
+        return returned(job(1, "layouts", folder=tmp_path_factory.mktemp("layouts"), part=part, timeout_s=300))
 
     return report
 
@@ -72,10 +67,8 @@ def test_a_hybrid_model_trains_there_and_back(report_of: Callable[[str], dict[st
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By training and rank: a line for every plan that ran."""
-    worker = "tests.support.mcore.batches_worker"
-    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("batches"), 2, *CUT_RUNS, timeout_s=400)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    folder = tmp_path_factory.mktemp("batches")
+    found = returned(job(1, "batches", folder=folder, batches=2, names=[*CUT_RUNS], timeout_s=400))
     assert not [ranks for ranks in found.values() if "error" in ranks], found
     return found
 
@@ -98,11 +91,7 @@ def test_no_plan_of_cut_layers_holds_more_than_it_says(memory: dict[str, Any], n
 @pytest.fixture(scope="module")
 def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By training and rank: which gradients differ from those without recompute, by level."""
-    worker = "tests.support.mcore.recompute_modes_worker"
-    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("levels"), *LEVELS, timeout_s=300)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
-    return found
+    return returned(job(1, "recompute_modes", folder=tmp_path_factory.mktemp("levels"), names=[*LEVELS], timeout_s=300))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows, vocabulary_shares
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.runtime.loss.shards import Shard, logits_pass
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, returned
 from tests.support.mcore.megatron_flags import arguments
 
 KEYS = {
@@ -34,9 +34,7 @@ KEYS = {
     ],
 )
 def test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer(name: str, tmp_path: Path) -> None:
-    finished = launch(1, "-m", "tests.support.mcore.vocabulary_worker", tmp_path, name, timeout_s=300)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    found = returned(job(1, "vocabulary", folder=tmp_path, part=name, timeout_s=300))
     entries = 97 if "uneven" in name else 96
     assert found["names"] > found["of the optimizer"] > 0
     assert found["missing"] == []
@@ -48,9 +46,7 @@ def test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer(name: str, tmp_pa
 
 @pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_bitwise(model: str, tmp_path: Path) -> None:
-    finished = launch(1, "-m", "tests.support.mcore.vocabulary_worker", tmp_path, f"resumed {model}", timeout_s=300)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    found = returned(job(1, "vocabulary", folder=tmp_path, part=f"resumed {model}", timeout_s=300))
     assert len(found["losses"]) == 2
     assert found["losses"] == found["resumed"]
     assert found["apart"] == []
@@ -58,9 +54,7 @@ def test_a_resumed_run_goes_on_bitwise(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["bf16", pytest.param("bf16, tied", marks=pytest.mark.slow)])  # the same model otherwise
 def test_the_reduction_is_in_fp32_for_weights_in_bf16(part: str, tmp_path: Path) -> None:
-    finished = launch(1, "-m", "tests.support.mcore.vocabulary_worker", tmp_path, part, timeout_s=300)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    found = returned(job(1, "vocabulary", folder=tmp_path, part=part, timeout_s=300))
     assert found["broadcast"] == ["torch.bfloat16"]
     assert found["reduced"] == ["torch.float32"]
     assert found["losses"] == pytest.approx(found["stock"], rel=5e-3)

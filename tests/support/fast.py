@@ -193,10 +193,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_docs_plan.py": (),
     "pure/test_docs_site.py": ("test_the_site_builds_and_every_link_leads_to_a_page_and_a_heading",),
     "pure/test_doctor.py": (),
-    "pure/test_exact_refine.py": (
-        "test_several_stages_on_a_rank_are_refined",
-        "test_the_same_lengths_in_another_order_get_the_refined_plan",
-    ),
+    "pure/test_exact_refine.py": ("test_several_stages_on_a_rank_are_refined",),
     "pure/test_messages.py": (
         "test_a_sequence_that_is_too_long_is_refused_with_the_context_that_fits",
         "test_help_imports_nothing_heavy",

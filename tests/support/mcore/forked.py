@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -34,6 +35,24 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
         output, figures = log.read_text(errors="replace"), recorded(Path(folder))
     assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
     return Finished(code, output, figures=figures)
+
+
+def job(
+    num_processes: int, name: str, /, *, env: dict[str, str] | None = None, timeout_s: float = 180, **given: Any
+) -> Finished:
+    """Run a job by its name (`jobs`) on fresh ranks, with arguments that JSON can hold, or paths.
+
+    What it returns on a rank, and what it records, are the figures of what finished. The rest is as for `launch`.
+    """
+    function, arguments = f"tests.support.mcore.jobs.{name}:run", json.dumps(given, default=str)
+    return launch(num_processes, "-m", worker.MODULE, function, arguments, env=env, timeout_s=timeout_s)
+
+
+def returned(finished: Finished) -> Any:
+    """Return what the job's only rank has returned. Raises AssertionError with its output if it failed."""
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.figures
+    return found
 
 
 def train(

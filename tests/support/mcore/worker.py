@@ -136,14 +136,15 @@ def main(argv: Sequence[str]) -> None:
         return
     from tests.support.mcore.figures import record_figures
 
-    if (found := resolve(argv[0])(**json.loads(argv[1]))) is not None:
+    if (found := run(argv[0], json.loads(argv[1]))) is not None:
         record_figures(found)
 
 
-def resolve(function: str) -> Any:
-    """Return the function of a name ``module:function``."""
+def run(function: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a function ``module:function`` and return what it does. The argument `folder`, if it has one, is a path."""
     module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)
+    paths = {key: Path(value) for key, value in arguments.items() if key == "folder"}
+    return getattr(importlib.import_module(module), name)(**arguments | paths)
 
 
 def serve(path: str) -> None:
@@ -162,7 +163,7 @@ def serve(path: str) -> None:
             while True:
                 asked = json.loads(calls.recv_bytes())
                 dist.init_process_group("gloo", init_method=f"file://{asked['store']}", rank=rank, world_size=size)
-                answer = pickle.dumps(resolve(asked["function"])(**asked["arguments"]))
+                answer = pickle.dumps(run(asked["function"], asked["arguments"]))
                 forget_training()
                 calls.send_bytes(answer)
     except BaseException:
