@@ -22,9 +22,7 @@ from tests.support.mcore.rows import BY_DEFAULT, CHOICES, KINDS, PAIRS, ROWS
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    mine = [item for item in request.session.items if item.path == request.path]
-    rows = [item.callspec.params["row"] for item in mine if hasattr(item, "callspec") and "row" in item.callspec.params]
-    return Matrix(tmp_path_factory.mktemp("matrix"), rows)
+    return Matrix.of(request, tmp_path_factory)
 
 
 @pytest.mark.parametrize("row", parameters(ROWS))

@@ -85,6 +85,13 @@ class Matrix:
         rows: that will be asked for.
     """
 
+    @classmethod
+    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Matrix:
+        """Return the matrix of the rows that are selected of a test file, whose fixture asks for it."""
+        mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+        given = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+        return cls(folders.mktemp("matrix"), [params["row"] for params in given if "row" in params])
+
     def __init__(self, folder: Path, rows: Iterable[Row]) -> None:
         self._folder = folder
         (folder / "documents").mkdir()

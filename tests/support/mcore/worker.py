@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "tests.support.mcore.worker"
-_START_S = 120.0
+_START_S = 600.0
+"""Longest time until all ranks are there; they are forked from a process that may first have to import Megatron."""
 _MOST_CALLS = 24
 """Calls after which a world is replaced: what process groups leave behind adds up."""
 _world: _World | None = None
@@ -87,12 +88,21 @@ class _World:
             path = str(Path(self._folder.name, "door"))
             door.bind(path)
             door.listen(num_processes)
-            door.settimeout(_START_S)
+            door.settimeout(1.0)
+            self._end_s = time.monotonic() + _START_S
             job = num_processes, ["-m", MODULE, "--serve", path], {}, self._log, float("inf")
             self._job = threading.Thread(target=forks().run, args=job, daemon=True)
             self._job.start()
-            met = [Connection(door.accept()[0].detach()) for _ in range(num_processes)]
+            met = [Connection(self._next(door).detach()) for _ in range(num_processes)]
         self._ranks = [rank for _, rank in sorted(((rank.recv(), rank) for rank in met), key=lambda pair: pair[0])]
+
+    def _next(self, door: socket.socket) -> socket.socket:
+        """Return a rank's end of a connection. Raises AssertionError if the ranks have ended, or take too long to come."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return door.accept()[0]
+            assert self._job.is_alive(), f"the ranks have ended:\n{self._said(0)}"
+            assert time.monotonic() < self._end_s, f"the ranks are not there after {_START_S:g} s:\n{self._said(0)}"
 
     def call(self, function: str, arguments: Mapping[str, Any], limit_s: float) -> list[Any]:
         """Call a function on every rank. Raises AssertionError where it fails or takes longer than the limit."""
