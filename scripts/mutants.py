@@ -38,9 +38,9 @@ PACKAGE = "megatron_epp"
 TESTS = "-m fast -n 0 -x -q -p no:cacheprovider --no-header --tb=line"
 PATIENCE = 4.0
 """Time limit of a mutant's run, in runs without one."""
-NEAREST = {"runtime": "cpu", "data": "cpu", "mcore": "mcore"}
+NEAREST = {"runtime": "cpu", "data": "cpu", "mcore": "mcore", "contrib": "contrib"}
 """Folder of the tests that are nearest to a package, by package; of the others it is `pure`."""
-FOLDERS = ("pure", "cpu", "mcore")
+FOLDERS = ("pure", "cpu", "mcore", "contrib")
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,

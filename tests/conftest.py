@@ -12,8 +12,9 @@ settings.register_profile("patient", deadline=None, max_examples=30, suppress_he
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 TESTS = Path(__file__).parent
-FOLDERS = ("slurm", "browser", "cpu", "gpu", "mcore", "pure")
-"""In the order in which they run: what waits most first, many short tests last, so that processes end together.
+FOLDERS = ("slurm", "browser", "cpu", "gpu", "mcore", "pure", "contrib")
+"""In the order in which they run: what waits most first, many short tests last, so that processes end together, and behind
+all others the tests of what training does not need.
 
 What asks torch for a GPU's tensors comes before Megatron: its stand-ins for CUDA stay in the process that read its flags.
 """
@@ -43,7 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_left_out = left_out is None or item.name.partition("[")[0] in left_out
         if not is_left_out and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)
-    items.sort(key=lambda item: (_turn(_name(item.path)), FOLDERS.index(item.path.parent.name)))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, int, int]:
+    folder = item.path.parent.name
+    return folder == "contrib", _turn(_name(item.path)), FOLDERS.index(folder)
 
 
 def _turn(name: str) -> int:

@@ -17,7 +17,7 @@ from megatron_epp.runtime.attention.kernels import (
     PREFERENCES,
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
-    Case,
+    AttentionCase,
     flash,
     transformer_engine,
 )
@@ -29,7 +29,7 @@ from tests.support.runtime.attention_libraries import (
     older_transformer_engine,
 )
 
-ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
+ON_GPU = AttentionCase("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH)
 
 
@@ -165,7 +165,7 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     calls = []
     module = play(calls)
     monkeypatch.setattr(*where, lambda: module)
-    case = Case("cpu", torch.float32, 16, 4, kv_heads)
+    case = AttentionCase("cpu", torch.float32, 16, 4, kv_heads)
     before = torch.get_rng_state()
     assert kernels._relative_error(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
@@ -302,14 +302,17 @@ def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
         wrong = kernels.SegmentTable(tuple(s._replace(start=0, end=s.num_tokens) for s in table.segments), starts, starts)
         return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
 
-    assert kernels._relative_error(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert (
+        kernels._relative_error(replace(EXACT, forward=forward), AttentionCase("cpu", torch.float32, 16, 4, 2))
+        > kernels._TOLERANCE
+    )
 
 
 def test_the_proof_notices_a_log_sum_exp_of_other_heads():
     """Which a backward of all heads at once never sees."""
     wrong = replace(EXACT, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
-    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
-    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
+    assert kernels._relative_error(wrong, AttentionCase("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._relative_error(wrong, AttentionCase("cpu", torch.float32, 16, 4, 1)) == 0
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -317,5 +320,5 @@ def test_the_proof_notices_a_gradient_that_is_not_a_number(which):
     def backward(*inputs):
         return [x * float("nan") if i == which else x for i, x in enumerate(EXACT.backward(*inputs))]
 
-    case = Case("cpu", torch.float32, 16, 4, 2)
+    case = AttentionCase("cpu", torch.float32, 16, 4, 2)
     assert "nan" in kernels._failure(replace(EXACT, backward=backward), case)

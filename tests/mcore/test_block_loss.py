@@ -1,4 +1,4 @@
-"""Which models' losses go by blocks, and what is said where they cannot. That they train alike is in `test_parity.py`."""
+"""Which models' losses go by blocks, and what is said where they cannot. That they train alike is in `test_matrix.py`."""
 
 import functools
 import logging

@@ -15,7 +15,7 @@ from megatron_epp.mcore.training.communicators import link_options, link_setting
 from megatron_epp.plan import EppError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.ways import most_links, ways
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 
 SMS = (132, 114, 108, 80, 46)
 """Multiprocessors of H100 SXM and PCIe, A100, V100, and a smaller one."""
@@ -129,7 +129,7 @@ def test_there_are_no_options_for_another_backend(monkeypatch):
 
 def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):
     """So that their communicators have their memory before caps are set."""
-    finished = launch(1, "-m", "tests.support.mcore.collectives_worker", tmp_path, timeout_s=400)
+    finished = job(1, "collectives", folder=tmp_path, timeout_s=400)
     assert finished.returncode == 0, finished.output[-5000:]
     (found,) = finished.figures
     assert [len(ranks) for ranks in found.values()] == [4, 4], found

@@ -149,3 +149,9 @@ def test_with_dropout_recomputation_repeats_the_same_masks_and_a_resumed_run_dra
     resumed = train(tmp_path / "resumed", 2, *flags, "--load", tmp_path / "checkpoints", iterations=END)
     assert after_cut(resumed) == after_cut(plain)
     assert resumed.weights == plain.weights
+
+
+def test_megatron_is_not_imported_before_its_compilation_is_switched_off() -> None:
+    """Its decorators compile when they are imported, and on a CPU a rank would compile for longer than it trains."""
+    code = "import sys, megatron_epp.mcore.entry; sys.exit(any(name.startswith('megatron.core') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

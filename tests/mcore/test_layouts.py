@@ -1,4 +1,4 @@
-"""Stages that begin inside a layer train as whole ones do: parity, checkpoints, random masks, memory, and what is refused."""
+"""Stages that begin inside a layer: checkpoints, random masks, memory, and what is refused. `test_matrix.py` trains them."""
 
 from __future__ import annotations
 
@@ -17,77 +17,10 @@ from megatron_epp.mcore.model.hybrid_stages import placed_pattern
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
-from scripts.parity.compare import BATCH
-from tests.support.mcore.batches_worker import CUT_RUNS
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, returned
+from tests.support.mcore.jobs.batches import CUT_RUNS
+from tests.support.mcore.jobs.recompute_modes import CUT_RUNS as LEVELS
 from tests.support.mcore.megatron_flags import arguments
-from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, check_closeness, parity_of
-from tests.support.mcore.recompute_modes_worker import CUT_RUNS as LEVELS
-
-SHORT, LONG = 2, 20
-DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-PLAN = "--epp-slices 3 --epp-recompute 1"
-CASES: dict[str, dict[str, Any]] = {
-    "context parallel, weights apart": {"cell": {"pp": 2, "cp": 2, "split": True}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
-    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5"},
-    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": f"{PLAN} --epp-layout 1.5,2.5"},
-    "experts of replicas": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": f"{PLAN} --epp-layout 1.5,2.5",
-        "optimizer": DISTRIBUTED,
-    },
-}
-MORE_CASES: dict[str, dict[str, Any]] = CASES | {
-    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
-    "two stages": {"cell": {"pp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "model": "grouped"},
-    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5"},
-    "replicas": {"cell": {"pp": 2, "dp": 2}, "plan": f"{PLAN} --epp-layout 2.5,1.5", "optimizer": DISTRIBUTED},
-    "looped": {"cell": {"pp": 2, "virtual": 2, "split": True}, "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5"},
-    "four stages, weights apart": {
-        "cell": {"pp": 4, "split": True},
-        "plan": f"{PLAN} --epp-layout 1.5,1,1,0.5",
-        "model": "gpt2",
-    },
-    "whole layers": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "plan": f"{PLAN} --epp-layout 2,0,1,1",
-        "model": "gpt2",
-    },
-    "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
-    "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
-}
-CASES_OF = {SHORT: CASES, LONG: MORE_CASES}
-
-
-@pytest.fixture(scope="module")
-def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Figures]]:
-    @functools.cache
-    def figures(iterations: int) -> dict[str, Figures]:
-        cases = {name: {"model": "llama"} | case for name, case in CASES_OF[iterations].items()}
-        return parity_of(
-            tmp_path_factory.mktemp("parity"), cases, iterations, 900, SMALL_BATCH if iterations == SHORT else BATCH
-        )
-
-    return figures
-
-
-@pytest.mark.parametrize(
-    ("iterations", "name"),
-    [
-        pytest.param(iterations, name, id=f"{name}, {iterations}", marks=marks)
-        for iterations, marks in ((SHORT, ()), (LONG, pytest.mark.slow))
-        for name in CASES_OF[iterations]
-    ],
-)
-def test_cut_layers_train_as_whole_ones_of_the_stock_schedule(
-    figures_of: Callable[[int], dict[str, Figures]], iterations: int, name: str
-) -> None:
-    figures, case = figures_of(iterations)[name], CASES_OF[iterations][name]
-    check_closeness(figures)
-    assert figures["num_losses"] == [iterations, 1]
-    plans = [plan for replica in figures["plans"] for plan in replica]
-    assert any("hybrid" in plan["kinds"] for plan in plans)
-    assert any(plan["weights"] > 0 for plan in plans) == bool(case["cell"].get("split"))
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +29,7 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
     @functools.cache
     def report(part: str) -> dict[str, Any]:
-        finished = launch(
-            1, "-m", "tests.support.mcore.layouts_worker", tmp_path_factory.mktemp("layouts"), part, timeout_s=300
-        )
-        assert finished.returncode == 0, finished.output[-5000:]
-        (found,) = finished.figures
-        return found
+        return returned(job(1, "layouts", folder=tmp_path_factory.mktemp("layouts"), part=part, timeout_s=300))
 
     return report
 
@@ -139,10 +67,8 @@ def test_a_hybrid_model_trains_there_and_back(report_of: Callable[[str], dict[st
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By training and rank: a line for every plan that ran."""
-    worker = "tests.support.mcore.batches_worker"
-    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("batches"), 2, *CUT_RUNS, timeout_s=400)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    folder = tmp_path_factory.mktemp("batches")
+    found = returned(job(1, "batches", folder=folder, batches=2, names=[*CUT_RUNS], timeout_s=400))
     assert not [ranks for ranks in found.values() if "error" in ranks], found
     return found
 
@@ -165,11 +91,7 @@ def test_no_plan_of_cut_layers_holds_more_than_it_says(memory: dict[str, Any], n
 @pytest.fixture(scope="module")
 def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By training and rank: which gradients differ from those without recompute, by level."""
-    worker = "tests.support.mcore.recompute_modes_worker"
-    finished = launch(1, "-m", worker, tmp_path_factory.mktemp("levels"), *LEVELS, timeout_s=300)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
-    return found
+    return returned(job(1, "recompute_modes", folder=tmp_path_factory.mktemp("levels"), names=[*LEVELS], timeout_s=300))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""With `--epp-costs learn` the first batches are planned by formulas and all later ones by learnt costs, on every replica."""
+"""A run that goes on plans by the costs that the one before has learnt. `test_matrix.py` has runs that learn them."""
 
 from __future__ import annotations
 
@@ -7,61 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import launch
-from tests.support.mcore.parity_figures import (
-    SMALL_BATCH,
-    Figures,
-    answers_only,
-    check_closeness,
-    masked_documents,
-    parity_of,
-)
+from tests.support.mcore.rows import FIRST_LEARNT, LEARN
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
-
-LOOKAHEAD = 1
-FIRST = WARM_UP + RECORDED + LOOKAHEAD + 1
-"""First batch that is planned by learnt costs."""
-LEARN = f"--epp-costs learn --epp-lookahead {LOOKAHEAD}"
-ITERATIONS = FIRST + 1
-CASES = {
-    "sliced": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": f"--epp-slices 3 --epp-recompute 1 {LEARN}"},
-    "replicas": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "plan": f"--epp-slices 2 {LEARN}"},
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
-
-
-@pytest.fixture(scope="module")
-def figures(folder: Path) -> dict[str, Figures]:
-    cases = {name: dict(case) for name, case in CASES.items()}
-    cases["sliced"]["both"] = f"--data-path {masked_documents(folder / 'answers', answers_only())}"
-    for name, case in cases.items():
-        case["plan"] = f"{case['plan']} --epp-report-dir {folder / name} --epp-trace {FIRST - 1} {FIRST}"
-    return parity_of(folder, cases, ITERATIONS, 400, SMALL_BATCH)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_plans_by_learnt_costs_train_as_the_stock_schedule_does(figures: dict[str, Figures], name: str) -> None:
-    check_closeness(figures[name])
-    assert figures[name]["num_losses"] == [ITERATIONS, 1]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_costs_change_at_the_agreed_batch(figures: dict[str, Figures], folder: Path, name: str) -> None:
-    assert "error" not in figures[name]
-    before, after = (load(folder / name / f"plan-{number}.json") for number in (FIRST - 1, FIRST))
-    assert before.costs != "learnt"
-    assert after.costs == "learnt"
-
 
 TRAINING = shlex.split(
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -87,7 +39,7 @@ def test_a_resumed_run_plans_by_the_learnt_costs_from_its_first_batch(tmp_path: 
     said = re.findall(
         r"costs learnt from (\d+) iterations: they took ([\d.]+) of the time by formulas .* batch (\d+)", learning
     )
-    assert [(number, batch) for number, _, batch in said] == [(str(RECORDED), str(FIRST))]
+    assert [(number, batch) for number, _, batch in said] == [(str(RECORDED), str(FIRST_LEARNT))]
     assert float(said[0][1]) > 0
     (one,) = from_state(json.loads((kept / FILE_NAME).read_text()))
     assert one.costs.name == "learnt"

@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from scripts.megatron_state.found import State, states
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 from tests.support.mcore.launch import REPOSITORY
 from tests.support.mcore.releases import OTHER_RELEASES, release
 
@@ -121,7 +121,7 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
 @pytest.fixture(scope="module")
 def models() -> dict[str, Mapping[str, Any]]:
     """Figures by model."""
-    finished = launch(1, "-m", "tests.support.mcore.state_worker")
+    finished = job(1, "state")
     assert finished.returncode == 0, finished.output[-5000:]
     return {one["model"]: one for one in finished.figures}
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_epp.plan import Plan
 from megatron_epp.plan.serialize import load
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 from tests.support.mcore.memory_cases import (
     BLOCKS,
     CAPPED,
@@ -32,7 +32,6 @@ from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 SCALARS_BYTES = 64
 """Bytes of the loss, which no cost per token has."""
-WORKER = "tests.support.mcore.memory_worker"
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
     errors: dict[Path, str] = {}
 
     def report(ranks: int, name: str) -> Report:
-        more = {"MEMORY_MORE": "1"} if name in MORE[ranks] else {}
+        more = name in MORE[ranks]
         reports = folder / f"{ranks}{'-more' if more else ''}"
         if reports not in errors:
-            env = {"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)} | more
-            finished = launch(ranks, "-m", WORKER, env=env, timeout_s=400)
+            finished = job(ranks, "memory", data=data, folder=reports, more=more, timeout_s=400)
             errors[reports] = "" if finished.returncode == 0 else finished.output[-5000:]
         assert not errors[reports], errors[reports]
         lines = (reports / name / "iterations.jsonl").read_text().splitlines()

@@ -9,12 +9,11 @@ import functools
 import pytest
 
 from megatron_epp.plan.recompute import MODES
-from tests.support.mcore.batches_worker import RUNS
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, returned
+from tests.support.mcore.jobs.batches import RUNS
 
 SCALARS_BYTES = 64
 """Bytes of the loss, which no cost per token has."""
-WORKER = "tests.support.mcore.batches_worker"
 
 
 FEW, MANY = 2, 9
@@ -32,9 +31,8 @@ def lines_of(tmp_path_factory):
     @functools.cache
     def runs(batches):
         names = BY_DEFAULT if batches == FEW else ()
-        finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("batches"), batches, *names, timeout_s=400)
-        assert finished.returncode == 0, finished.output[-5000:]
-        (found,) = finished.figures
+        folder = tmp_path_factory.mktemp("batches")
+        found = returned(job(1, "batches", folder=folder, batches=batches, names=names, timeout_s=400))
         assert not [ranks for ranks in found.values() if "error" in ranks], found
         return found
 

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import torch
 
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 from tests.support.mcore.launch import Finished
 from tests.support.mcore.oom_cases import CASES, LENGTHS, LIMIT_MINUTES, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WORKER = "tests.support.mcore.oom_worker"
-
 
 def start(folder: Path, *names: str) -> Finished:
     data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
-    environment = {"OOM_DATA": data, "OOM_FOLDER": str(folder), "OOM_CASES": "; ".join(names)}
-    return launch(2, "-m", WORKER, env=environment, timeout_s=400)
+    return job(2, "oom", data=data, folder=folder, names=names, timeout_s=400)
 
 
 def test_every_process_group_has_the_runs_time_limit(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
 from tests.support.mcore.optimizer_cases import SETTINGS
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WORKER = "tests.support.mcore.optimizer_worker"
 HALF = {"bf16": True, "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
 SHAPE = ModelShape(num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, H100, [1])
@@ -48,7 +47,7 @@ def documents(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(documents):
     """Planned and real bytes of all settings, of both ranks."""
-    done = forked.launch(2, "-m", WORKER, documents, *SETTINGS)
+    done = forked.job(2, "optimizer", documents=documents, names=[*SETTINGS])
     assert done.returncode == 0, done.output[-5000:]
     return by_name(done.figures)
 

@@ -4,18 +4,15 @@ import math
 
 import pytest
 
-from tests.support.mcore.forked import launch
-from tests.support.mcore.options_worker import ITERATIONS, LOADED, MORE_RUNS, SAVED
+from tests.support.mcore.forked import job, returned
+from tests.support.mcore.jobs.options import ITERATIONS, LOADED, MORE_RUNS, SAVED
 
-WORKER = "tests.support.mcore.options_worker"
 TOLERANCE = 1e-5
 
 
 def results(folder, *names):
     """Result of every run of the worker, or of those that are named."""
-    finished = launch(1, "-m", WORKER, folder, *names, timeout_s=900)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    found = returned(job(1, "options", folder=folder, names=names, timeout_s=900))
     errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
     assert not errors, errors
     return found

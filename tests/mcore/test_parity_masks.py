@@ -1,4 +1,4 @@
-"""Training with a mask of trained tokens: as Megatron's own schedule with the same mask, also if there is nothing to train."""
+"""Batches of which a mask trains nothing: reported as 0, as by Megatron's own schedule. `test_matrix.py` has other masks."""
 
 from __future__ import annotations
 
@@ -8,65 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_epp.data.sampler import GlobalBatchSampler
-from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
+from scripts.parity.cells import CONTEXT, MODELS, VOCABULARY, common_flags
 from tests.support.mcore.forked import RECORDER, launch
-from tests.support.mcore.parity_figures import Figures, check_closeness, masked_documents, parity_of
-
-ITERATIONS = 2
-SEED = 1234
-NUM_TRAINING = round(0.8 * len(LENGTHS))
-"""Documents of the training split; the others are for validation."""
-MASKED, FEW = "part of every document", "one of two replicas"
-
-
-def batches_of(size: int, count: int) -> list[tuple[int, ...]]:
-    """The documents of a run's first batches."""
-    sampler = GlobalBatchSampler(NUM_TRAINING, size, seed=SEED)
-    return [next(sampler) for _ in range(count)]
-
-
-def whole(documents: set[int]) -> list[np.ndarray]:
-    """Masks of documents that are trained as a whole or not at all."""
-    return [np.full(length + 1, number in documents) for number, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    folder = tmp_path_factory.mktemp("parity")
-    random = np.random.RandomState(5)
-    masked = masked_documents(folder / "masked", [random.rand(length + 1) < 0.3 for length in LENGTHS])
-    first_of_each = {batch[0] for batch in batches_of(2, ITERATIONS)}
-    few = masked_documents(folder / "few", whole(first_of_each | set(range(NUM_TRAINING, len(LENGTHS)))))
-    cases = {
-        MASKED: {
-            "cell": {"pp": 2},
-            "model": "llama",
-            "plan": "--epp-slices 3 --epp-loss-block-tokens 5",
-            "both": f"--data-path {masked} --seed {SEED}",
-        },
-        FEW: {
-            "cell": {"dp": 2},
-            "model": "gpt2",
-            "plan": "--epp-slices 3",
-            "both": f"--data-path {few} --seed {SEED} --global-batch-size 2",
-        },
-    }
-    return parity_of(folder, cases, ITERATIONS)
-
-
-def test_plans_train_the_masked_labels_that_the_stock_schedule_trains(figures: dict[str, Figures]) -> None:
-    check_closeness(figures[MASKED])
-    (plans,) = figures[MASKED]["plans"]
-    assert any(kind in ("split", "hybrid") for plan in plans for kind in plan["kinds"])
-
-
-def test_a_replica_without_a_trained_token_trains_as_the_stock_schedule_does(figures: dict[str, Figures]) -> None:
-    check_closeness(figures[FEW])
-    assert [[plan["sequences"] for plan in replica] for replica in figures[FEW]["plans"]] == [[1] * ITERATIONS] * 2
+from tests.support.mcore.matrix import SEED, batches_of, whole
+from tests.support.mcore.parity_figures import masked_documents
 
 
 def train(folder: Path, data: str, schedule: str) -> tuple[dict[str, dict[str, float]], str]:

@@ -1,4 +1,4 @@
-"""Two short trainings against Megatron's own schedule, for the fast set: see `test_parity.py` for all others."""
+"""Two short trainings against Megatron's own schedule, for the fast set: see `test_matrix.py` for all others."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from megatron.core.transformer.enums import LayerType
 
 from megatron_epp.mcore.model.model_chunks import PlacedLayout, assign_stages, ends, layers_of_stages
 from megatron_epp.plan.placement import Placement
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 
-WORKER = "tests.support.mcore.placement_worker"
 ITERATIONS = 5
 
 
@@ -60,7 +59,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     these to four ranks there and back, then to a looped pipeline, and back to one process. Layers are shared out unevenly, and
     some stages have none.
     """
-    finished = launch(1, "-m", WORKER, tmp_path, timeout_s=900)
+    finished = job(1, "placement", folder=tmp_path, timeout_s=900)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
     whole = report["whole"]["losses"]

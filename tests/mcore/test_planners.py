@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.mcore.forked import launch
-from tests.support.mcore.planners_worker import ITERATIONS, PLANNERS
+from tests.support.mcore.forked import job
+from tests.support.mcore.jobs.planners import ITERATIONS, PLANNERS
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WORKER = "tests.support.mcore.planners_worker"
 LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
 """Six of them train, so every batch has the same lengths in another order."""
 
@@ -21,7 +20,7 @@ LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planners")
     data = write_pair(folder / "documents", documents_of(LENGTHS, vocab_size=255))
-    finished = launch(2, "-m", WORKER, env={"DATA": data, "REPORTS": str(folder)}, timeout_s=400)
+    finished = job(2, "planners", data=data, folder=folder, timeout_s=400)
     assert finished.returncode == 0, finished.output[-5000:]
     return folder
 

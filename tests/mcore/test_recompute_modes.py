@@ -4,12 +4,9 @@ import functools
 
 import pytest
 
-from tests.support.mcore.forked import launch
-from tests.support.mcore.recompute_modes_worker import KV_OFFLOAD, OFFLOADS, RECOMPUTE_MODES, RUNS
+from tests.support.mcore.forked import job, returned
+from tests.support.mcore.jobs.recompute_modes import KV_OFFLOAD, OFFLOADS, RECOMPUTE_MODES, RUNS
 from tests.support.seeds import some_by_default
-
-WORKER = "tests.support.mcore.recompute_modes_worker"
-
 
 BY_DEFAULT = ("grouped, weights apart", "experts shared by replicas", "hybrid")
 OTHERS = tuple(name for name in RUNS if name not in BY_DEFAULT)
@@ -21,10 +18,7 @@ def runs(tmp_path_factory):
 
     @functools.cache
     def run(names):
-        finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("levels"), *names, timeout_s=400)
-        assert finished.returncode == 0, finished.output[-5000:]
-        (found,) = finished.figures
-        return found
+        return returned(job(1, "recompute_modes", folder=tmp_path_factory.mktemp("levels"), names=names, timeout_s=400))
 
     return lambda name: run(BY_DEFAULT if name in BY_DEFAULT else OTHERS)[name]
 

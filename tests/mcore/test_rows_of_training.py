@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripts.random_documents import write_documents
-from tests.support.mcore.forked import RECORDER, launch
+from tests.support.mcore.forked import RECORDER, job, launch
 from tests.support.mcore.launch import TINY
 
 LENGTHS = [30, 3, 2, 17, 9, 4, 32, 1, 14, 5, 31, 6, 11, 7, 12, 25]
@@ -24,7 +24,7 @@ def test_only_trained_tokens_pass_the_output_layer(tmp_path: Path, block_tokens:
     masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
     np.concatenate(masks).astype(np.uint8).tofile(f"{data}.mask")
     flags = ["--data-path", data, "--epp-loss-block-tokens", block_tokens]
-    done = launch(1, "-m", "tests.support.mcore.rows_worker", *FLAGS, *flags, env={"RECORD_TO": str(tmp_path)})
+    done = job(1, "rows", flags=[*map(str, (*FLAGS, *flags))], env={"RECORD_TO": str(tmp_path)})
     assert done.returncode == 0, done.output[-5000:]
     found = json.loads((tmp_path / "rows.json").read_text())
     assert 0 in found["trained"]

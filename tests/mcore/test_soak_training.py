@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from scripts.soak.soak import main
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 from tests.support.mcore.soak_cases import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
-
-WORKER = "tests.support.mcore.soak_worker"
 
 
 def soaked(name: str, folder: Path) -> list[dict[int, int]]:
@@ -18,9 +16,7 @@ def soaked(name: str, folder: Path) -> list[dict[int, int]]:
     lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
     data = write_pair(folder / "documents", documents_of(lengths, vocab_size=VOCABULARY))
     case = CASES[name]
-    finished = launch(
-        case.pipeline_size, "-m", WORKER, env={"SOAK_DATA": data, "SOAK_CASE": name}, timeout_s=0.6 * case.iterations
-    )
+    finished = job(case.pipeline_size, "soak", data=data, name=name, timeout_s=0.6 * case.iterations)
     assert finished.returncode == 0, finished.output[-5000:]
     assert len(finished.figures) == case.pipeline_size
     return [{int(iteration): count for iteration, count in figures["counts"].items()} for figures in finished.figures]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job
 from tests.support.mcore.launch import TINY
 from tests.support.mcore.synthetic_documents import write_pair
 
@@ -31,7 +31,6 @@ FLAGS += [
     "2",
     "--epp",
 ]
-WORKER = "tests.support.mcore.labels_worker"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def data(documents, tmp_path_factory):
 def run(folder, data, *flags, iterations=EPOCH):
     folder.mkdir()
     given = ["--data-path", data, "--train-iters", iterations, "--epp-report-dir", folder, *flags]
-    return launch(2, "-m", WORKER, *FLAGS, *given, env={"RECORD_TO": str(folder)})
+    return job(2, "labels", flags=[*map(str, (*FLAGS, *given))], env={"RECORD_TO": str(folder)})
 
 
 def trained(folder, data, *flags):

@@ -1,4 +1,4 @@
-"""Which tokens of a chunk go through the output layer. That training stays the same is in `test_parity_trained_rows.py`."""
+"""Which tokens of a chunk go through the output layer. That training stays the same is in `test_matrix.py`."""
 
 import contextlib
 import types

@@ -11,8 +11,8 @@ from megatron_epp.cost import (
     CPU,
     H100,
     Line,
+    ModelPart,
     ModelShape,
-    Part,
     PipelineCosts,
     Profile,
     analytic_profile,
@@ -27,7 +27,7 @@ WORK = work_of([Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),))], [
 PROFILE = Profile(
     name="by hand",
     num_layers=6,
-    layer=Part(
+    layer=ModelPart(
         forward=Line(5, 1, 0.5),
         backward=Line(9, 2, 1),
         weight=Line(1, 0.75),
@@ -35,9 +35,9 @@ PROFILE = Profile(
         weight_bytes_per_token=60,
         parameters=10,
     ),
-    attention=Part(),
-    embedding=Part(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
-    head=Part(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
+    attention=ModelPart(),
+    embedding=ModelPart(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
+    head=ModelPart(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
     recomputed_layer_bytes_per_token=8,
     kv_bytes_per_token=16,
     hidden_bytes_per_token=8,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from torch import Tensor
 
 from megatron_epp.mcore import features
@@ -42,6 +41,8 @@ class RealTokens:
     @staticmethod
     def of(table: SegmentTable, config: Any) -> RealTokens:
         """Return those of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
+        from megatron.core import mpu  # not at the top: on a CPU, its compilation is switched off before it is imported
+
         index, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         if config.sequence_parallel:
             parts = mpu.get_tensor_model_parallel_world_size()

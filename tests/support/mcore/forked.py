@@ -9,10 +9,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megatron_epp.launch.forked import Forks
+from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 
@@ -24,14 +26,33 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
 
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """
+    worker.end()  # its world is a job too
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         log.touch()
         meeting = {"MASTER_PORT": str(free_port()), FOLDER: folder}
-        code = _forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
+        code = forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
         output, figures = log.read_text(errors="replace"), recorded(Path(folder))
     assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
     return Finished(code, output, figures=figures)
+
+
+def job(
+    num_processes: int, name: str, /, *, env: dict[str, str] | None = None, timeout_s: float = 180, **given: Any
+) -> Finished:
+    """Run a job by its name (`jobs`) on fresh ranks, with arguments that JSON can hold, or paths.
+
+    What it returns on a rank, and what it records, are the figures of what finished. The rest is as for `launch`.
+    """
+    function, arguments = f"tests.support.mcore.jobs.{name}:run", json.dumps(given, default=str)
+    return launch(num_processes, "-m", worker.MODULE, function, arguments, env=env, timeout_s=timeout_s)
+
+
+def returned(finished: Finished) -> Any:
+    """Return what the job's only rank has returned. Raises AssertionError with its output if it failed."""
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.figures
+    return found
 
 
 def train(
@@ -52,13 +73,13 @@ def train(
 
 def ranks() -> list[psutil.Process]:
     """Return the ranks of the job that runs: processes that lead a group of their own."""
-    children = psutil.Process(_forks()._process.pid).children()
+    children = psutil.Process(forks()._process.pid).children()
     return [child for child in children if os.getpgid(child.pid) == child.pid]
 
 
 @functools.cache
-def _forks() -> Forks:
-    """For all tests, made when the first needs them."""
+def forks() -> Forks:
+    """Return the process that forks the ranks of all tests, started when the first needs it."""
     return Forks(ENVIRONMENT, (__name__, "preload"))
 
 

@@ -31,13 +31,12 @@ def known() -> dict[str, object]:
 if __name__ == "__main__":
     print(json.dumps(known()), flush=True)
     from scripts.parity import compare as parity
-    from tests.support.mcore import options_worker
+    from tests.support.mcore.figures import record_figures
+    from tests.support.mcore.jobs import options, recompute_modes
 
     folder = Path(sys.argv[1])
     code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
-    options_worker.main(folder, ("hybrid stock", "hybrid elastic"))
-    from tests.support.mcore import recompute_modes_worker as recompute_modes_worker
-
+    record_figures(options.run(folder, ("hybrid stock", "hybrid elastic")))
     (place := folder / "levels").mkdir()
-    recompute_modes_worker.main(place, ["dropout"])
+    record_figures(recompute_modes.run(place, ["dropout"]))
     sys.exit(code)

@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.plan import Op
-from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, of_ranks, register, unregister
-from megatron_epp.planner.tables import Rows
+from megatron_epp.plan.operations import (
+    At,
+    Before,
+    Collective,
+    Need,
+    Operation,
+    OperationRows,
+    Presence,
+    of_ranks,
+    register,
+    unregister,
+)
 
 K, SPREAD, SUM = Op.define("K"), Op.define("SPREAD_K"), Op.define("SUM_K")
 TIME_US, SPREAD_US, SUM_US, NUM_BYTES = 40.0, 15.0, 25.0, 4096
@@ -21,7 +31,9 @@ def rows(costs, sites, work):
     """For planners: every shard takes the same time, and its buffer is gone when it ends."""
     chunks = len(work.tokens)
     sizes = [[NUM_BYTES] * chunks for _ in sites]
-    return Rows([[TIME_US] * chunks for _ in sites], sizes, sizes, {SPREAD: [SPREAD_US] * chunks, SUM: [SUM_US] * chunks})
+    return OperationRows(
+        [[TIME_US] * chunks for _ in sites], sizes, sizes, {SPREAD: [SPREAD_US] * chunks, SUM: [SUM_US] * chunks}
+    )
 
 
 @contextmanager

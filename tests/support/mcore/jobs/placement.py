@@ -5,9 +5,7 @@ Writes the losses of every part, and how far its final parameters are from those
 """
 
 import json
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,7 @@ FOUR_RANKS = Cell(pp=4), f"{SLICED} --epp-placement v --pipeline-model-parallel-
 LOOPED = Cell(pp=2), f"{SLICED} --pipeline-model-parallel-layout E|tt|t|tL"
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def run(folder: Path) -> None:
     load_megatron()
     gathers, reductions = folder / "gathers", folder / "reductions"
     record_calls(gathers, reductions)
@@ -98,7 +94,3 @@ def apart(whole: Run, runs: list[Run]) -> float:
     assert {name for run in runs for name in run.final} == whole.final.keys()
     found = [(whole.final[name], tensor) for run in runs for name, tensor in run.final.items()]
     return max(float((tensor - wanted).norm() / wanted.norm()) for wanted, tensor in found)
-
-
-if __name__ == "__main__":
-    main()

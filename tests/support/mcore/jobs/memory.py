@@ -12,18 +12,13 @@ from scripts.parity.runs import train
 from tests.support.mcore.memory_cases import COMMON, FAST_HOST, MORE, PIPELINES, SHAPE
 
 
-def main() -> None:
+def run(data: str, folder: Path, more: bool = False) -> None:
     entry.prepare()
     share_planner()
     ranks = int(os.environ["WORLD_SIZE"])
-    reports = Path(os.environ["MEMORY_REPORTS"])
-    reports.mkdir(exist_ok=True)
-    fast = reports / f"fast{os.environ['RANK']}.json"
+    folder.mkdir(exist_ok=True)
+    fast = folder / f"fast{os.environ['RANK']}.json"
     fast.write_text(analytic_profile(SHAPE, replace(CPU, host_latency_us=0.0, host_bytes=1e12, linear_flops=1e9)).to_json())
-    base = [*COMMON, "--pipeline-model-parallel-size", str(ranks), "--data-path", os.environ["MEMORY_DATA"]]
-    for name, flags in (MORE if "MEMORY_MORE" in os.environ else PIPELINES)[ranks].items():
-        train([*base, *shlex.split(flags.replace(FAST_HOST, str(fast))), "--epp-report-dir", str(reports / name)])
-
-
-if __name__ == "__main__":
-    main()
+    base = [*COMMON, "--pipeline-model-parallel-size", str(ranks), "--data-path", data]
+    for name, flags in (MORE if more else PIPELINES)[ranks].items():
+        train([*base, *shlex.split(flags.replace(FAST_HOST, str(fast))), "--epp-report-dir", str(folder / name)])

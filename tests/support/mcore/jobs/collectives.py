@@ -1,22 +1,17 @@
 """Trains with several kinds of parallelism and notes through which process groups the collectives of training go.
 
-python -m tests.support.mcore.collectives_worker FOLDER; prints by training and rank the groups in use and those that were seen.
+Returns by training and rank the groups in use and those that were seen.
 """
 
 import json
-import os
-import sys
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from tests.support.mcore.figures import record_figures
-
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
 
 
-def main(folder):
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def run(folder):
     from scripts.parity.cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
     from scripts.parity.worlds import Training, load_megatron, train_all
     from scripts.random_documents import write_documents
@@ -38,7 +33,7 @@ def main(folder):
     (place := folder / "worlds").mkdir()
     done = train_all(trainings.values(), place, limit_s=200)
     errors = {name: done[one] for name, one in trainings.items() if isinstance(done[one], str)}
-    record_figures(errors or {name: found(folder / name) for name in trainings})
+    return errors or {name: found(folder / name) for name in trainings}
 
 
 def found(folder):
@@ -86,7 +81,3 @@ def note_collectives(folder):
         return answer
 
     training.train_step = train_step
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

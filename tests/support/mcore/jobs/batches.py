@@ -1,8 +1,6 @@
 """Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
 
-python -m tests.support.mcore.batches_worker FOLDER BATCHES [NAME ...]
-
-Prints by training and rank what `test_memory_of_batches.py` looks at.
+Returns by training and rank what `test_memory_of_batches.py` looks at.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ import json
 import os
 import random
 import shlex
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from tests.support.mcore.figures import record_figures
+from typing import Any
 
 CONTEXT, VOCABULARY = 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
@@ -43,9 +40,8 @@ CUT_RUNS = {
 }
 
 
-def main(folder: Path, batches: int, names: list[str]) -> None:
+def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run everything, or only what is named, each on a number of random batches."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.parity.cells import LENGTHS, MODELS, common_flags
     from scripts.parity.worlds import Training, load_megatron, train_all
     from scripts.random_documents import write_documents
@@ -65,7 +61,7 @@ def main(folder: Path, batches: int, names: list[str]) -> None:
     runs = {name: training(name, *run) for name, run in wanted.items()}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=300)
-    record_figures({name: found(done[one], folder / name) for name, one in runs.items()})
+    return {name: found(done[one], folder / name) for name, one in runs.items()}
 
 
 def found(ranks, folder: Path):
@@ -217,7 +213,3 @@ def with_copies(order, most, draw):
                 found += [(at, 0, action._replace(op=Op.O), None), (behind, 1, action._replace(op=Op.L), actions[behind])]
         rows.append(tuple((action, after) for _, _, action, after in sorted(found, key=lambda copy: copy[:2])))
     return {"copies": tuple(rows), "offload": tuple(map(tuple, shares))}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,9 +1,7 @@
 """Runs a batch of some trainings without recompute, with every level, with offload, and with KV offload, all
 from the same weights and random states.
 
-python -m tests.support.mcore.recompute_modes_worker FOLDER
-
-Prints by training and rank what `test_recompute_modes.py` looks at.
+Returns by training and rank what `test_recompute_modes.py` looks at.
 """
 
 from __future__ import annotations
@@ -11,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
-from tests.support.mcore.figures import record_figures
 
 RECOMPUTE_MODES = {
     "whole": Recompute(full=8),
@@ -67,9 +65,8 @@ CUT_RUNS = {
 """Also one iteration, of stages that begin and end inside layers."""
 
 
-def main(folder: Path, names: list[str]) -> None:
+def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run everything, or only what is named."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from scripts.parity.worlds import Training, load_megatron, train_all
     from scripts.random_documents import write_documents
@@ -89,7 +86,7 @@ def main(folder: Path, names: list[str]) -> None:
     runs = {name: training(name, *run) for name, run in (RUNS | CUT_RUNS).items() if name in (names or RUNS)}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=240)
-    record_figures({name: found(done[one], folder / name) for name, one in runs.items()})
+    return {name: found(done[one], folder / name) for name, one in runs.items()}
 
 
 def found(ranks, folder: Path):
@@ -222,7 +219,3 @@ def with_kv_offload(plan):
     """The plan with keys and values of all slices in host memory."""
     pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
     return replace(plan, kv_offload=tuple(KVOffload(*pair, 0, 0) for pair in pairs))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

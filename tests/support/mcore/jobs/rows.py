@@ -3,12 +3,13 @@
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 
 from megatron_epp.mcore import entry
 
 
-def main():
+def run(flags):
     with entry.errors_in_one_line():
         entry.prepare()
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -39,11 +40,8 @@ def main():
 
         ColumnParallelLinear.forward = recording(ColumnParallelLinear.forward, note_output)
         blocks._summary = recording(blocks._summary, note_rows)
+        sys.argv = [sys.argv[0], *flags]
         gpt.pretrain()
         trained, tokens = zip(*counts(), strict=True)
         figures = {"trained": trained, "tokens": tokens, "multiplied": multiplied}
         Path(os.environ["RECORD_TO"], "rows.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

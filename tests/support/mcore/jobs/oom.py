@@ -1,5 +1,5 @@
-"""Trains with the settings of `oom_cases` that OOM_CASES names, in one of which a rank runs out of memory, and writes the time
-limits of each run's process groups to OOM_FOLDER.
+"""Trains with the named settings of `oom_cases`, in one of which a rank runs out of memory, and writes the time
+limits of each run's process groups to a folder.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,18 @@ from megatron_epp.mcore import entry
 from tests.support.mcore.oom_cases import CASES, COMMON, FAULT_ITERATION
 
 
-def main() -> None:
+def run(data: str, folder: Path, names: Sequence[str]) -> None:
     with entry.errors_in_one_line():
         entry.prepare()
         import torch
 
         from scripts.parity.runs import record
 
-        folder, rank = Path(os.environ["OOM_FOLDER"]), int(os.environ["RANK"])
-        for name in os.environ["OOM_CASES"].split("; "):
+        rank = int(os.environ["RANK"])
+        for name in names:
             case = CASES[name]
             report = folder / name
-            flags = [*COMMON, *shlex.split(case.flags), "--data-path", os.environ["OOM_DATA"], "--epp-report-dir", str(report)]
+            flags = [*COMMON, *shlex.split(case.flags), "--data-path", data, "--epp-report-dir", str(report)]
             limits_s: dict[str, float] = {}
             with out_of_memory(case.fails == rank, limits_s):
                 record(flags)
@@ -73,7 +73,3 @@ def limits_of(session: Any) -> dict[str, float]:
     groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)} | levels
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
     return {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
-
-
-if __name__ == "__main__":
-    main()

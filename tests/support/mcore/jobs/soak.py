@@ -1,7 +1,6 @@
 """Trains some hundred tiny iterations through Megatron's loop and records what Python has after some of them."""
 
 import gc
-import os
 import sys
 import time
 from typing import Any
@@ -9,18 +8,17 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore import entry
-from tests.support.mcore.figures import record_figures
 from tests.support.mcore.soak_cases import CASES
 
 
-def main() -> None:
+def run(data: str, name: str) -> dict[str, Any]:
     entry.prepare()
     from megatron.training import training
 
     from megatron_epp.mcore.model import gpt
     from megatron_epp.mcore.training import session as sessions
 
-    case = CASES[os.environ["SOAK_CASE"]]
+    case = CASES[name]
     step, seen, done = training.train_step, {}, 0
 
     def count() -> int:
@@ -41,10 +39,6 @@ def main() -> None:
         return answer
 
     training.train_step = train_step
-    sys.argv = [sys.argv[0], *case.flags, "--data-path", os.environ["SOAK_DATA"]]
+    sys.argv = [sys.argv[0], *case.flags, "--data-path", data]
     gpt.pretrain()
-    record_figures({"counts": seen})
-
-
-if __name__ == "__main__":
-    main()
+    return {"counts": seen}

@@ -1,13 +1,9 @@
 """Cut layers next to whole ones: a checkpoint handed there and back, and the same random masks.
 
-python -m tests.support.mcore.layouts_worker FOLDER masks|hybrid|MODEL
-
-Prints what `test_layouts.py` looks at.
+What `test_layouts.py` looks at.
 """
 
-import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ from typing import Any
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
 from scripts.parity.worlds import Training, load_megatron, train_all
 from scripts.random_documents import write_documents
-from tests.support.mcore.figures import record_figures
 
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist"
 CHAINS = {
@@ -26,12 +21,11 @@ CHAINS = {
 CUT = "--pipeline-model-parallel-size 2 --epp-layout 1.5,2.5"
 
 
-def main(folder: Path, part: str) -> None:
+def run(folder: Path, part: str) -> dict[str, Any]:
     """Run the masks, or the chain of a model."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     load_megatron()
     parts = {"masks": masks, "hybrid": lambda: hybrid(folder)}
-    record_figures(parts[part]() if part in parts else checkpoints(folder, *CHAINS[part]))
+    return parts[part]() if part in parts else checkpoints(folder, *CHAINS[part])
 
 
 def hybrid(folder: Path) -> dict[str, Any]:
@@ -162,7 +156,3 @@ def masks() -> dict[str, Any]:
         "names": halves == {*whole.state_dict()},
         "shared": [name for name in first.state_dict() if name in second.state_dict()],
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,18 +1,12 @@
-"""Trains with options that people use, in forked worlds as `scripts/parity` does; prints what `test_options.py` looks at.
-
-python -m tests.support.mcore.options_worker FOLDER [NAME ...]
-"""
+"""Trains with options that people use, in forked worlds as `scripts/parity` does; returns what `test_options.py` looks at."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import sys
 from collections.abc import Collection
 from pathlib import Path
-
-from tests.support.mcore.figures import record_figures
+from typing import Any
 
 ITERATIONS, SAVED = 3, 1
 ELASTIC = "--epp-slices 3"
@@ -55,9 +49,8 @@ MORE_RUNS = {
 """In the set `slow`: with fewer options together than those above."""
 
 
-def main(folder: Path, names: Collection[str] = ()) -> None:
+def run(folder: Path, names: Collection[str] = ()) -> dict[str, Any]:
     """Run all `RUNS` and `LOADED`, or only what is named, of `MORE_RUNS` too."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from scripts.parity.runs import Run, contents
     from scripts.parity.worlds import Training, load_megatron, train_all
@@ -87,9 +80,9 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
         loads = {}
     runs = {name: run for name, run in runs.items() if name in (names or (*RUNS, "saving"))}
     for part in filter(None, (runs, loads)):
-        (place := folder / f"worlds{len(part)}").mkdir()
-        done |= train_all(part.values(), place, limit_s=240)
-    record_figures({name: figures(done[one], contents) for name, one in (runs | loads).items()})
+        (world := folder / f"worlds{len(part)}").mkdir()
+        done |= train_all(part.values(), world, limit_s=240)
+    return {name: figures(done[one], contents) for name, one in (runs | loads).items()}
 
 
 def figures(ranks, contents):
@@ -112,7 +105,3 @@ def figures(ranks, contents):
         ],
         "chunks": [repr(plan.chunks) for plan in plans],
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -13,16 +14,13 @@ def rows_of(arrays):
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def main():
+def run(flags):
     with entry.errors_in_one_line():
         entry.prepare()
         from megatron_epp.mcore.model import gpt
         from tests.support.mcore.consumed_batches import record_consumed
 
         rows = record_consumed(rows_of)
+        sys.argv = [sys.argv[0], *flags]
         gpt.pretrain()
         Path(os.environ["RECORD_TO"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(list(chain(*rows()))))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,22 +2,17 @@
 
 Also a resumed run, and the types of what shards exchange.
 
-python -m tests.support.mcore.vocabulary_worker FOLDER CHAIN|"resumed tied"|"resumed untied"|bf16|"bf16, tied"
-
-Prints what `test_vocabulary_parallel.py` looks at.
+What `test_vocabulary_parallel.py` looks at.
 """
 
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
 from scripts.parity.worlds import Training, load_megatron, train_all
 from scripts.random_documents import write_documents
-from tests.support.mcore.figures import record_figures
-from tests.support.mcore.layouts_worker import RESHARDABLE, differing, handed_on, tensors_of
+from tests.support.mcore.jobs.layouts import RESHARDABLE, differing, handed_on, tensors_of
 
 SHARDS = "--epp-vocab-parallel on --pipeline-model-parallel-size"
 UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
@@ -39,13 +34,11 @@ FORMATS = {"gpt2": RESHARDABLE, "llama": f"{PLAIN} --use-distributed-optimizer"}
 MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama", "bf16, tied": "gpt2"}
 
 
-def main(folder: Path, part: str) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def run(folder: Path, part: str) -> dict[str, Any]:
     load_megatron()
     if part in CHAINS:
-        record_figures(handed_on(folder, *CHAINS[part]))
-    else:
-        record_figures(types(folder, MODEL_OF[part]) if part.startswith("bf16") else resumed(folder, MODEL_OF[part]))
+        return handed_on(folder, *CHAINS[part])
+    return (types if part.startswith("bf16") else resumed)(folder, MODEL_OF[part])
 
 
 def resumed(folder: Path, model: str) -> dict[str, Any]:
@@ -104,7 +97,3 @@ def _losses(folder: Path, training: Training) -> list[float]:
     (runs,) = train_all([training], folder, 200).values()
     assert not isinstance(runs, str), runs
     return next(run.losses for run in runs if run.losses)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

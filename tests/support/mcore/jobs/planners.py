@@ -23,15 +23,10 @@ FLAGS = shlex.split(
 )
 
 
-def main() -> None:
+def run(data: str, folder: Path) -> None:
     entry.prepare()
-    reports = Path(os.environ["REPORTS"])
     for name, flags in PLANNERS.items():
-        report = reports / name
-        train([*FLAGS, *shlex.split(flags), "--data-path", os.environ["DATA"], "--epp-report-dir", str(report)])
+        report = folder / name
+        train([*FLAGS, *shlex.split(flags), "--data-path", data, "--epp-report-dir", str(report)])
         left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
         (report / f"left{os.environ['RANK']}").write_text("\n".join(map(str, left)))
-
-
-if __name__ == "__main__":
-    main()

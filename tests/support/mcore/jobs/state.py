@@ -30,7 +30,7 @@ MODELS = {
 }
 
 
-def main():
+def run():
     from megatron_epp.mcore import entry
 
     entry.prepare()
@@ -43,11 +43,11 @@ def main():
     parallel_state.initialize_model_parallel()
     for name, settings in MODELS.items():
         model = build(**settings)
-        found = {"stock": run(get_forward_backward_func(), model)}
+        found = {"stock": called(get_forward_backward_func(), model)}
         planned = megatron_epp.wrap()
         for variant, recomputed in (("in other orders", (0, 0, 0)), ("with recompute", RECOMPUTED)):
             plan_by(recomputed)
-            found[variant] = run(planned, model)
+            found[variant] = called(planned, model)
         record_figures({"model": name} | {variant: state for variant, (_, state) in found.items()} | apart(found))
 
 
@@ -106,7 +106,7 @@ def forward_step(data_iterator, model):
     return output, lambda losses: (losses.mean(), {"loss": float(losses.mean())})
 
 
-def run(schedule, model):
+def called(schedule, model):
     """Gradients of one call, and the state that it left."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -148,7 +148,3 @@ def apart(found):
         "by recompute": worst("with recompute", "in other orders"),
         "gradients": sum(bool(one.any()) for one in gradients),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,17 @@
 """Trains with one optimizer after the other, and notes what tensors are there of each after its first step.
 
-python -m tests.support.mcore.optimizer_worker DOCUMENTS NAME...; figures: name, rank, planned and real bytes of this rank.
+Figures: name, rank, planned and real bytes of this rank.
 """
 
 import os
 import shlex
-import sys
 
 from tests.support.mcore.figures import record_figures
 from tests.support.mcore.memory_cases import COMMON, LLAMA
 from tests.support.mcore.optimizer_cases import SETTINGS
 
 
-def main(documents, *names):
+def run(documents, names):
     from megatron_epp.mcore import entry
     from scripts.parity.planner import share_planner
     from scripts.parity.runs import train
@@ -68,7 +67,3 @@ def tensors_of(optimizer):
             yield from group["params"]
         for state in one.state.values():
             yield from (value for value in state.values() if hasattr(value, "untyped_storage"))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

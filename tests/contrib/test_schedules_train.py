@@ -1,0 +1,108 @@
+"""Schedules of other papers train through Megatron's loop as its own schedule does: losses, gradients, weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost import CPU, analytic_profile
+from megatron_epp.cost.library import shape_of
+from megatron_epp.planner.registry import PLANNERS
+from scripts.parity.cells import Case
+from scripts.parity.compare import BATCH
+from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters
+from tests.support.mcore.parity_figures import Figures
+from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
+
+BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp", "sppo", "infinipipe")
+"""One of each kind: one stage per rank, several, with separate weight gradients, in a V with steps of two actions, which take
+turns at the exchanges of tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
+WHOLE = ("1f1b-padded", "1f1b-packed")
+"""Planners that cut no sequence."""
+OF_ONE_SIZE = ("seq1f1b", "chunkflow")
+"""Planners whose chunks have one size, which is given here: of their own choice it is the longest of these short documents."""
+
+
+def case_of(name: str) -> Case:
+    schedule = PLANNERS.entries()[name]
+    cell: dict[str, Any] = {"pp": 2}
+    if schedule.fixed is not None and (count := schedule.fixed.chunks_per_rank or 2) > 1:
+        cell |= {"virtual": count, "placement": schedule.fixed.kind}
+    if name == "stp":
+        cell["tp"] = 2
+    if schedule.splits_weight:
+        cell["split"] = True
+    offload = " --epp-offload" if schedule.offloads else ""
+    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 3"
+    return case(cell, "llama", f"{cut} --epp-planner {name}{offload}")
+
+
+def check_schedule(name: str, figures: Figures, _: Path) -> None:
+    assert bool(kinds_of(figures) & {"split", "hybrid"}) == (name not in WHOLE)
+    assert splits_weights(figures) == PLANNERS.entries()[name].splits_weight
+    assert any(plan["copies"] > 0 for plan in plans_of(figures)) == PLANNERS.entries()[name].offloads
+    if name == "stp":
+        check_turns(figures)
+
+
+def check_turns(figures: Figures) -> None:
+    """The two actions of a step take turns in the midst of their layers."""
+    joined = sum(plan["joined"] for plan in plans_of(figures))
+    assert joined > 0
+    assert figures["turns"] > 2 * 2 * joined  # two on each tensor-parallel rank, if the second ran when the first had ended
+
+
+def check_overlapped(figures: Figures, _: Path) -> None:
+    assert all(plan["joined"] > 0 for plan in plans_of(figures))
+    check_turns(figures)
+
+
+def write_slow_exchanges(folder: Path) -> None:
+    """Write costs by which exchanges take long, as on CPUs they do not."""
+    shape = shape_of(
+        {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 95} | {"tensor_model_parallel_size": 2}
+    )
+    (folder / "costs.json").write_text(analytic_profile(shape, replace(CPU, exchange_bytes=1e6)).to_json())
+
+
+OURS = ("greedy", "1f1b", "milp")
+"""Planners that other tests train with."""
+NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and not entry.lacks]
+OVERLAPPED = Row(
+    name="greedy, exchanges overlapped",
+    case=case(
+        {"pp": 2, "tp": 2, "split": True},
+        "llama",
+        f"--epp-slices 3 --epp-overlap-exchanges --epp-costs {FOLDER}/costs.json",
+    ),
+    check=check_overlapped,
+    batch=BATCH,
+    prepare=write_slow_exchanges,
+)
+ROWS = [
+    OVERLAPPED,
+    *(
+        Row(
+            name=name,
+            case=case_of(name),
+            check=functools.partial(check_schedule, name),
+            batch=BATCH,
+            is_slow=name not in BY_DEFAULT,
+        )
+        for name in NAMES
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix.of(request, tmp_path_factory)
+
+
+@pytest.mark.parametrize("row", parameters(ROWS))
+def test_it_trains_as_the_stock_schedule_does(matrix: Matrix, row: Row) -> None:
+    matrix.check(row)

@@ -1,0 +1,194 @@
+"""Trains rows of the matrix, with plans and by Megatron's own schedule, and compares what their ranks saw.
+
+A row is a model and its features on a layout of ranks, with what its plans must contain. Ranks stay from row to row (`worker`).
+Rows whose runs by Megatron's schedule have equal flags share one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_epp.data.sampler import GlobalBatchSampler
+from scripts.parity.cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags
+from scripts.parity.runs import Run, compare
+from scripts.random_documents import write_documents
+from tests.support.mcore import worker
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, answers_only, check_closeness, masked_documents
+
+FOLDER = "FOLDER"
+"""Stands in the flags of a row for a folder of its own."""
+SEED = 1234
+NUM_TRAINING = round(0.8 * len(LENGTHS))
+"""Documents of the training split; the others are for validation."""
+
+Check = Callable[[Figures, Path], None]
+"""Asserts what the plans of a row contain, or its folder: without it, a row could prove nothing."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """One training of the matrix.
+
+    Attributes:
+        name: of the row.
+        case: layout, model and flags. `FOLDER` in the flags of the run with plans is a folder for its files.
+        check: what else must hold.
+        iterations: of both runs, and one evaluation behind them.
+        batch: documents of a batch.
+        documents: a key of `DOCUMENTS`.
+        prepare: called with the row's folder ahead of the run with plans.
+        is_slow: it belongs to the set `slow`.
+    """
+
+    name: str
+    case: Case
+    check: Check
+    iterations: int = 2
+    batch: int = SMALL_BATCH
+    documents: str = "plain"
+    prepare: Callable[[Path], None] = lambda _: None
+    is_slow: bool = False
+
+    def common(self, documents: Path) -> tuple[str, ...]:
+        """Return the flags of both runs."""
+        flags = common_flags(self.iterations, CONTEXT, self.batch, validates=True)
+        return (*flags, "--data-path", DOCUMENTS[self.documents](documents / self.documents.replace(" ", "-")))
+
+    def stock(self, documents: Path) -> tuple[int, tuple[str, ...], bool]:
+        """Return the ranks of the run by Megatron's schedule, its flags, and whether it saves where it began."""
+        return self.case.stock.num_processes, self.case.stock_flags(self.common(documents)), self.case.loads
+
+
+def case(cell: dict[str, Any], model: str, plan: str, **more: Any) -> Case:
+    """Return a case whose cell has these sizes."""
+    return Case(Cell(**cell), model, plan, **more)
+
+
+def parameters(rows: Iterable[Row]) -> list[Any]:
+    """Return rows as values of pytest's `parametrize`, so that ranks seldom change: those of few ranks come first."""
+    ordered = sorted(rows, key=lambda row: row.case.cell.num_processes)
+    return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in ordered]
+
+
+class Matrix:
+    """Runs of a test file's rows, each made when first asked for. Its runs by Megatron's schedule are made together.
+
+    Args:
+        folder: for documents, checkpoints and reports.
+        rows: that will be asked for.
+    """
+
+    @classmethod
+    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Matrix:
+        """Return the matrix of the rows that are selected of a test file, whose fixture asks for it."""
+        mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+        given = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+        return cls(folders.mktemp("matrix"), [params["row"] for params in given if "row" in params])
+
+    def __init__(self, folder: Path, rows: Iterable[Row]) -> None:
+        self._folder = folder
+        (folder / "documents").mkdir()
+        self._wanted = sorted({row.stock(self._documents) for row in rows}, key=lambda stock: stock[0])
+        self._stock: dict[tuple[int, tuple[str, ...], bool], list[Run] | AssertionError] = {}
+        self.figures = functools.cache(self._figures)
+
+    @property
+    def _documents(self) -> Path:
+        return self._folder / "documents"
+
+    def check(self, row: Row) -> None:
+        """Assert that a row trains as Megatron's schedule does, and what its plans contain."""
+        figures = self.figures(row)
+        check_closeness(figures)
+        assert figures["num_losses"] == [row.iterations, 1]
+        row.check(figures, self.folder(row))
+
+    def folder(self, row: Row) -> Path:
+        """Return a folder for the files of a row."""
+        return self._folder / row.name.replace("/", " ").replace(" ", "_")
+
+    def _figures(self, row: Row) -> Figures:
+        for wanted in self._wanted:
+            if wanted not in self._stock:
+                self._stock[wanted] = self._train_stock(wanted)
+        wanted = row.stock(self._documents)
+        if wanted not in self._stock:
+            self._stock[wanted] = self._train_stock(wanted)
+        stock = self._stock[wanted]
+        if isinstance(stock, AssertionError):
+            raise stock
+        self.folder(row).mkdir()
+        row.prepare(self.folder(row))
+        flags = [flag.replace(FOLDER, str(self.folder(row))) for flag in row.case.elastic_flags(row.common(self._documents))]
+        if row.case.loads:
+            flags += ["--load", str(self._saved(wanted)), "--finetune"]
+        elastic = train(row.case.cell.num_processes, flags, limit_s=900)
+        return compare(stock, elastic) | {"num_processes": len(elastic)}
+
+    def _train_stock(self, wanted: tuple[int, tuple[str, ...], bool]) -> list[Run] | AssertionError:
+        num_processes, flags, saves = wanted
+        try:
+            return train(num_processes, flags, self._saved(wanted) if saves else None, limit_s=900)
+        except AssertionError as error:
+            return error
+
+    def _saved(self, wanted: tuple[int, tuple[str, ...], bool]) -> Path:
+        return self._folder / f"checkpoint{abs(hash(wanted))}"
+
+
+def train(num_processes: int, flags: Iterable[str], checkpoint: Path | None = None, limit_s: float = 300) -> list[Run]:
+    """Train in a world that stays, and return what its ranks saw. Raises AssertionError with their output if it fails."""
+    saved = None if checkpoint is None else str(checkpoint)
+    recorded = "tests.support.mcore.trainings:recorded"
+    return worker.call(num_processes, recorded, limit_s=limit_s, flags=[*flags], checkpoint=saved)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def batches_of(size: int, count: int) -> list[tuple[int, ...]]:
+    """Return the documents of a run's first batches."""
+    sampler = GlobalBatchSampler(NUM_TRAINING, size, seed=SEED)
+    return [next(sampler) for _ in range(count)]
+
+
+def whole(documents: set[int]) -> list[np.ndarray]:
+    """Return masks of documents that are trained as a whole or not at all."""
+    return [np.full(length + 1, number in documents) for number, length in enumerate(LENGTHS)]
+
+
+def _whole_or_ends() -> list[np.ndarray]:
+    """Return masks by which some documents train nothing, others only their end, so that chunks are masked whole."""
+    return [np.arange(length + 1) > (length if number % 3 == 0 else 0.7 * length) for number, length in enumerate(LENGTHS)]
+
+
+def _part_of_every_one() -> list[np.ndarray]:
+    random = np.random.RandomState(5)
+    return [random.rand(length + 1) < 0.3 for length in LENGTHS]
+
+
+def _on_one_of_two_replicas() -> list[np.ndarray]:
+    """Return masks by which, of two replicas with a document each, one has nothing to train."""
+    first_of_each = {batch[0] for batch in batches_of(2, 2)}
+    return whole(first_of_each | set(range(NUM_TRAINING, len(LENGTHS))))
+
+
+def _masked(masks: Callable[[], list[np.ndarray]]) -> Callable[[Path], str]:
+    return functools.cache(lambda prefix: masked_documents(prefix, masks()))
+
+
+DOCUMENTS: dict[str, Callable[[Path], str]] = {
+    "plain": functools.cache(lambda prefix: write_documents(prefix, LENGTHS, VOCABULARY)),
+    "answers": _masked(answers_only),
+    "whole or ends": _masked(_whole_or_ends),
+    "parts": _masked(_part_of_every_one),
+    "one of two replicas": _masked(_on_one_of_two_replicas),
+}
+"""By what of them is trained, functions that write documents of the lengths of parity runs and return their path."""

@@ -1,0 +1,413 @@
+"""The rows of the matrix: features and layouts, with what their plans must contain.
+
+Those of the default set take some iterations each. The set `slow` has more for longer, the rows on up to eight ranks in which
+every two choices meet, and every cell.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.plan.serialize import load
+from scripts.parity.cells import Case, Cell, all_rows, covering_rows, full_rows
+from scripts.parity.cells import Row as Choices
+from scripts.parity.compare import BATCH
+from tests.support.mcore.matrix import FOLDER, SEED, Row, case
+from tests.support.mcore.parity_cases import (
+    ALL_STATISTICS,
+    CASES,
+    CUTS,
+    ITERATIONS,
+    LEARNED,
+    MORE_CASES,
+    MORE_ITERATIONS,
+    Cases,
+    Cut,
+)
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
+
+LONG = 20
+"""Iterations of most rows of the set `slow`."""
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+def plans_of(figures: Figures) -> list[dict[str, Any]]:
+    """Return the summaries of the plans of all replicas."""
+    return [plan for replica in figures["plans"] for plan in replica]
+
+
+def kinds_of(figures: Figures) -> set[str]:
+    """Return the kinds of chunks in any plan."""
+    return {kind for plan in plans_of(figures) for kind in plan["kinds"]}
+
+
+def splits_weights(figures: Figures) -> bool:
+    return any(plan["weights"] > 0 for plan in plans_of(figures))
+
+
+# ---- cuts of the documents -------------------------------------------------------------------------------------------
+
+
+def _check_cut(wanted: Cut, iterations: int, figures: Figures, _: Path) -> None:
+    (plans,) = figures["plans"]
+    assert figures["learned"] > LEARNED[iterations]
+    assert len(plans) == iterations
+    assert all(plan["slices"] == min(wanted.slices, plan["longest"]) for plan in plans)
+    assert any(plan["slices"] == wanted.slices for plan in plans)
+    assert any(wanted.has in plans[i]["kinds"] for i in (0, -1))
+    assert sorted({share for plan in plans for share in plan["recompute"]}) == list(wanted.recompute)
+    assert splits_weights(figures) == wanted.splits
+    assert not any(plan["padding"] for plan in plans)
+
+
+def _cuts(iterations: int, cases: Cases) -> list[Row]:
+    return [
+        Row(
+            name=f"{cell}: {model}, {cut}, {iterations}",
+            case=Case(Cell(pp=cell.pp), model, CUTS[cut].flags),
+            check=functools.partial(_check_cut, CUTS[cut], iterations),
+            iterations=iterations,
+            batch=BATCH,
+            is_slow=iterations == MORE_ITERATIONS,
+        )
+        for cell, models in cases.items()
+        for model, cuts in models.items()
+        for cut in cuts
+    ]
+
+
+# ---- every two kinds of parallelism ----------------------------------------------------------------------------------
+
+BY_DEFAULT = (
+    "dp2 pp2 looped2 split experts4 ep2: gpt2, packed, overlapped",
+    "cp2 pp2 v2 split experts4: llama, recompute, distributed",
+    "tp2 sp pp2 v2 split experts4: learned, packed, plain",
+    "tp2 pp2 looped2 split: grouped, sliced, plain",
+    "cp2 dp2 experts4 ep2: grouped, sliced, plain",
+    "tp2 sp dp2 experts4 ep2: learned, recompute, distributed",
+    "tp2 dp2: llama, sliced, plain",
+    "tp2 sp cp2: grouped, packed, plain",
+)
+"""Rows of four processes in which every two kinds meet, with one of the two placements of several stages."""
+CHOICES = tuple(choices for choices in all_rows() if str(choices) in BY_DEFAULT)
+PAIRS = tuple(choices for choices in covering_rows() if choices not in CHOICES)
+"""Rows in which every two choices meet."""
+PLACEMENTS = {
+    (1, 1, "looped"): (0,),
+    (2, 1, "looped"): (0, 1),
+    (4, 1, "looped"): (0, 1, 2, 3),
+    (2, 2, "looped"): (0, 1, 0, 1),
+    (2, 2, "v"): (0, 1, 1, 0),
+}
+"""The rank of every stage, by pipeline size, stages per rank and placement."""
+
+
+def _check_choices(choices: Choices, iterations: int, figures: Figures, _: Path) -> None:
+    cell, plans = choices.cell, plans_of(figures)
+    assert figures["num_processes"] == cell.num_processes
+    assert len(figures["plans"]) == cell.dp
+    assert len(plans) == cell.dp * iterations
+    counts = list(zip(*([plan["sequences"] for plan in replica] for replica in figures["plans"]), strict=True))
+    assert {sum(of_replicas) for of_replicas in counts} == {BATCH}
+    assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
+    assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
+    assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
+    assert ("packed" if choices.plan == "packed" else "hybrid") in kinds_of(figures)
+    recomputed = {share for plan in plans for share in plan["recompute"]}
+    assert ("none" not in recomputed) == (choices.plan == "recompute")
+    assert splits_weights(figures) == cell.split
+
+
+def _chosen(name: str, choices: Choices, iterations: int, is_slow: bool) -> Row:
+    check = functools.partial(_check_choices, choices, iterations)
+    return Row(name=name, case=choices.case, check=check, iterations=iterations, batch=BATCH, is_slow=is_slow)
+
+
+KINDS = tuple(_chosen(str(choices), choices, 2, is_slow=False) for choices in CHOICES)
+
+# ---- routers ---------------------------------------------------------------------------------------------------------
+
+ROUTERS = {
+    "losses": ("--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001", "--epp-planner 1f1b"),
+    "losses by sequence, capacity": (
+        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1.0",
+        "--epp-planner 1f1b",
+    ),
+    "bias, shared experts, dense layers": (
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1 "
+        "--moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1,1,0]",
+        "--epp-slices 3 --epp-recompute 1",
+    ),
+}
+"""Routers that count and add up by chunk, in chunks of one whole document; and others, in slices."""
+PADDED: dict[str, dict[str, Any]] = {"context": {"cp": 2}, "tensor and sequence": {"tp": 2, "sp": True}}
+"""Ranks that share padded chunks, beside one process, whose chunks have no padding."""
+
+
+def _check_padded(figures: Figures, _: Path) -> None:
+    (plans,) = figures["plans"]
+    assert all(plan["padding"] for plan in plans)
+    assert all(plan["recompute"] == ["all"] for plan in plans)
+
+
+def _routers() -> list[Row]:
+    rows = [
+        Row(name=f"routers: {name}", case=case({"experts": 4}, "llama", plan, both=both), check=_anything, iterations=3)
+        for name, (both, plan) in ROUTERS.items()
+    ]
+    both, plan = f"{ALL_STATISTICS} --global-batch-size 8", "--epp-planner 1f1b --epp-recompute 4"
+    return rows + [
+        Row(
+            name=f"padding is invisible to routers: {name}",
+            case=case({"experts": 4} | sizes, "learned", plan, both=both, alone=True),
+            check=_check_padded,
+            iterations=3,
+        )
+        for name, sizes in PADDED.items()
+    ]
+
+
+def _anything(figures: Figures, _: Path) -> None:
+    """Ask nothing more."""
+
+
+# ---- masks of trained tokens -----------------------------------------------------------------------------------------
+
+
+def _check_sliced(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
+def _check_one_each(figures: Figures, _: Path) -> None:
+    assert [[plan["sequences"] for plan in replica] for replica in figures["plans"]] == [[1] * 2] * 2
+
+
+def _masks() -> list[Row]:
+    """Return rows of masked labels. The answers are at the end of documents, so that some chunks, and some ranks' parts of
+    chunks, have no trained token.
+    """
+    parts = case({"pp": 2}, "llama", "--epp-slices 3 --epp-loss-block-tokens 5", both=f"--seed {SEED}")
+    few = case({"dp": 2}, "gpt2", "--epp-slices 3", both=f"--seed {SEED} --global-batch-size 2")
+    blocks = "--epp-slices 3 --epp-loss-block-tokens 3"
+    shared, context = {"tp": 2, "sp": True}, {"cp": 2}
+    answers = {
+        "sequence parallel": case(shared, "llama", "--epp-slices 3"),
+        "context parallel by blocks": case(context, "llama", blocks),
+        "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),
+    }
+    more = {
+        "sequence parallel by blocks": case(shared, "llama", blocks),
+        "context parallel": case(context, "llama", "--epp-slices 3"),
+        "tensor parallel, tied": case({"tp": 2}, "gpt2", "--epp-slices 3"),
+        "sequence parallel by blocks, tied": case(shared, "grouped", blocks),
+    }
+    return [
+        Row(name="masked labels: part of every document", case=parts, check=_check_sliced, batch=BATCH, documents="parts"),
+        Row(
+            name="masked labels: one of two replicas",
+            case=few,
+            check=_check_one_each,
+            batch=BATCH,
+            documents="one of two replicas",
+        ),
+        *(
+            Row(name=f"answers: {name}", case=one, check=_check_sliced, documents="answers", is_slow=name in more)
+            for name, one in (answers | more).items()
+        ),
+    ]
+
+
+# ---- layouts that cut layers -----------------------------------------------------------------------------------------
+
+_CUT = "--epp-slices 3 --epp-recompute 1"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "context parallel, weights apart": {"cell": {"pp": 2, "cp": 2, "split": True}, "plan": f"{_CUT} --epp-layout 2.5,1.5"},
+    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5"},
+    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": f"{_CUT} --epp-layout 1.5,2.5"},
+    "experts of replicas": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": f"{_CUT} --epp-layout 1.5,2.5",
+        "optimizer": OVERLAPPED,
+    },
+}
+MORE_LAYOUTS: dict[str, dict[str, Any]] = LAYOUTS | {
+    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
+    "two stages": {"cell": {"pp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5", "model": "grouped"},
+    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5"},
+    "replicas": {"cell": {"pp": 2, "dp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5", "optimizer": OVERLAPPED},
+    "looped": {"cell": {"pp": 2, "virtual": 2, "split": True}, "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5"},
+    "four stages, weights apart": {
+        "cell": {"pp": 4, "split": True},
+        "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5",
+        "model": "gpt2",
+    },
+    "whole layers": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "plan": f"{_CUT} --epp-layout 2,0,1,1",
+        "model": "gpt2",
+    },
+    "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
+    "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
+}
+
+
+def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
+    assert "hybrid" in kinds_of(figures)
+    assert splits_weights(figures) == splits
+
+
+def _layouts(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            name=f"cut layers: {name}, {iterations}",
+            case=case(**{"model": "llama"} | given),
+            check=functools.partial(_check_layout, bool(given["cell"].get("split"))),
+            iterations=iterations,
+            batch=BATCH if iterations == LONG else SMALL_BATCH,
+            is_slow=iterations == LONG,
+        )
+        for name, given in cases.items()
+    ]
+
+
+# ---- an output layer in shards ---------------------------------------------------------------------------------------
+
+_SHARDS = "--epp-vocab-parallel on --epp-slices 3"
+_UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
+_MASKED = "whole or ends"
+VOCABULARIES: dict[str, dict[str, Any]] = {
+    "four ranks, tied, uneven": {"cell": {"pp": 4}, "model": "gpt2", "both": f"{_UNEVEN} --clip-grad 0.05"},
+    "tied, by blocks": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
+    "there and back, tied": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "gpt2"},
+    "sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
+    "context parallel, tied": {"cell": {"pp": 2, "cp": 2}, "model": "gpt2"},
+    "replicas, tied": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "optimizer": OVERLAPPED},
+    "masked": {"cell": {"pp": 2}, "model": "llama"},
+}
+MORE_VOCABULARIES: dict[str, dict[str, Any]] = VOCABULARIES | {
+    "two ranks": {"cell": {"pp": 2}, "model": "llama"},
+    "tied": {"cell": {"pp": 2}, "model": "grouped"},
+    "by blocks": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
+    "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama"},
+    "looped, tied": {"cell": {"pp": 2, "virtual": 2}, "model": "gpt2"},
+    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "llama"},
+    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "model": "llama"},
+    "tensor parallel, tied": {"cell": {"pp": 2, "tp": 2}, "model": "gpt2"},
+    "sequence parallel, tied, by blocks": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "model": "grouped",
+        "plan": f"{_SHARDS} --epp-loss-block-tokens 5",
+    },
+    "sequence parallel, masked": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
+    "context parallel, masked": {"cell": {"pp": 2, "cp": 2}, "model": "llama"},
+    "four ranks": {"cell": {"pp": 4}, "model": "llama"},
+    "four ranks, uneven": {"cell": {"pp": 4}, "model": "learned", "both": _UNEVEN},
+    "replicas": {"cell": {"pp": 2, "dp": 2}, "model": "llama", "optimizer": OVERLAPPED},
+    "experts": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "model": "llama", "optimizer": OVERLAPPED},
+    "cut layers": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-layout 2.5,1.5 --epp-recompute 1"},
+    "weights apart": {"cell": {"pp": 2, "split": True}, "model": "llama"},
+    "weights apart, looped, tied": {"cell": {"pp": 2, "virtual": 2, "split": True}, "model": "gpt2"},
+    "offload": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-memory-cap-gb 0.0006 --epp-offload"},
+    "capped": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-memory-cap-gb 0.0006"},
+    "another planner": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner chunkflow"},
+    "SlimPipe": {
+        "cell": {"pp": 2, "virtual": 2},
+        "model": "llama",
+        "plan": "--epp-vocab-parallel on --epp-planner slimpipe --epp-slices 4",
+    },
+    "chosen by the run": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-vocab-parallel auto",
+        "both": "--vocab-size 4000",
+    },
+    "chosen with the layout": {
+        "cell": {"pp": 2},
+        "model": "gpt2",
+        "plan": "--epp-slices 3 --epp-vocab-parallel auto --epp-layout auto",
+        "both": "--vocab-size 4000",
+    },
+    "muP": {"cell": {"pp": 2}, "model": "llama", "both": "--use-mup --mup-base-hidden-size 16"},
+    "muP, tied": {"cell": {"pp": 2}, "model": "grouped", "both": "--use-mup --mup-base-hidden-size 16"},
+    "decoupled rate, clipped": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "both": "--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad",
+    },
+    "learnt costs": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-costs learn"},
+    "fused loss of the stock schedule": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": f"{_SHARDS} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+    },
+}
+"""With `masked` in the name, on documents of which some train nothing."""
+
+
+def _check_shards(splits: bool, is_chosen: bool, cuts: bool, figures: Figures, _: Path) -> None:
+    assert is_chosen or all(plan["shards"] > 0 for plan in plans_of(figures))
+    assert not cuts or kinds_of(figures) & {"hybrid", "split"}
+    assert splits_weights(figures) == splits
+
+
+def _vocabularies(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            name=f"vocabulary: {name}, {iterations}",
+            case=case(**{"plan": _SHARDS} | given),
+            check=functools.partial(
+                _check_shards,
+                bool(given["cell"].get("split")),
+                "--epp-layout auto" in given.get("plan", ""),
+                "planner" not in given.get("plan", ""),
+            ),
+            iterations=iterations,
+            batch=BATCH if iterations == LONG else SMALL_BATCH,
+            documents=_MASKED if "masked" in name else "plain",
+            is_slow=iterations == LONG,
+        )
+        for name, given in cases.items()
+    ]
+
+
+# ---- learnt costs ----------------------------------------------------------------------------------------------------
+
+LOOKAHEAD = 1
+FIRST_LEARNT = WARM_UP + RECORDED + LOOKAHEAD + 1
+"""First batch that is planned by learnt costs."""
+LEARN = f"--epp-costs learn --epp-lookahead {LOOKAHEAD}"
+
+
+def _check_learnt(figures: Figures, folder: Path) -> None:
+    """Costs change at the agreed batch."""
+    before, after = (load(folder / f"plan-{number}.json") for number in (FIRST_LEARNT - 1, FIRST_LEARNT))
+    assert before.costs != "learnt"
+    assert after.costs == "learnt"
+
+
+def _learnt() -> list[Row]:
+    traced = f"{LEARN} --epp-report-dir {FOLDER} --epp-trace {FIRST_LEARNT - 1} {FIRST_LEARNT}"
+    sliced = case({"pp": 2, "split": True}, "llama", f"--epp-slices 3 --epp-recompute 1 {traced}")
+    replicas = case({"pp": 2, "dp": 2}, "gpt2", f"--epp-slices 2 {traced}")
+    row = Row(name="learnt costs: sliced", case=sliced, check=_check_learnt, iterations=FIRST_LEARNT + 1, documents="answers")
+    return [row, replace(row, name="learnt costs: replicas", case=replicas, documents="plain")]
+
+
+ROWS = (
+    *_cuts(ITERATIONS, CASES),
+    *KINDS,
+    *_routers(),
+    *_masks(),
+    *_layouts(2, LAYOUTS),
+    *_vocabularies(2, VOCABULARIES),
+    *_learnt(),
+    *_cuts(MORE_ITERATIONS, MORE_CASES),
+    *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),
+    *(_chosen(f"{choices} (full)", choices, 3, is_slow=True) for choices in full_rows()),
+    *_layouts(LONG, MORE_LAYOUTS),
+    *_vocabularies(LONG, MORE_VOCABULARIES),
+)
