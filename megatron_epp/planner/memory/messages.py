@@ -23,7 +23,9 @@ long before they are needed; then the batch is planned again with room for them.
 _IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
 _SLACK = 8
-"""One part in so many more than a plan needed is set aside for the next one, whose order may differ a little."""
+"""One part in so many more than a plan needed is set aside for the next one, whose order may differ a little. With 2 two plans
+of 70 were refused and two slower; with 64 two were faster, by up to 0.2 % (see `search.grains`).
+"""
 
 
 class MessageRoomError(PlanError):

@@ -25,7 +25,9 @@ from megatron_epp.planner.search.replicas import Chunkers
 from megatron_epp.planner.search.trials import WORTH, Candidate, Trials
 
 DISTANT = 1.02
-"""Makespan, as a multiple of its bound, above which sequences are tried in other orders."""
+"""Makespan, as a multiple of its bound, above which sequences are tried in other orders. With 1.005 no plan of 70 changes; with
+1.1 two are slower, by up to 7 %, for 4 % less work (see `grains`).
+"""
 FAR = 0.87
 """Makespan with unlimited memory, as a share of the best, below which frugal orders are tried with offload."""
 KV_OFFLOAD_PER_STAGE = (3, 6, 12, 24, 48)

@@ -26,21 +26,32 @@ from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work import spend
 
 CLEARLY = 0.99
-"""While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
+"""While nothing fits, a grain counts as better when its least peak is below this share of the least before. Not measured: with
+1 the search would go on to ever finer grains for a few bytes.
+"""
 CLOSE = 0.005
-"""Relative gain in makespan below which a table is not worth another try."""
+"""Relative gain in makespan below which a table is not worth another try. With 0 two plans of 70 faster by 0.01 %; with 0.02 no
+plan of 70 changes (see `grains`).
+"""
 WORTH = 0.992
-"""Share of the best makespan so far below which the bound with offload must lie for it to be tried."""
+"""Share of the best makespan so far below which the bound with offload must lie for it to be tried. With 0.985 a tenth more
+memory could make a plan slower by 1.5 %.
+"""
 PROVEN = 1e-9
 """Relative excess of a bound over the best makespan that proves, rounding included, that a candidate is no better."""
 NEARLY = 1.05
-"""Makespan, as a share of the best, up to which a rule for several stages per rank goes on while it gets better itself."""
+"""Makespan, as a share of the best, up to which a rule for several stages per rank goes on while it gets better itself. With
+1.0 or 1.2 no plan of 70 changes.
+"""
 ROUNDS = 4
-"""Times that copies are chosen again for lower caps."""
+"""Times that copies are chosen again for lower caps. Not measured: a candidate that is above a cap after the last is dropped.
+"""
 CHOICES = 8
-"""Number of candidates that are tried again where messages take more memory than was set aside, the fastest."""
+"""Number of candidates that are tried again where messages take more memory than was set aside, the fastest. With 2 no plan of
+70 changes.
+"""
 NEAR = 4
-"""Number of candidates without copies that are kept, the fastest."""
+"""Number of candidates without copies that are kept, the fastest. With 1 or 12 no plan of 70 changes."""
 
 
 @dataclass(frozen=True, slots=True)
