@@ -185,7 +185,8 @@ def _best(
         layouts: to try, by what they are called.
         ours: the best of the greedy planner, where it is known: the exact planner begins with that, and takes long.
     """
-    if name == "milp":
+    entry = PLANNERS.entry(name)
+    if entry is not None and entry.begins_with_greedy and name != "greedy":
         like = ours or _best(args, lengths, tokens, layouts, "greedy")
         return _entry(args, lengths, tokens, layouts[like.layers].layout, name, like.layers, like.size)
     tried = [_entry(args, lengths, tokens, chosen.layout, name, kind) for kind, chosen in layouts.items()]

@@ -48,7 +48,7 @@ class KeptTensors:
 
 
 class OffloadWithShares(ActivationOffload):
-    """ActivationOffload that measures, at each backward, which share of a chunk's kept bytes nothing but autograd holds.
+    """Offload that measures, at each backward, which share of a chunk's kept bytes nothing but autograd holds.
 
     Attributes:
         shares: of the chunks that kept something and offloaded nothing.

@@ -1,6 +1,6 @@
 """Search over chunk tables: from coarse grains to fine ones, each in several orders, without offload.
 
-No paper has the numbers here and in `passes`, `trials`, `greedy` and `local`. Beside them is what other values did to plans of
+No paper has the numbers here and in `passes`, `trials`, `greedy` and `local`. Next to them is what other values did to plans of
 70 small random problems under caps: of the campaign (`docs/testing.md`), from seeds below 375, without the slowest to plan,
 on 2026-11-25. `python -m scripts.bench.planner` measures larger batches.
 """

@@ -44,7 +44,7 @@ def run_ranks[T](
     Raises:
         EppError: a rank failed, or it took too long.
     """
-    CONTEXT.set_forkserver_preload(["megatron_epp.contrib.demos.emulate", run.__module__])
+    CONTEXT.set_forkserver_preload([__name__, run.__module__])
     results = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()

@@ -7,7 +7,7 @@
     python -m scripts.bench.orders --reduced                  one case, two orders
     python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
 
-Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`planner.schedules`) has its fastest plan of several chunk tables,
+Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`contrib.papers`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
 order needs, and splits weight gradients off, offloads or overlaps exchanges where the schedule does. The ratio is the order's
 makespan over greedy's; an order that is faster by more than 0.5 % is marked.

@@ -87,13 +87,13 @@ until the last rank ends it waits no longer than its authors' order. DualPipeV's
 DualPipe for twice as many stages as ranks; there a forward and a backward overlap, which here run one after the other.
 PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each pass is attention, so that
 `t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
-`tests/pure/test_schedules.py`, `test_schedules_by_lengths.py`, `test_schedules_of_slices.py` and `test_helixpipe.py` hold the
+`tests/pure/test_schedules.py` and `tests/contrib` hold the
 formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep with copies.
 
-The last rows are of planners that choose chunks, layouts or orders themselves, and their figures those of
-`tests/pure/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of the
-four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where the bubble of 1F1B is 57.1 %. Here the longest sequence
-comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %, since
+The last rows are of planners that choose chunks, layouts or orders themselves, with the figures of
+`tests/contrib/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of
+the four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where the bubble of 1F1B is 57.1 %. Here the longest
+sequence comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %, since
 recompute waits for the gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory
 of 1F1B.
 
