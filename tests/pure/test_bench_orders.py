@@ -17,7 +17,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 
 
 def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
-    assert set(CLAIMS) == {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
+    orders = {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
+    assert set(CLAIMS) == orders, "`CLAIMS` of scripts/bench/orders/page.py has a row for every order"
     assert claims() in PAGE.read_text()
 
 

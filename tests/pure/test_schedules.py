@@ -211,6 +211,7 @@ def test_the_order_of_few_equal_microbatches_is_as_written(name: str):
     text = to_grid(unit.with_copies() if PLANNERS.entries()[name].offloads else unit.plan())
     if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
         path.write_text(text)
+    assert path.exists(), "MEGATRON_EPP_WRITE_GOLDEN=1 writes the order"
     assert text == path.read_text()
 
 

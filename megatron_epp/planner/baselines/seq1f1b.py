@@ -1,7 +1,7 @@
 """1F1B (PipeDream-Flush, arXiv 2006.09503, section 3.1) over slices of sequences: Seq1F1B (2406.03488, section 3).
 
-Two planners have this order. `seq1f1b` is the paper's: chunks of one size and uniform recompute. `one_f_one_b` keeps the order
-alone: chunks are of unequal length, and chunk tables and recompute are chosen for every batch.
+Two planners have this order. `seq1f1b` is the paper's: chunks of one size and uniform recompute. `1f1b-sliced`
+(`contrib/papers/sliced_1f1b.py`) keeps the order alone: chunks take equal time, and recompute is chosen for every batch.
 """
 
 from __future__ import annotations

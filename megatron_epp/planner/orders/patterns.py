@@ -226,7 +226,7 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
 
     Args:
         forwards, backwards: of a rank, in order.
-        warm_up: number of forwards before the first backward is due.
+        warm_up: number of forwards before the turns begin; the first turn's forward is one more before the first backward.
     """
     pairs = zip_longest(forwards[warm_up:], backwards)
     return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))

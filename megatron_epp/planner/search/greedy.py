@@ -1,4 +1,18 @@
-"""The greedy planner, the same for a given chunk table, and 1F1B over whole sequences. Each returns its decisions."""
+"""The greedy planner, the same for a given chunk table, and 1F1B over whole sequences. Each returns its decisions.
+
+The search, by file:
+
+1. `passes.search`: for each way to cut (`chunks.chunker`), the grains, then further starts, then copies to the host.
+2. `grains.search_tables`: chunk tables from coarse to fine and back, each in the orders of `order_rules`.
+3. `trials.Trials.better`: one table in some orders: skipped by its bound (`bound`), else ordered (`orders`), its recompute
+   fitted to the caps (`memory.recompute`), timed (`evaluate`), and kept if it is the fastest.
+4. `finished`: local search on the best of small batches (`local`); weight gradients split off and shards added
+   (`orders.complete`).
+5. `finishing`: what a setting asks for besides, such as steps of two actions.
+
+`assemble.build_plan` then writes the plan, has it proven and simulated, and sets memory aside for its messages; where the caps
+leave none, `memory.messages` plans again with that much less.
+"""
 
 from __future__ import annotations
 

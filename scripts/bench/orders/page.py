@@ -66,11 +66,12 @@ HEAD = """\
 
 # Schedules
 
-Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for
-[two](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
-them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of less than 200 lines in
-`megatron_epp/contrib/papers/`, most of less than 100, except InfiniPipe, which is a folder of four. Its first lines say what
-it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is as short as most.
+Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for [a
+few](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
+them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of less than 200 lines
+in `megatron_epp/contrib/papers/`, most of less than 100, except InfiniPipe, HelixPipe and the exact planner, which are
+folders. Its first lines say what it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is
+as short as most.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
 ones packed. Each schedule is given several chunk tables and the recompute that the memory cap requires, and its fastest plan
@@ -93,9 +94,9 @@ formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep w
 The last rows are of planners that choose chunks, layouts or orders themselves, with the figures of
 `tests/contrib/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of
 the four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where the bubble of 1F1B is 57.1 %. Here the longest
-sequence comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %, since
-recompute waits for the gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory
-of 1F1B.
+sequence comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %,
+since recompute waits for the gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the
+memory of 1F1B.
 
 """
 
