@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_epp.advice.judge import Refusal
+from megatron_epp.advice.judge import Misfit
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import EppError
 
 
-def candidates(question: Question) -> tuple[list[Configuration], list[Refusal]]:
+def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
     """All configurations with one stage on each rank and even layers, and the sizes that were refused.
 
     Tensor- and context-parallel sizes are powers of two. Tensor parallelism stays inside a node; the pipeline takes any divisor
@@ -42,7 +42,7 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Refusal]]:
                     refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
                 shards = question.vocabulary[0] and pipeline > 1
                 configs += [replace(one, layers=question.layers(one, "even"), shards_vocabulary=shards) for one in known]
-    return configs, [Refusal(name, why) for name, why in refused.items()]
+    return configs, [Misfit(name, why) for name, why in refused.items()]
 
 
 def variants(question: Question, config: Configuration) -> Iterator[Configuration]:

@@ -68,7 +68,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Misfit:
     """A configuration, or a size, that cannot run.
 
     Attributes:
@@ -96,7 +96,7 @@ class Plain:
     step_us: float
 
 
-def misfit(question: Question, config: Configuration) -> Refusal | None:
+def misfit(question: Question, config: Configuration) -> Misfit | None:
     """Return the refusal if weights and optimizer, or a sequence as long as the context, do not fit; None if they do."""
     costs, cap = question.costs(config), question.cap_bytes
     static = [0] * config.pipeline
@@ -104,14 +104,14 @@ def misfit(question: Question, config: Configuration) -> Refusal | None:
         static[rank] += costs.static_bytes(stage)
     if max(static) > cap:
         why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
-        return Refusal(config.name, why, max(static), config, is_static=True)
+        return Misfit(config.name, why, max(static), config, is_static=True)
     problem = question.problem(config, (question.context,))
     try:
         _prove_fit(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {format_gib(needed, cap)} of {format_gib(cap, needed)}, "
-        return Refusal(config.name, why + f"{format_gib(max(static))} of it for weights and optimizer", needed, config)
+        return Misfit(config.name, why + f"{format_gib(max(static))} of it for weights and optimizer", needed, config)
     return None
 
 

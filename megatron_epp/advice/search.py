@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megatron_epp.advice.candidates import candidates, variants
-from megatron_epp.advice.judge import Judged, Plain, Refusal, exactly, misfit, plain, roughly, shares_by_work
+from megatron_epp.advice.judge import Judged, Misfit, Plain, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
@@ -45,7 +45,7 @@ class Advice:
     question: Question
     best: tuple[Judged, ...]
     slower: tuple[Judged, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[Misfit, ...]
     plain: Plain | None
     of_offload: str = ""
 
@@ -128,7 +128,7 @@ class _Search:
         self.question, self.say = question, say
         self.entries: list[Judged] = []
         self.exact: list[Judged] = []
-        self.refused: list[Refusal] = []
+        self.refused: list[Misfit] = []
         self.plains: list[Plain | None] = []
         self._shares: dict[int, tuple[Share, ...]] = {}
 
@@ -183,7 +183,7 @@ class _Search:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes
         of_cap = f"{format_gib(needed, cap)} of {format_gib(cap, needed)}"
         why = f"a replica's share of this batch needs {of_cap}" if needed else error.message.rstrip()
-        self.refused.append(Refusal(config.name, why, needed, config))
+        self.refused.append(Misfit(config.name, why, needed, config))
 
 
 def _speed(entry: Judged) -> tuple[float, Configuration]:
@@ -198,7 +198,7 @@ def _simplest_first(entries: list[Judged]) -> list[Judged]:
     return [simplest, *(entry for entry in ranked if entry is not simplest)]
 
 
-def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsError:
+def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError:
     """Make the error that names how much more memory, less context or how many more devices would let a configuration fit."""
     tight = sorted((one for one in refused if one.config is not None), key=lambda one: (one.needed_bytes, one.name))
     if not tight:
@@ -219,14 +219,14 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     )
 
 
-def _nearest(question: Question, refused: list[Refusal]) -> tuple[int, Refusal]:
+def _nearest(question: Question, refused: list[Misfit]) -> tuple[int, Misfit]:
     """Smallest memory cap under which one of several refused configurations fits, in bytes, and its refusal.
 
     Args:
         question: under whose cap none fits.
         refused: of configurations, that with the least `needed_bytes`, a lower bound of its cap, first.
     """
-    found: list[tuple[int, str, Refusal]] = []
+    found: list[tuple[int, str, Misfit]] = []
     for one in refused:
         cap = max(one.needed_bytes, question.cap_bytes + 1)
         while one.config is not None and all(cap <= other for other, _, _ in found):

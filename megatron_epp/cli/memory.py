@@ -15,7 +15,7 @@ from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, flags_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import chosen_layout
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.reach import Found, look, makespan_us, reach_table
+from megatron_epp.cli.reach import Reached, look, makespan_us, reach_table
 from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import Command, Parser, add_output, is_page, picture_or_page, progress, say
 from megatron_epp.cost import PipelineCosts
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
             save_memory_picture(account, args.output)
     if not args.json:
         _say_blocks(_plan_blocks(args, account, refusal))
-    found = Found({}, "") if args.quick else _reaches(args, problem, chosen.layout, options, start_s)
+    found = Reached({}, "") if args.quick else _reaches(args, problem, chosen.layout, options, start_s)
     if found.reaches and not args.json:
         _say_blocks([[*reach_table(found.reaches), *filter(None, [found.hint])]])
     megatron = None if args.no_megatron else _megatrons(args, problem, estimator, start_s + args.seconds)
@@ -108,7 +108,7 @@ def _say_blocks(blocks: list[list[str]]) -> None:
     say("\n".join("\n".join([*lines, ""]) for lines in blocks), flush=True)
 
 
-def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, start_s: float) -> Found:
+def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, start_s: float) -> Reached:
     """Look for what else would fit, without offload and, if it is allowed, with it."""
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
@@ -174,7 +174,7 @@ def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(account: Account, refusal: str, found: Found, megatron: dict[str, Any] | str | None) -> dict[str, Any]:
+def _figures(account: Account, refusal: str, found: Reached, megatron: dict[str, Any] | str | None) -> dict[str, Any]:
     def limit(one: Limit | None) -> dict[str, Any] | None:
         return None if one is None else asdict(one)
 

@@ -36,7 +36,7 @@ class _Question(NamedTuple):
     pipe: Connection
 
 
-class Found(NamedTuple):
+class Reached(NamedTuple):
     """Limits that were found in time.
 
     Attributes:
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     hint: str
 
 
-def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Found:
+def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Reached:
     """Return the limits of each choice as they are known at a time of `time.monotonic`.
 
     Every limit is looked for in a process forked from this one, in which no other threads may run.
@@ -89,7 +89,7 @@ def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Found:
     unknown = [(choices[one.choice].tries(one.name), tried.get(one.pipe, 0)) for one in waiting.values()]
     if not asked:
         unknown = [(1, 0)] * len(known)
-    return Found(found, _hint(unknown, begin_s - start_s, end_s - begin_s))
+    return Reached(found, _hint(unknown, begin_s - start_s, end_s - begin_s))
 
 
 def _hint(unknown: Sequence[tuple[int, int]], before_s: float, took_s: float) -> str:

@@ -36,12 +36,12 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Default environment variables of a run."""
 
 
-class RunError(EppError):
+class TrainingError(EppError):
     """A training run failed. The message gives the reason, as far as its log does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """One finished training run.
 
     Attributes:
@@ -90,7 +90,7 @@ def train(
     timeout_s: float = _LIMIT_S,
     program: str = OURS,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Run:
+) -> RecordedRun:
     """Train on this machine and read the figures: with torchrun on GPUs, otherwise in forked processes, which start faster.
 
     Args:
@@ -102,7 +102,7 @@ def train(
         environment: variables set for the ranks.
 
     Raises:
-        RunError: the run failed, or takes longer than `timeout_s`.
+        TrainingError: the run failed, or takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     if count_gpus():
@@ -132,7 +132,7 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
     return folder / COSTS
 
 
-def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> Run:
+def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
     """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
 
     Args:
@@ -141,14 +141,14 @@ def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) 
         timeout_s: limit in seconds for the whole run.
 
     Raises:
-        RunError: it cannot be started, failed, or takes longer than `timeout_s`.
+        TrainingError: it cannot be started, failed, or takes longer than `timeout_s`.
     """
     log = _begun(folder)
     log.write_text(shlex.join(command) + "\n", encoding="utf-8")
     try:
         code = _exit_code(list(command), log, timeout_s, {})
     except OSError as error:
-        raise RunError(f"{command[0]} cannot be started: {error.strerror}") from error
+        raise TrainingError(f"{command[0]} cannot be started: {error.strerror}") from error
     return _finished(folder, log, code, timeout_s)
 
 
@@ -159,23 +159,23 @@ def _begun(folder: Path) -> Path:
     return folder / "train.log"
 
 
-def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Run:
+def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> RecordedRun:
     """Read what a run has left. `code` is its exit code; None if it was ended at its limit."""
     if code is None:
-        raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
+        raise TrainingError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
     if code != 0:
         reason = reason_in(text)
-        raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
+        raise TrainingError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in ITERATION.finditer(text)}
-    with naming(folder / _FIGURES, RunError):
+    with naming(folder / _FIGURES, TrainingError):
         written = enumerate(read_text(folder / _FIGURES).splitlines(), start=1)
         lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
-    return Run(lines, tuple(times[line["iteration"]] for line in lines))
+    return RecordedRun(lines, tuple(times[line["iteration"]] for line in lines))
 
 
 def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run forked ranks and return their exit code, like `_exit_code`. Raises `RunError` if the forking process has ended."""
+    """Run forked ranks and return their exit code, like `_exit_code`. Raises `TrainingError` if the forking process has ended."""
     forks = _forks()
     try:
         return forks.run(num_ranks, program, environment, log, limit_s)
@@ -183,7 +183,7 @@ def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float, envir
         _forks.cache_clear()
         forks.close()
         if isinstance(error, EppError):
-            raise RunError(str(error)) from error
+            raise TrainingError(str(error)) from error
         raise
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.contrib.demos.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
 from megatron_epp.contrib.demos.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
-from megatron_epp.launch.runs import Run
+from megatron_epp.launch.runs import RecordedRun
 from megatron_epp.report.rounds import Occupancy, Rounds
 from tests.support.plan.report_plans import sliced_plan
 
@@ -25,9 +25,9 @@ def said() -> str:
 
 def test_a_run_has_the_rate_of_its_iterations_after_the_first_two_and_the_highest_peak_of_every_rank():
     lines = tuple({"loss": 4.0 - i, "tokens": 100, "peak_activation_bytes": [3 + i, 5 - i]} for i in range(4))
-    run = Run(lines, (50.0, 50.0, 20.0, 5.0))
+    run = RecordedRun(lines, (50.0, 50.0, 20.0, 5.0))
     assert run.tokens_per_second == pytest.approx(200 / 0.025)
-    assert Run(lines[:1], (50.0,)).tokens_per_second == 2_000
+    assert RecordedRun(lines[:1], (50.0,)).tokens_per_second == 2_000
     assert run.peak_activation_bytes == [6, 5]
     assert run.losses == [4.0, 3.0, 2.0, 1.0]
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_epp.launch.runs import RunError
+from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Action
 from megatron_epp.report.measured import Event, Measured
 from scripts.bench.gpu import bench as bench_gpu
@@ -78,14 +78,14 @@ def test_copies_are_hidden_where_their_own_rank_computes():
     ("text", "error"),
     [
         ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.", gpu_runs.OutOfMemory),
-        ("[rank0]: RuntimeError: something else", RunError),
+        ("[rank0]: RuntimeError: something else", TrainingError),
     ],
 )
 def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
     def train(folder, ranks, settings, limit_s):
         folder.mkdir(parents=True)
         (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
-        raise RunError("training failed")
+        raise TrainingError("training failed")
 
     monkeypatch.setattr(gpu_runs, "train", train)
     settings = gpu_runs.Sizes.reduced().settings(64)

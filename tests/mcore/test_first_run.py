@@ -77,9 +77,9 @@ def test_a_race_measures_every_schedule_on_the_same_documents(ran, monkeypatch):
 def test_a_schedule_that_ends_badly_leaves_the_others_comparable(ran, monkeypatch):
     def trained(folder, ranks, settings, timeout_s):
         if settings["epp_schedule"] == "stock":
-            raise runs.RunError("training ended with exit code 1: out of memory")
+            raise runs.TrainingError("training ended with exit code 1: out of memory")
         line = {"iteration": 1, "tokens": 10, "loss": 1.0, "device_peak_bytes": [(5, 6), (7, 8)], "alloc_retries": [0, 3]}
-        return runs.Run((line,) * 7, (10.0 if settings["epp_schedule"] == "packed" else 5.0,) * 7)
+        return runs.RecordedRun((line,) * 7, (10.0 if settings["epp_schedule"] == "packed" else 5.0,) * 7)
 
     monkeypatch.setattr(sys.modules[race.__module__], "train", trained)
     code, report, printed = ran("--steps", "race")

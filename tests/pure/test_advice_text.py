@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.advice.judge import Judged, Parts, Plain, Refusal
+from megatron_epp.advice.judge import Judged, Misfit, Parts, Plain
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text, why_slower
 from megatron_epp.advice.search import Advice, _simplest_first
@@ -81,9 +81,9 @@ def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
 
 def test_the_text_tells_the_question_and_counts_the_configurations():
     others = [entry(Configuration(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
-    unfit = Refusal("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
+    unfit = Misfit("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
     slower = [entry(Configuration(1, 2, 2, 1), bubble_us=800.0)]
-    text = words(as_text(advice([BEST, *others], slower, [Refusal("TP 4", "too wide"), unfit]), 5, everything=False))
+    text = words(as_text(advice([BEST, *others], slower, [Misfit("TP 4", "too wide"), unfit]), 5, everything=False))
     assert "4 devices of nodes-of-two, nodes of 2, at most 8.00 GiB each." in text
     assert "A batch of 3 sequences, 10 tokens, of up to 4 tokens; one of 4 fits too." in text
     assert "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit." in text
@@ -142,7 +142,7 @@ def test_plain_1f1b_without_a_pipeline_is_called_gradient_accumulation():
 
 
 def test_json_has_the_same_figures():
-    slower, refused = entry(bubble_us=1000.0, is_exact=False), Refusal("TP 4", "too wide")
+    slower, refused = entry(bubble_us=1000.0, is_exact=False), Misfit("TP 4", "too wide")
     found = as_json(advice(slower=[slower], refused=[refused], plain=Plain(CONFIG, "1f1b-padded", 1, 2000.0)))
     assert (found["devices"], found["context"], found["sequences"], found["tokens"]) == (4, 4, 3, 10)
     (best,), (row,) = found["best"], found["slower"]

@@ -73,7 +73,8 @@ def forking(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"), [(EppError("what forks has ended"), runs.RunError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)]
+    ("error", "raised"),
+    [(EppError("what forks has ended"), runs.TrainingError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)],
 )
 def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, forking, error, raised):
     made = forking(error)
@@ -81,7 +82,7 @@ def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tm
         runs.train(tmp_path, 2, {"num_layers": 4})
     assert [fork.closed for fork in made] == [True]
     for _ in range(2):
-        with pytest.raises(runs.RunError, match="exit code 3"):
+        with pytest.raises(runs.TrainingError, match="exit code 3"):
             runs.train(tmp_path, 2, {"num_layers": 4})
     assert [fork.closed for fork in made] == [True, False]
     assert "forked, as each of 2 ranks: " in (tmp_path / "train.log").read_text()

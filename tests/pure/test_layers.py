@@ -94,3 +94,13 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not heavy & {module.partition(".")[0] for module in found}, name
+
+
+def test_a_public_class_of_core_has_a_name_of_its_own():
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if not name.startswith("contrib"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(name)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -16,8 +16,8 @@ from megatron_epp.cli.first_run.outcome import (
     FAILED,
     REDUCED,
     Done,
+    MachineCheck,
     Outcome,
-    Step,
     heading,
     outcome_lines,
     report_json,
@@ -48,7 +48,7 @@ only links and kernels, with the sizes of a shipped model
   megatron-epp first-run --steps links,kernels
 """
 STEPS = (
-    Step(
+    MachineCheck(
         "doctor",
         "what this machine has, lacks and should change",
         "no problem; warnings name what would be faster",
@@ -56,7 +56,7 @@ STEPS = (
         1,
         checks.doctor,
     ),
-    Step(
+    MachineCheck(
         "links",
         "messages between ranks, and whole plans of messages in the order in which training posts them",
         "every plan ends, every value arrives; GB/s of large messages near what the link can do",
@@ -64,7 +64,7 @@ STEPS = (
         4,
         checks.links,
     ),
-    Step(
+    MachineCheck(
         "kernels",
         "attention kernels against attention in fp64",
         "every kernel that runs holds; on GPUs one of cuDNN and FlashAttention is chosen in bf16",
@@ -72,7 +72,7 @@ STEPS = (
         2,
         checks.kernels,
     ),
-    Step(
+    MachineCheck(
         "profile",
         "a short profile of your model's parts",
         "median errors of the fits below 10% on a quiet GPU",
@@ -80,7 +80,7 @@ STEPS = (
         4,
         checks.profile,
     ),
-    Step(
+    MachineCheck(
         "parity",
         "a tiny model with Megatron's own schedule and with plans",
         "losses agree: to rounding in fp32, and in bf16 as closely as Megatron's own agree with fp32",
@@ -88,7 +88,7 @@ STEPS = (
         8,
         parity,
     ),
-    Step(
+    MachineCheck(
         "plan",
         "your lengths, planned at your sizes, against Megatron's own schedule",
         "a gain above 1 for skewed lengths, a tie for even ones; then the lines to change in your launch command",
@@ -96,7 +96,7 @@ STEPS = (
         2,
         gain,
     ),
-    Step(
+    MachineCheck(
         "race",
         "your launch command, ten iterations each with Megatron's own schedule, whole and packed, and with plans",
         "tokens per second of each, measured; plans take the time and the memory that they predict; equal losses",
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(one.outcome.status == FAILED for one in done))
 
 
-def _done(step: Step, setting: Setting) -> Done:
+def _done(step: MachineCheck, setting: Setting) -> Done:
     """Run a step. An error is its result, so that the others run all the same."""
     start_s = time.monotonic()
     try:

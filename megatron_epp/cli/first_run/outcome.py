@@ -34,7 +34,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MachineCheck:
     """One step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Done:
     time_s: float
 
 
-def heading(number: int, total: int, step: Step, is_reduced: bool) -> str:
+def heading(number: int, total: int, step: MachineCheck, is_reduced: bool) -> str:
     """Format the lines that announce a step."""
     time = "" if is_reduced else f" (about {step.gpu_minutes} min)"
     return f"\n[{number}/{total}] {step.name}: {step.purpose}{time}\n  expect: {step.expect}"

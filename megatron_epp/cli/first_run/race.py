@@ -11,7 +11,7 @@ from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.first_run.training import tiny_training
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.runs import Run, RunError, launched, pipeline_size, train
+from megatron_epp.launch.runs import RecordedRun, launched, pipeline_size, train
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.table import format_us, table
 
@@ -36,20 +36,20 @@ def race(setting: Setting) -> Outcome:
     return _raced(setting, lambda name, own: launched(own, setting.launch.raced(name, own, iterations)))
 
 
-def _raced(setting: Setting, run: Callable[[str, Path], Run]) -> Outcome:
+def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
     """Run every schedule, and compare. One that fails, perhaps for lack of memory, leaves the others comparable.
 
     Args:
         setting: of the first run.
         run: trains with a schedule, and writes to a folder.
     """
-    found: dict[str, Run] = {}
+    found: dict[str, RecordedRun] = {}
     failures: dict[str, str] = {}
     for name in SCHEDULES:
         with progress(f"training with --epp-schedule {name}"):
             try:
                 found[name] = run(name, Path(setting.folder, "race", name))
-            except RunError as error:
+            except TrainingError as error:
                 failures[name] = str(error)
     figures = {name: _figures(one) for name, one in found.items()}
     lines = [*_rows(figures), *_said(figures), *(f"{name} did not end well: {text}" for name, text in failures.items())]
@@ -58,7 +58,7 @@ def _raced(setting: Setting, run: Callable[[str, Path], Run]) -> Outcome:
     return Outcome(status, tuple(lines), todo, {"schedules": figures, "failures": failures})
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(run: RecordedRun) -> dict[str, Any]:
     """Figures of the iterations that count; peaks and retries are of the whole run, the most of any rank."""
     lines, times = run.lines[-_COUNTED:], run.iteration_ms[-_COUNTED:]
     planned = [line["makespan_us"] for line in lines if "makespan_us" in line]
@@ -74,7 +74,7 @@ def _figures(run: Run) -> dict[str, Any]:
     }
 
 
-def _most(run: Run, name: str) -> int | None:
+def _most(run: RecordedRun, name: str) -> int | None:
     """The largest value of a figure of ranks; None where no iteration has it."""
     return max((value for line in run.lines for value in line.get(name, ()) if value is not None), default=None)
 

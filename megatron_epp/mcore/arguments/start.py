@@ -27,7 +27,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
 
 
-class Question(NamedTuple):
+class StartQuestion(NamedTuple):
     """A question about flags, whose answer True is refused.
 
     Attributes:
@@ -47,47 +47,49 @@ def _warm_up_is_long(args: Namespace) -> bool:
 
 
 QUESTIONS = (
-    Question(
+    StartQuestion(
         lambda a: a.save and not a.save_interval,
         "--save {save} needs --save-interval: add it (in iterations), or leave out --save",
     ),
-    Question(
+    StartQuestion(
         lambda a: a.eval_iters and not a.eval_interval,
         "--eval-iters {eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
         of_loop=True,
     ),
-    Question(
+    StartQuestion(
         lambda a: not a.train_iters and not a.train_samples and not a.skip_train,
         "--train-iters is missing: say for how many iterations to train",
         of_loop=True,
     ),
-    Question(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True),
-    Question(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
-    Question(
+    StartQuestion(
+        lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True
+    ),
+    StartQuestion(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
+    StartQuestion(
         _warm_up_is_long,
         "--lr-warmup-iters {lr_warmup_iters} is not below --lr-decay-iters {lr_decay_iters}, by default --train-iters "
         "{train_iters}: lower it",
         of_loop=True,
     ),
-    Question(
+    StartQuestion(
         lambda a: a.lr_decay_style == "WSD" and not (a.lr_wsd_decay_iters or a.lr_wsd_decay_samples),
         "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
         of_loop=True,
     ),
-    Question(
+    StartQuestion(
         lambda a: a.seq_length and a.max_position_embeddings and a.max_position_embeddings < a.seq_length,
         "--max-position-embeddings {max_position_embeddings} is below --seq-length {seq_length}: raise it",
     ),
-    Question(
+    StartQuestion(
         lambda a: a.seq_length and not a.max_position_embeddings and not a.use_checkpoint_args,
         "--max-position-embeddings is missing: set it to --seq-length {seq_length}, or more",
     ),
-    Question(
+    StartQuestion(
         lambda a: a.save_interval and a.save_retain_interval and a.save_retain_interval % a.save_interval,
         "--save-retain-interval {save_retain_interval} is no multiple of --save-interval {save_interval}: make it one",
     ),
-    Question(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
-    Question(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
+    StartQuestion(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
+    StartQuestion(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
 )
 """Combinations of flags that end in an assertion of Megatron's without a text, or after the model is built."""
 

@@ -27,7 +27,7 @@ from megatron_epp.contrib.demos.quickstart.documents import source_files
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.cost.library import load_costs
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.runs import Run, learnt_costs, tiny_gpt, train
+from megatron_epp.launch.runs import RecordedRun, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import Messages, Op, Plan, Step, simulate
 from megatron_epp.report.fidelity import Comparison, compare, traces
@@ -117,7 +117,7 @@ def errors_by_kind(found: Sequence[Comparison]) -> dict[str, dict[str, float | N
     return rows
 
 
-def compare_peaks(run: Run) -> dict[str, Any]:
+def compare_peaks(run: RecordedRun) -> dict[str, Any]:
     """Planned and measured peak bytes of activations of every iteration and rank."""
     pairs = [
         (planned, measured)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import version_of
-from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
+from megatron_epp.launch.runs import RecordedRun, TrainingError, tiny_gpt, train
 from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
 from scripts.random_documents import write_documents
@@ -111,7 +111,7 @@ class OutOfMemory(Exception):
 class Launched:
     """A finished run, and what it left in its folder."""
 
-    run: Run
+    run: RecordedRun
     folder: Path
 
     @property
@@ -171,7 +171,7 @@ class Launches:
 
         Raises:
             OutOfMemory: there was not enough.
-            RunError: it failed in another way.
+            TrainingError: it failed in another way.
         """
         data = self._documents(lengths, settings)
         batch = {"data_path": data, "global_batch_size": len(lengths), "split": "100,0,0"}
@@ -191,7 +191,7 @@ class Launches:
         try:
             with progress("training", lambda: _reached(log)):
                 return Launched(train(folder, 1, settings, self.limit_s), folder)
-        except RunError:
+        except TrainingError:
             if shortage := _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")):
                 return OutOfMemory(shortage[0].strip()[:300])
             raise

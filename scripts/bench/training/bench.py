@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.runs import Run, learnt_costs, pipeline_size, tiny_gpt, train
+from megatron_epp.launch.runs import RecordedRun, learnt_costs, pipeline_size, tiny_gpt, train
 from scripts.random_documents import write_documents
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_training"
@@ -28,9 +28,9 @@ def write_corpus(name: str, lengths: np.ndarray) -> str:
     return write_documents(FOLDER / "corpus" / name, lengths.tolist())
 
 
-def in_turn(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[Run]]:
+def in_turn(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[RecordedRun]]:
     """Launch every variant once per round, so that drift of the machine's speed hits all alike."""
-    runs: dict[str, list[Run]] = {variant: [] for variant in variants}
+    runs: dict[str, list[RecordedRun]] = {variant: [] for variant in variants}
     for number in range(rounds):
         for variant, settings in variants.items():
             print(f"  {name}: round {number + 1} of {rounds}, {variant}", flush=True)
@@ -38,7 +38,7 @@ def in_turn(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: 
     return runs
 
 
-def median_ms_per_token(runs: list[Run]) -> float:
+def median_ms_per_token(runs: list[RecordedRun]) -> float:
     """Median over iterations (the first of each launch apart) of milliseconds per real token."""
     return statistics.median(
         ms / line["tokens"] for run in runs for line, ms in list(zip(run.lines, run.iteration_ms, strict=True))[1:]

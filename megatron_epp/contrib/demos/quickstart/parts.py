@@ -11,7 +11,7 @@ from megatron_epp.contrib.demos.quickstart import documents
 from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE, Setting, cap_gb, known_costs
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.launch.processor_time import OthersMeter
-from megatron_epp.launch.runs import WARM_UP, Run, tiny_gpt
+from megatron_epp.launch.runs import WARM_UP, RecordedRun, tiny_gpt
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.plan.serialize import load
@@ -120,7 +120,7 @@ def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) 
     elastic: dict[str, Any] = {"epp_costs": costs, "epp_memory_cap_gb": cap_gb(peak_bytes, known_costs(costs))}
     setting.train("whole-traced", data, iterations, epp_costs=costs, epp_planner="1f1b", **setting.every_iteration)
     traced = setting.train("elastic-traced", data, iterations, **elastic, **setting.every_iteration)
-    found: dict[str, list[Run]] = {WHOLE: [], ELASTIC: []}
+    found: dict[str, list[RecordedRun]] = {WHOLE: [], ELASTIC: []}
     others = OthersMeter()
     for number, order in enumerate(turns((WHOLE, ELASTIC), setting.rounds), start=1):
         for name in order:
@@ -135,7 +135,7 @@ def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) 
     )
 
 
-def _schedule(setting: Setting, traced: str, runs: Sequence[Run], peak_bytes: int) -> Schedule:
+def _schedule(setting: Setting, traced: str, runs: Sequence[RecordedRun], peak_bytes: int) -> Schedule:
     each = [compare(*one) for one in setting.traced(traced)]
     own_us = [one.undisturbed_us for one in each if one.undisturbed_us is not None]
     return Schedule(

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.launch.runs import WARM_UP, Run, learnt_costs, tiny_gpt, train
+from megatron_epp.launch.runs import WARM_UP, RecordedRun, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.pinned import RECORD
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.fidelity import traces
@@ -55,7 +55,7 @@ class Setting:
             max_position_embeddings=self.context,
         )
 
-    def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> Run:
+    def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> RecordedRun:
         """Train in a folder of its own.
 
         Args:
