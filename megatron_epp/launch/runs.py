@@ -175,7 +175,7 @@ def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Re
 
 
 def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run forked ranks and return their exit code, like `_exit_code`. Raises `TrainingError` if the forking process has ended."""
+    """Run forked ranks; return their exit code, like `_exit_code`. Raises `TrainingError` if the forking process has ended."""
     forks = _forks()
     try:
         return forks.run(num_ranks, program, environment, log, limit_s)

@@ -11,7 +11,7 @@ from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.first_run.training import tiny_training
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.runs import RecordedRun, launched, pipeline_size, train
+from megatron_epp.launch.runs import RecordedRun, TrainingError, launched, pipeline_size, train
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.table import format_us, table
 
