@@ -19,7 +19,7 @@ MORE_CALLS = 150
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Counts]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_forks", forked._forks)  # trains in ranks of the process that other tests fork from
+        patch.setattr(runs, "_forks", forked.forks)  # trains in ranks of the process that other tests fork from
         found = count(Path(tmp_path_factory.mktemp("host")))
     print("\n".join(lines(found)))
     return {(one.op, one.segments): one for one in found}

@@ -1,7 +1,5 @@
 """Threads of training use the device of their rank."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def test_stages_are_watched_on_their_ranks_device(audit):
 
 
 def test_costs_are_learnt_on_their_ranks_device(audit):
-    plan, learning = two_ranks(), CostLearning(SimpleNamespace(epp_lookahead=2), None, {}, 0)
+    plan, learning = two_ranks(), CostLearning(lookahead=2, pipeline=0, fit=lambda *_: None)
     while not learning.learner.is_recording:
         learning.after(plan, run(audit, plan, 0))
         learning._added.result()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import mpu
 from megatron.core.transformer.moe import moe_logging, moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -168,12 +169,12 @@ def test_ranks_have_the_first_tokens_first(monkeypatch, sequence_parallel, on_ra
     config = SimpleNamespace(sequence_parallel=sequence_parallel)
     sizes = {"get_context_parallel_world_size": 2, "get_tensor_model_parallel_world_size": 2}
     for name, size in sizes.items():
-        monkeypatch.setattr(routers.mpu, name, lambda size=size: size)
+        monkeypatch.setattr(mpu, name, lambda size=size: size)
     found = []
     for cp_rank in (0, 1):
         for tp_rank in (0, 1):
-            monkeypatch.setattr(routers.mpu, "get_context_parallel_rank", lambda rank=cp_rank: rank)
-            monkeypatch.setattr(routers.mpu, "get_tensor_model_parallel_rank", lambda rank=tp_rank: rank)
+            monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda rank=cp_rank: rank)
+            monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda rank=tp_rank: rank)
             found.append(RealTokens.of(table, config))
     assert found == [RealTokens(5, count, 2 if sequence_parallel else 4) for count in on_ranks]
 

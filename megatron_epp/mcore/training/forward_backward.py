@@ -96,8 +96,8 @@ def forward_backward_elastic(
     """
     if collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
-    check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
     require_stock({FORWARD_STEP: forward_step_func})
+    check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
     models = model if isinstance(model, list) else [model]
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     config = get_model_config(models[0])
