@@ -55,9 +55,9 @@ MATRIX = "tests/mcore/test_matrix.py -k"
 FAULTS = (
     Fault(
         "gradients are divided by twice the number of tokens",
-        "mcore/training/forward_backward.py",
-        "finalize_model_grads_func(models, num_tokens, pg_collection",
-        "finalize_model_grads_func(models, 2 * num_tokens, pg_collection",
+        "mcore/run.py",
+        "counted = num_tokens if config.calculate_per_token_loss else None",
+        "counted = 2 * num_tokens if config.calculate_per_token_loss else None",
         SHORT,
     ),
     Fault(
@@ -126,9 +126,9 @@ FAULTS = (
     ),
     Fault(
         "each group of replicas learns costs from its own ranks",
-        "mcore/training/learning.py",
-        "costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))",
-        "costs = fitted_costs(self._costs, everyone[dist.get_rank() :], keeps_weights=True)",
+        "mcore/run.py",
+        "complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))",
+        "complete(fitted_costs(before, everyone[dist.get_rank() :], keeps_weights=keeps_weights))",
         "tests/mcore/test_matrix.py tests/mcore/test_learnt_costs.py -k learnt",
     ),
     Fault(

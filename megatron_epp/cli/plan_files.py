@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.plan.check import check
@@ -14,9 +13,10 @@ from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.launches import Rows
+from megatron_epp.plan.lazy import load as load_named
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, read_text
-from megatron_epp.plan.serialize import load
+from megatron_epp.plan.serialize import from_json, load
 from megatron_epp.plan.simulate import simulate
 
 
@@ -25,24 +25,39 @@ def add_plan_file(parser: Parser) -> None:
     parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
 
 
-def foreign() -> Any:
-    """Import the readers of tables that other systems print: `SOURCES`, `is_table`, `from_table` and `launches_of`."""
-    return importlib.import_module("megatron_epp.contrib.foreign")
+READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")}
+"""Functions that read tables that other systems print, imported for a file that is no JSON."""
 
 
-def read(path: str) -> tuple[Plan, Rows | None]:
-    """Load a plan, or a table of another system as one, with the launches that the table has itself."""
-    with naming(path):
+class Proven(NamedTuple):
+    """What a file to prove holds.
+
+    Attributes:
+        plan: of the file, or as which a table is read.
+        launches: that a table has itself; None if lowering adds them.
+        is_table: the file is a table of another system.
+    """
+
+    plan: Plan
+    launches: Rows | None = None
+    is_table: bool = False
+
+
+def read(path: str) -> Proven:
+    """Load a plan, or a table of another system as one."""
+    with naming(path, PlanError):
         text = read_text(path)
-        tables = foreign()
-        if tables.is_table(path, text):
-            return tables.from_table(text), tables.launches_of(text)
+        if text[:1] == "{":  # most plans are large
+            return Proven(from_json(text))
+        is_table, from_table, launches_of = (load_named(where) for where in READERS.values())
+        if is_table(path, text):
+            return Proven(from_table(text), launches_of(text), is_table=True)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
             raise PlanError(
                 "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "
                 "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
             )
-    return load(path), None
+        return Proven(from_json(text))
 
 
 def load_sound(path: str) -> Plan:

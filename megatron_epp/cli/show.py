@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.cli.plan import add_width, text_of
-from megatron_epp.cli.plan_files import foreign, load_sound, read
+from megatron_epp.cli.plan_files import load_sound, read
 from megatron_epp.cli.terminal import PAGE, PICTURES, Command, Parser, add_output, is_page, output, picture, progress, say
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.lockstep import check_lockstep
@@ -99,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
 def _prove(paths: list[str]) -> int:
     """Prove plans and print the result of each; 1 if one of them has violations, or they do not match."""
     tables = [read(path) for path in paths]
-    plans, found = [made for made, _ in tables], [check(*table) for table in tables]
-    for path, (made, rows), violations in zip(paths, tables, found, strict=True):
+    plans, found = [one.plan for one in tables], [check(one.plan, one.launches) for one in tables]
+    for path, (made, rows, is_table), violations in zip(paths, tables, found, strict=True):
         say(f"{path}: {report(made, violations)}", end="")
         if rows is not None and not violations:
             num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in made.ranks for step in row)
             say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
-        if made.planner in foreign().SOURCES and not violations:
+        if is_table and not violations:
             peaks = made.predicted.peak_bytes
             say(
                 f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "

@@ -65,7 +65,7 @@ class Run:
     costs: PipelineCosts | None = None
     """Costs of the pipeline; None before `settle`, and if the schedule needs no plans."""
     learnt_with: dict[str, Any] | None = None
-    """What learnt costs depend on; None if none are learnt."""
+    """Flags and model that learnt costs depend on; None if none are learnt."""
     kept: KeptCosts | None = None
     """Learnt costs, to be kept with checkpoints; None while they are learnt, and if they are not."""
     host: HostMemory | None = None
@@ -242,7 +242,6 @@ def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_colle
 
     Plans run on the pipeline of Megatron's parallel state. Megatron's own communicator of it is not used.
     """
-    own = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     obstacle = ""
     if adjust_tensor_shapes_fn is not None:
         obstacle = "adjust_tensor_shapes_fn: messages follow the plan"
@@ -252,10 +251,15 @@ def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_colle
         groups = {"p2p_communicator": (p2p_communicator, "pp_group"), "pg_collection": (pg_collection, "pp")}
         for name, (given, attribute) in groups.items():
             group = getattr(given, attribute, None)
-            if given is not None and (group is None or dist.get_process_group_ranks(group) != own):
+            if given is not None and (group is None or not _is_own_pipeline(group)):
                 obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
     if obstacle:
         raise EppError(f"--epp cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
+
+
+def _is_own_pipeline(group: Any) -> bool:
+    own = mpu.get_pipeline_model_parallel_group()
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
 
 
 def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:

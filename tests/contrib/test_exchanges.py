@@ -35,7 +35,7 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str = "stp", **changes: Any) -> PairRunner | None:
-    return _pair_runner(Unit(name, 2, 5).plan(), Namespace(**(ARGUMENTS | changes)))
+    return _pair_runner(Unit(name, 2, 5).plan(), 0, Namespace(**(ARGUMENTS | changes)))
 
 
 @pytest.mark.parametrize(

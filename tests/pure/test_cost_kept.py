@@ -11,6 +11,7 @@ import pytest
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
+from megatron_epp.cost.learning import of_whole_microbatches
 from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import EppError
 
@@ -61,7 +62,7 @@ def test_the_file_of_a_run_that_learnt_costs_is_a_file_of_costs(tmp_path: Path) 
     [
         ([], "learnt costs of 0 pipelines"),
         ([KEPT, KEPT], "learnt costs of 2 pipelines"),
-        ([replace(KEPT, learnt_with={"--epp-microbatches": "user"})], "a script's own microbatches"),
+        ([replace(KEPT, costs=of_whole_microbatches(KEPT.costs))], "a script's own microbatches"),
     ],
 )
 def test_learnt_costs_that_are_not_those_of_one_training_on_documents_are_refused(

@@ -34,6 +34,8 @@ from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
 logger = logging.getLogger(__name__)
 
+_PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
+"""Function that makes what runs the two actions of a step, imported for the first plan that has such steps."""
 _RAISED_BY_ALL = (EppError, StopIteration)
 """Errors of planning, and the end of the documents, come to all ranks of the job; others of preparing a batch to one."""
 
@@ -169,7 +171,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
             handlers = None if vocabulary is None else vocabulary.begin(inputs)
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
         running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
-        Executor(*running, handlers, _pair_runner(batch.plan, args), program).run()
+        Executor(*running, handlers, _pair_runner(batch.plan, session.rank, args), program).run()
         if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with session.watching("waits for the embedding's gradient"):
                 tied.add_gradients()
@@ -231,9 +233,9 @@ def _next_batch(
     return batch
 
 
-def _pair_runner(plan: Plan, args: argparse.Namespace) -> PairRunner | None:
-    """Return what runs the steps of two actions that a plan has; None if it has none, or they run one after the other."""
-    if not any(step.also for row in plan.ranks for step in row):
+def _pair_runner(plan: Plan, rank: int, args: argparse.Namespace) -> PairRunner | None:
+    """Return what runs a rank's steps of two actions; None if it has none, or they run one after the other."""
+    if not any(step.also for step in plan.ranks[rank]):
         return None
-    runner: PairRunner | None = load("megatron_epp.contrib.overlap.exchanges:pair_runner")(args)
+    runner: PairRunner | None = load(_PAIR_RUNNER)(args)
     return runner

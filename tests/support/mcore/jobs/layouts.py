@@ -1,6 +1,6 @@
 """Cut layers next to whole ones: a checkpoint handed there and back, and the same random masks.
 
-What `test_layouts.py` looks at.
+Jobs of `test_layouts.py`.
 """
 
 import shlex

@@ -2,7 +2,7 @@
 
 Also a resumed run, and the types of what shards exchange.
 
-What `test_vocabulary_parallel.py` looks at.
+Jobs of `test_vocabulary_parallel.py`.
 """
 
 import shlex
