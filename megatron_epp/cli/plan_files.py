@@ -30,7 +30,7 @@ READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table",
 
 
 class Proven(NamedTuple):
-    """What a file to prove holds.
+    """Contents of a file to prove.
 
     Attributes:
         plan: of the file, or as which a table is read.
