@@ -47,7 +47,7 @@ def preload() -> None:
 
 
 def _read_settings_once() -> None:
-    """Cache the flag descriptions that Megatron parses from its settings' sources for each of a training's two parsers."""
+    """Cache the flag descriptions, which Megatron parses from its settings' sources again for a training's second parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read, known = ArgumentGroupFactory._get_field_docstrings, {}
@@ -62,7 +62,7 @@ def _read_settings_once() -> None:
 
 
 def _parse_flags_once() -> None:
-    """Let Megatron's fault tolerance, which parses all flags only to see whether it is asked for, look for its own first."""
+    """Skip the set-up of Megatron's fault tolerance unless its flags are given: it parses all flags only to find that out."""
     from megatron.training import ft_integration
 
     setup, own = ft_integration.setup, {"--enable-ft-package", "--yaml-cfg"}
@@ -75,7 +75,7 @@ def _parse_flags_once() -> None:
 
 
 def _fork_managers() -> None:
-    """Let the process through which checkpoint writers report be forked too; a fresh one would import everything again."""
+    """Fork the process through which checkpoint writers report; a spawned one would import everything again."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     queue = filesystem_async.get_write_results_queue

@@ -92,12 +92,12 @@ class Run:
         return self.lockstep_ranks[self.lockstep_group]
 
     def watching(self, what: str) -> AbstractContextManager[None]:
-        """Watch the body: the run ends if it takes longer than the limit, and says what this rank does, as in ``waits``."""
+        """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""
         return self.watchdog.watch(lambda: f"rank {self.rank} {what} (--epp-wait-limit-seconds)")
 
     @contextmanager
     def telling_others(self, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Tell all ranks of the job why this one fails; raise `EppError` with another's failure if this one follows from it.
+        """Tell all ranks of the job why this one fails; if another rank's failure is the cause, raise an `EppError` with it.
 
         Args:
             unless: errors that every other rank raises as well, so that none waits for this one.
@@ -232,7 +232,7 @@ class Run:
             config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
 
     def close(self) -> None:
-        """Complete what threads do."""
+        """Wait until background threads have completed their work."""
         if self.watch is not None:
             complete_at_end(self.watch.complete)
 

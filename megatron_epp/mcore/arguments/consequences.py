@@ -1,4 +1,4 @@
-"""Checks of Megatron's flags against the `--epp-*` flags, those that a plan cannot honour, and values that follow from both."""
+"""Checks of Megatron's flags against the `--epp-*` flags, flags that a plan cannot honour, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ IDLE = (
 _OF_SAMPLES = frozenset(
     ("--data-cache-path", "--num-dataset-builder-threads", "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens")
 )
-"""Flags among these by which Megatron makes its own samples."""
+"""Flags in `IDLE` that have an effect on Megatron's own samples, with `--epp-documents stream`."""
 _IN_ITERATIONS = "use its kin in iterations: a batch has as many samples as fit --epp-batch-tokens"
 COUNTING = (
     MegatronFlag("--train-samples", advice=_IN_ITERATIONS),
@@ -137,7 +137,7 @@ COUNTING = (
     MegatronFlag("--lr-warmup-samples", (None, 0), _IN_ITERATIONS),
     MegatronFlag("--override-ckpt-iteration", advice="leave it out: iterations do not tell how many samples were consumed"),
 )
-"""Flags that take every batch to have --global-batch-size samples."""
+"""Flags for which every batch has --global-batch-size samples."""
 EOD = MegatronFlag("--eod-mask-loss")
 
 

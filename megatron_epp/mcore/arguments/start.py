@@ -1,4 +1,4 @@
-"""Questions about flags and files that Megatron asks only after it has started, in assertions, asked before: a row for each."""
+"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before: a row for each."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _written_folders(args: Namespace) -> Iterator[str]:
 
 
 def _checkpoint(args: Namespace) -> Iterator[str]:
-    """Yield which checkpoints are missing, and what of the one to go on from does not fit these flags."""
+    """Yield which checkpoints are missing, and which values in the checkpoint to resume from do not fit these flags."""
     load, pretrained = args.load, args.pretrained_checkpoint
     if (load is None and pretrained is None) or any(_is_remote(path) for path in (load, pretrained) if path):
         return
@@ -237,11 +237,11 @@ def _without_checkpoint(folder: str) -> str:
 
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads")
-"""Flags of the model that Megatron compares with those of a checkpoint."""
+"""Flags of the model that Megatron compares with a checkpoint's."""
 
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
-    """Yield what differs from the run that saved the newest checkpoint of a folder, where Megatron would end for it."""
+    """Yield the differences from the run that saved the newest checkpoint of a folder for which Megatron would end the run."""
     if (saved := _common_state(folder)) is None:
         return
     then = saved.get("args")

@@ -60,7 +60,7 @@ class StreamDataset:
 def build_streams(
     args: Namespace, num_samples: Sequence[int], vocab_size: int, names: Sequence[str]
 ) -> list[StreamDataset | None]:
-    """Build the samples of the splits, on every rank, as Megatron's script does on those that read data.
+    """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data.
 
     Args:
         args: Megatron's parsed arguments.

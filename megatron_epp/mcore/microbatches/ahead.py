@@ -60,7 +60,7 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
 
 
 class Ahead:
-    """Shapes of the next iteration, which all ranks that run the same plan agree on in a thread.
+    """Agreement on the shapes of the next iteration between all ranks that run the same plan, in a thread.
 
     Every rank must call `begin` and `take` at the same calls of the schedule, with equal counts.
 
@@ -109,12 +109,12 @@ class Ahead:
         return [] if self._next is None else [source.seen for source, _ in self._next[1]]
 
     def take(self, sources: Sequence[LookAhead], count: int) -> Agreed | None:
-        """Return what was agreed for the iteration that begins; None if nothing was, on every rank alike.
+        """Return what was agreed for the iteration that begins; None, on all ranks, if nothing was agreed.
 
         Call it before its microbatches are taken.
 
         Raises:
-            EppError: this rank's iterators are not those that were looked at, or have moved since.
+            EppError: this rank's iterators are others than at `begin`, or have moved since.
         """
         begun, self._next = self._next, None
         if begun is None:

@@ -105,7 +105,7 @@ class MicrobatchPipeline(Run):
 
     @property
     def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
-        """Errors that every rank of the job raises where those that run the same plan do: none if there are several plans."""
+        """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
@@ -115,7 +115,7 @@ class MicrobatchPipeline(Run):
             sources: of its model chunks.
             shapes: of the microbatches; None if it has no data.
             problem: error in finding them.
-            looks_ahead: the next iteration's are there too before this one ends; they are assumed to be as large.
+            looks_ahead: the next iteration's microbatches are held too before this one ends; they are assumed to be as large.
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
         held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
@@ -132,7 +132,7 @@ class MicrobatchPipeline(Run):
         return self._last[1]
 
     def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned | None:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
+        """Return the plan for microbatches of given shapes, made at its first use. A collective call then, on a CPU group."""
         if not agreed.shapes:
             return None
         key = agreed, forward_only
@@ -153,7 +153,7 @@ class MicrobatchPipeline(Run):
         return self._can_look_ahead
 
     def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
-        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, ranks look at those of the iteration after
+        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, the iteration after them is looked at, too
         found = Found(mine, problem, self.rank, num_bytes, self.replica)
         agreed = agree_on_shapes(found, self._next_control)
         self.planned(agreed, False, self._next_control)
@@ -168,7 +168,7 @@ class MicrobatchPipeline(Run):
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             agreed: the microbatches.
-            planned: their plan; None without microbatches: then other replicas' gradients are reduced with this one's zeros.
+            planned: their plan; None without microbatches: then this replica takes part in the reductions with zeros.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
@@ -250,7 +250,7 @@ class MicrobatchPipeline(Run):
         return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
 
     def _learn(self, planned: Planned, agreed: Agreed, recorder: Recorder | None, share: float | None) -> None:
-        """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
+        """Record a training iteration; after the last one that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:

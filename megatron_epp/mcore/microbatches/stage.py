@@ -59,7 +59,7 @@ class MicrobatchStage:
 
     @property
     def recompute_obstacle(self) -> str:
-        """Why plans cannot choose which layers recompute, with a remedy; empty if they can."""
+        """Reason why plans cannot choose which layers recompute, with a remedy; empty if they can."""
         language_model = language_model_of(self.model)
         if language_model is None:
             name = type(unwrap_model(self.model)).__name__
@@ -195,7 +195,7 @@ class MicrobatchStage:
 
 
 def _as_now(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function that runs another under the autocast in force now, which a backward has left."""
+    """Return a function that runs another under the autocast in force now, because a backward runs outside of it."""
     if not torch.is_autocast_enabled(device):
         return run
     dtype = torch.get_autocast_dtype(device)
@@ -222,7 +222,7 @@ def layers_of(model: torch.nn.Module) -> Sequence[Any]:
 
 
 def language_model_of(model: Any) -> Any:
-    """Return what has the decoder of a model chunk: the model, or the language model inside; None without a decoder."""
+    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder."""
     while model is not None and getattr(getattr(model, "decoder", None), "layers", None) is None:
         model = next((inner for name in _INSIDE if (inner := getattr(model, name, None)) is not None), None)
     return model

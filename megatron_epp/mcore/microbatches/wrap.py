@@ -61,7 +61,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
 
 
 def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
-    """Return what stands for Megatron's arguments, from the parallel state and the model. A collective call.
+    """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
 
     Args:
         models: the rank's model chunks.

@@ -94,7 +94,7 @@ def build_model(
 ) -> torch.nn.Module:
     """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.17 and 0.18).
 
-    The parameters are those of Megatron's ``model_provider``; without `config`, that of the command line is used.
+    The parameters are the same as of Megatron's ``model_provider``; without `config`, the command line's is used.
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)

@@ -1,8 +1,8 @@
 """Layers of a stage that begins or ends inside a layer: the half that the stage lacks is left out of the layer's spec.
 
 A half is a layer of Megatron whose other half consists of identities, as the attention and MLP layers of hybrid models are. Its
-weights have the names that they have in a whole layer, and its number is that of the layer, so checkpoints do not depend on
-where layers are cut.
+weights have the names that they have in a whole layer, and it has the layer's number, so checkpoints do not depend on where
+layers are cut.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
 
 
 class _Running(threading.local):
-    """Forward of a layer that a thread runs: the two actions of a step run in a thread each.
+    """State of the forward of a layer that a thread runs: the two actions of a step run in a thread each.
 
     Attributes:
         parts: those that run again in its backward.
@@ -96,7 +96,7 @@ class _Layer:
 
 
 def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function now and again in the backward. Tensor arguments are saved through autograd."""
+    """Run a function now, and once more in the backward. Tensor arguments are saved through autograd."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
     num_args = len(args)

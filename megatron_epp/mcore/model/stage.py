@@ -58,7 +58,7 @@ class ChunkInputs:
 
     @property
     def output_share(self) -> float:
-        """Share of the chunk's tokens that pass the output layer. The host does not wait for the device."""
+        """Share of the chunk's tokens that pass the output layer, known without waiting for the device."""
         assert self.labels is not None  # the rank has the output layer, or a shard of it
         return 1.0 if self.rows is None else self.rows.numel() / self.labels.numel()
 
@@ -67,11 +67,11 @@ class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
-    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` is as for `KVRelay`.
+    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
     """
 
     more_weights: tuple[Tensor, ...] = ()
-    """Tensors that the chunk computes with as with parameters, which they are not: the embedding where shards hold it."""
+    """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class MegatronStage:
         return loss
 
     def end(self) -> None:
-        """Let go of the iteration's inputs, and let Megatron check its loss for NaN.
+        """Release the iteration's inputs, and let Megatron check its loss for NaN.
 
         The loss is checked once, since a check of every chunk would make the host wait.
         """

@@ -37,7 +37,7 @@ class Vocabulary:
     """Division of a vocabulary.
 
     Attributes:
-        rows: of each pipeline rank, within those of a tensor-parallel rank.
+        rows: of each pipeline rank, counted within the tensor-parallel rank's rows.
         position: pipeline rank of this process.
         first_row: number of the tensor-parallel rank's first row in the whole vocabulary.
         entries: of the whole vocabulary, padded.
@@ -158,12 +158,12 @@ def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
 
 
 def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
-    """Return the state of an embedding whose weight is in shards."""
+    """Return the state of an embedding whose weight is in shards: nothing."""
     return {}
 
 
 def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, config: Any) -> torch.Tensor:
-    """Return this rank's rows of the weight of rank `root`, which the others do not give."""
+    """Return this rank's rows of the weight of rank `root`; other ranks pass None for `whole`."""
     group, own = mpu.get_pipeline_model_parallel_group(), None
     device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl(group) else torch.device("cpu")
     for position, rows in enumerate(vocabulary.rows):

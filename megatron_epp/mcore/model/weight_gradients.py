@@ -3,8 +3,8 @@
 Megatron's own layers compute their output here (`_forward`). Transformer Engine's delay their gradients themselves, until their
 chunk's W (`_take_over`): with `delay_wgrad_compute` such a layer's backward puts the inputs of the weight gradient into the
 layer's `wgrad_store`, a queue; `backward_dw` takes them out, computes the gradient, and calls the hooks that Megatron's data
-parallelism has registered. A queue would tie the order of W to that of B, so nothing stays in it: the entry of a backward is
-kept with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
+parallelism has registered. A queue would force W into the order of B, so nothing stays in it: the entry of a backward is kept
+with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
 Engine, 2.7 to 2.18.
 """
 
@@ -31,7 +31,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 
 _OF_A_CHUNK = 2
-"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); the rest is the layer's."""
+"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); others belong to the layer."""
 
 
 def split_weight_gradients(models: list[Any]) -> list[Any]:
@@ -48,7 +48,7 @@ def split_weight_gradients(models: list[Any]) -> list[Any]:
 
 
 def split_where_possible(model: Any) -> tuple[int, list[str]]:
-    """Make the linear layers of a model chunk that can pass their weight gradients to its `weight_gradients`.
+    """Make every linear layer of a model chunk that can delay its weight gradient pass it to the chunk's `weight_gradients`.
 
     Returns:
         the number of these layers, and the others, each with the reason and a remedy, which compute their weight gradients in
@@ -159,7 +159,7 @@ def _weights(module: torch.nn.Module) -> list[Tensor]:
 
 
 def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop the placeholders of earlier backwards, to which autograd would add that of this one: a kernel of the weight's size.
+    """Drop the placeholders of earlier backwards: autograd would add the next one to them, by a kernel of the weight's size.
 
     Called before a backward returns its placeholder, which autograd then takes as it is.
     """

@@ -1,4 +1,4 @@
-"""Table of all functions of Megatron that `--epp` patches, in every training. `environment` has what machines need besides."""
+"""Table of all functions of Megatron that `--epp` patches, in every training. `environment` has the patches for machines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
 
 
 def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any, **named: Any) -> Any:
-    """Give a training with --epp our documents."""
+    """Build iterators over documents instead of Megatron's datasets if --epp is given."""
     if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
     from megatron_epp.mcore.training.forward_backward import provide_documents
@@ -113,8 +113,10 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that, since there is no
-    model yet, the layout is settled, and whether the output layer is divided; and the planning processes are started.
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens.
+
+    Before that, since there is no model yet, settle the layout and whether the output layer is divided, and start the planning
+    processes.
     """
     args = document_args()
     if args is None:
@@ -140,7 +142,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
-    """Compare the order of sequences with that of the run that saved a checkpoint, if --epp is given."""
+    """Compare the order of sequences with the order in the run that saved a checkpoint, if --epp is given."""
     original(checkpoint_args, *rest, **named)
     if (args := document_args()) is not None:
         from megatron_epp.mcore.data.documents import check_order
@@ -149,7 +151,7 @@ def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: A
 
 
 def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Check a checkpoint's files before they are loaded, if --epp is given; say what to do where it is of another layout."""
+    """Check a checkpoint's files before they are loaded, if --epp is given; say what to do if it is of another layout."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
     from megatron_epp.mcore.training.checkpoints import settle, telling_layout
@@ -160,7 +162,7 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
 
 
 def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """End a run that does not get done with saving a checkpoint, if --epp is given."""
+    """End a run whose saving of a checkpoint exceeds its time limit, if --epp is given."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
     from megatron_epp.mcore.training.checkpoints import watched_save
@@ -170,7 +172,7 @@ def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Save a checkpoint after the reports of its iterations, if --epp is given; end a run that does not get done with it."""
+    """Save a checkpoint after the reports of its iterations, and within a time limit, if --epp is given."""
 
     def save() -> Any:
         _complete_reports()
@@ -219,7 +221,7 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Return our schedule if --epp is given."""
+    """Return the schedule that runs plans if --epp is given."""
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock

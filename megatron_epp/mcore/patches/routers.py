@@ -40,7 +40,7 @@ class RealTokens:
 
     @staticmethod
     def of(table: SegmentTable, config: Any) -> RealTokens:
-        """Return those of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
+        """Count the tokens of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
         from megatron.core import mpu  # not at the top: on a CPU, its compilation is switched off before it is imported
 
         index, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
@@ -94,7 +94,7 @@ def check_routers(model: torch.nn.Module) -> None:
 
 
 def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Let a forward that is recomputed see the chunk of its first run."""
+    """Make a recomputed forward see the chunk of its first run."""
     real = _running.real
     if real is None:
         return original(function, *rest, **named)

@@ -1,4 +1,4 @@
-"""NCCL communicators of training: settings of those that carry a pipeline's messages, and allocation of their memory."""
+"""NCCL communicators of training: settings of a pipeline's links, and allocation of the communicators' memory."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 logger = logging.getLogger(__name__)
 
 _PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
-"""Function that makes what runs the two actions of a step, imported for the first plan that has such steps."""
+"""Function that makes the runner of steps of two actions, imported for the first plan that has such steps."""
 _RAISED_BY_ALL = (EppError, StopIteration)
-"""Errors of planning, and the end of the documents, come to all ranks of the job; others of preparing a batch to one."""
+"""Errors that all ranks of the job raise: errors of planning, and the end of the documents. Others are one rank's own."""
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -133,9 +133,9 @@ def forward_backward_elastic(
 
 
 def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
-    """Tell of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
+    """Warn of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
-    The 1st, 2nd, 4th, 8th such batch and so on are told.
+    The warning is logged for the 1st, 2nd, 4th, 8th such batch and so on.
     """
     session.untrained_batches += 1
     count = session.untrained_batches
@@ -183,7 +183,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
 
 
 def _nothing() -> None:
-    """Reduce nothing yet."""
+    """Reduce nothing: the shard's gradient is not complete yet."""
 
 
 def _warm_up(session: Session, batch: GlobalBatch) -> None:
@@ -234,7 +234,7 @@ def _next_batch(
 
 
 def _pair_runner(plan: Plan, rank: int, args: argparse.Namespace) -> PairRunner | None:
-    """Return what runs a rank's steps of two actions; None if it has none, or they run one after the other."""
+    """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
     if not any(step.also for step in plan.ranks[rank]):
         return None
     runner: PairRunner | None = load(_PAIR_RUNNER)(args)

@@ -65,7 +65,7 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start the report of an iteration, which the session counts in training. An evaluation step is not reported."""
+        """Start the report of an iteration, and count it if it trains. An evaluation step is not reported."""
         args = session.args
         if not forward_only:
             session.iteration += 1
@@ -103,10 +103,10 @@ class IterationReport:
         return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """Log an earlier iteration whose report has been made meanwhile, and begin this one's.
+        """Log the earlier iteration whose report has been made meanwhile, and begin this iteration's report.
 
-        The last iteration's is completed at once: the writers are closed soon after it. `loss` is ``[sum, tokens]`` on the last
-        rank, None elsewhere.
+        The last iteration's report is completed at once, because the writers are closed soon after it. `loss` is
+        ``[sum, tokens]`` on the last rank, None elsewhere.
         """
         session, reports = self.session, self.session.reports
         with session.watching("waits for others' figures"):

@@ -33,7 +33,7 @@ Log = Callable[[], None]
 
 
 class ReplicaFigures(NamedTuple):
-    """One iteration of a replica on one of its last ranks, each of which has the losses of its part of the tokens."""
+    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens."""
 
     replica: int
     loss_sum: float
@@ -46,7 +46,7 @@ class Reports:
 
     At most one is under way. It is made with collectives on groups that nothing else uses, so every rank must begin the same
     reports in the same order. Its lines are written in the training thread, at the next iteration: TensorBoard and W&B are not
-    made for threads, and W&B drops the figures of a step that come after those of a later one.
+    made for threads, and W&B drops figures that come after figures of a later step.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Reports:
         return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
-        """Complete the report under way, and begin another. `work` returns what is to be called in the training thread, if any.
+        """Complete the present report, and begin another. `work` may return a function to call in the training thread.
 
         On a GPU it runs on a stream of its own.
         """
@@ -78,7 +78,7 @@ class Reports:
         self._under_way = self._thread.submit(partial(_on_stream, self._stream, work))
 
     def complete(self, limit_s: float | None = None) -> None:
-        """Wait for the report under way, and write its lines. Raises its error, or `TimeoutError` after `limit_s` seconds."""
+        """Wait for the present report, and write its lines. Raises its error, or `TimeoutError` after `limit_s` seconds."""
         begun, self._under_way = self._under_way, None
         if begun is not None and (log := begun.result(limit_s)) is not None:
             log()
@@ -91,7 +91,7 @@ def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None])
 
 @dataclass(slots=True)
 class ReportFolder:
-    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of those asked for.
+    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of traced iterations.
 
     Reports are diagnostics, so neither a full disk nor a full memory must end a training: what cannot be written is logged once
     and left out.

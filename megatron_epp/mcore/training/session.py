@@ -148,7 +148,7 @@ class Session(Run):
         return self.watch is not None
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
-        """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
+        """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
         has_output = self.vocabulary is not None or (last is not None and last.has_loss)
@@ -172,7 +172,7 @@ class Session(Run):
         return PlanSource(make, self._exchange, member, self._agree, self.rank, self._prepare)
 
     def close(self) -> None:
-        """Complete what threads do and end planning. Any thread that still waits for a plan gets an error."""
+        """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
         try:
             complete_at_end(self.reports.complete)
             super().close()
@@ -229,7 +229,7 @@ _process: Worker | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Start the planning process of the session to come, while there is no model yet. A collective call of all ranks."""
+    """Start the planning process for the session, before the model is built. A collective call of all ranks."""
     global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
@@ -263,7 +263,7 @@ def end() -> None:
 
 
 def complete_reports() -> None:
-    """Complete the report under way, if there is a session."""
+    """Complete the present report, if there is a session."""
     if _session is not None:
         _session.reports.complete()
 

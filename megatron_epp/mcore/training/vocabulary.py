@@ -1,4 +1,4 @@
-"""Vocabulary parallelism in a run: what a rank's model gives to the runtime's shards, and their communicators."""
+"""Vocabulary parallelism in a run: access of the runtime's shards to a rank's model, and their communicators."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RankVocabulary:
         return self._shards.handlers()
 
     def end(self) -> None:
-        """Let go of the iteration's inputs."""
+        """Release the iteration's inputs."""
         self._inputs = None
 
     @property
@@ -162,8 +162,8 @@ def rank_vocabulary(
 ) -> RankVocabulary | None:
     """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
 
-    Communicators have the options of those that carry messages, and each is used once on every rank here, since NCCL makes a
-    communicator on its first use.
+    Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
+    its first use.
 
     Args:
         last_rank: pipeline rank of the last stage.
