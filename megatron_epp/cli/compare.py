@@ -103,7 +103,7 @@ def add_arguments(parser: Parser) -> None:
         action="append",
         type=lambda text: text if text == ALL else planner(text),
         metavar="NAME",
-        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
         f"placements with even layers on their own (default: {', '.join(usual())})",
     )
     parser.set_defaults(layout=BEST)

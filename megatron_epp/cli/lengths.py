@@ -175,7 +175,7 @@ def _words(text: str) -> list[str]:
 
 
 def _index(path: Path) -> tuple[int, ...]:
-    """Read how many positions each document of a Megatron index trains: its tokens but one; documents without any are left out."""
+    """Read how many positions each document of a Megatron index trains: its tokens but one. Shorter documents are left out."""
     try:
         positions = document_tokens(str(path)) - 1
     except EppError as error:

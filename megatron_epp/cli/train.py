@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="settings over those of the files: lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
+        help="settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
     )
     add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
 
