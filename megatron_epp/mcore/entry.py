@@ -27,10 +27,11 @@ def prepare() -> None:
 
     Call it before megatron is imported. Raises EppError if Megatron is missing or unknown.
     """
-    lifetime.end_with_launcher()
+    lifetime.end_with_launcher()  # first: whatever comes next may hang or be killed
     lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     features.check_megatron(allow_unknown)
+    # Ahead of any import of Megatron, whose functions are decorated with torch.compile when they are imported.
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
     install.apply(allow_unknown=allow_unknown)

@@ -41,6 +41,7 @@ def preload() -> None:
     _read_settings_once()
     _parse_flags_once()
     patching.unknown(fingerprints.RELIED_ON)  # reads their sources, whose fingerprints are then known
+    # Forked processes have what is imported here; spawned ones would import Megatron again, seconds for each.
     _fork_managers()
     forks.fork_workers()
     gc.freeze()  # what is there now stays, and need not be looked through after every training

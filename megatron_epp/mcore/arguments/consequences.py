@@ -217,9 +217,10 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     tell_saved_optimizer(args)
     tell_unknown_optimizer(args)
     apply_layout(args)
+    # Megatron copies it to the configs of the model and of data parallelism, which then leaves reductions to `backward_dw`.
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
-    args.micro_batch_size = 1
-    args.dataloader_type = "external"
+    args.micro_batch_size = 1  # so that Megatron's number of microbatches is a replica's number of sequences
+    args.dataloader_type = "external"  # Megatron then passes the iterators of a provider on as they are
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         if args.rank == 0:

@@ -157,6 +157,7 @@ def validate(args: Namespace) -> None:
     os.environ.setdefault(name, "1")  # as `launch.environment` sets it for the run
     try:
         with contextlib.redirect_stdout(io.StringIO()), refusals_of_megatron():
+            # The original: ours would make the checks of `check_start` again.
             patching.original_of("megatron.training.arguments:validate_args")(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         if not is_set:

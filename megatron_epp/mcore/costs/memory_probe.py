@@ -21,6 +21,9 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
 
 _TOKENS = 256
+"""Tokens of the chunk whose bytes are counted, or a multiple for the ranks that share them. Few, since what autograd keeps is
+proportional to tokens; other numbers were not compared.
+"""
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:

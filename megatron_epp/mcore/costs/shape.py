@@ -73,4 +73,5 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
+    # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
     return analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)

@@ -193,6 +193,8 @@ def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
     models: list[Any] = [stage.model for stage in stages]
     before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:
+        # Otherwise hooks of data parallelism would count these backwards as the first iteration's, whose number of gradients
+        # per parameter starts the reductions of all later ones.
         for model in models:
             if hasattr(model, "no_sync"):
                 held.enter_context(model.no_sync())

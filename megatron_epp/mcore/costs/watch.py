@@ -29,7 +29,7 @@ class StageWatch:
     def __init__(self, rank: int, group: ObjectGroup) -> None:
         self._rank, self._group = rank, group
         self._stages = SlowStages()
-        self._thread = SideThread("epp-stage-watch")
+        self._thread = SideThread("epp-stage-watch")  # its collectives are on `group`, which no other thread uses
         self._last: Future[None] | None = None
         self._seen = 0
         self._told: set[tuple[int, int]] = set()

@@ -68,8 +68,9 @@ def build_streams(
         vocab_size: see `StreamDataset`.
         names: of the splits.
     """
+    # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
-    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)
+    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths
     splits = zip(found, names, strict=True)
     return [None if one is None else StreamDataset(one, args.seq_length, vocab_size, name) for one, name in splits]
 

@@ -71,6 +71,7 @@ class Ahead:
 
     def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], Agreed]) -> None:
         self._agree = agree
+        # One worker: it makes collective calls, which all ranks must make in the same order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead", initializer=this_device())
         self._is_told = False
         self._next: tuple[int, list[tuple[LookAhead, int]], Future[Agreed]] | None = None
@@ -120,6 +121,7 @@ class Ahead:
         if begun is None:
             return None
         planned_count, positions, future = begun
+        # An error was raised on all ranks, and they agree again; if it is still there, that agreement raises it at its turn.
         if future.exception() is not None or planned_count != count:
             return None
         if positions != [(source, source.num_taken) for source in sources]:

@@ -86,6 +86,7 @@ class Schedule:
             with pipeline.telling_others():
                 in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
                 ahead = (installed(iterators) or []) if in_turn else []
+                # In evaluation, too: until the thread has ended, this one must not plan.
                 with pipeline.watching("waits for others' microbatches and plans"):
                     pipeline.ahead.wait()
                 agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
@@ -98,6 +99,8 @@ class Schedule:
                     raise EppError(problem)
                 planned = pipeline.plan_of_call(agreed, forward_only)
             with pipeline.telling_others():
+                # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
+                # Not while costs are learnt: the next plan needs what this run measures.
                 if in_turn and pipeline.learner.is_done:
                     pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
                 if not forward_only:

@@ -59,7 +59,7 @@ from megatron_epp.runtime.trace import Recorder
 logger = logging.getLogger(__name__)
 
 _MOST_PLANS = 64
-"""Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size."""
+"""Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size. Not measured."""
 
 
 class MicrobatchPipeline(Run):
@@ -85,10 +85,11 @@ class MicrobatchPipeline(Run):
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
         self.connect(stages)
+        # For the thread that looks ahead: the training thread uses `links.control` meanwhile, and each group is for one thread.
         self._next_control = ObjectGroup.create(self.own_ranks, self.groups)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._plan_ahead)
-        self.use_communicators()
+        self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
         self.learner = Learner() if self.kept is None else Learner.done()
         told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
@@ -98,6 +99,8 @@ class MicrobatchPipeline(Run):
         self._options = options
         if options.split_weight:
             self._split_weights()
+        # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
+        # wait for the latter.
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
         self._measured: tuple[Planned, Agreed] | None = None
         """The last training iteration that was recorded for costs."""
@@ -253,7 +256,7 @@ class MicrobatchPipeline(Run):
         """Record a training iteration; after the last one that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
-            if self._on_gpu:
+            if self._on_gpu:  # the first iteration, in which kernels are chosen, may have had a higher peak
                 torch.cuda.reset_peak_memory_stats()
             return
         kept_bytes = {
@@ -273,7 +276,7 @@ class MicrobatchPipeline(Run):
             return
         plan = None if self._measured is None else self._measured[0].plan
         self.fit(self.learner, plan, complete=self._with_static)
-        self._plans.clear()
+        self._plans.clear()  # they were made with costs by formula
 
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted."""

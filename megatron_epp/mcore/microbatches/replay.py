@@ -30,6 +30,7 @@ def numbered_by(index: int) -> Iterator[None]:
     if machine is None:
         yield
         return
+    # Megatron counts results per message since the beginning of the iteration; here each microbatch has a range of numbers.
     counts, machine.validation_counts = machine.validation_counts, defaultdict(lambda: index * _MOST_CALLS)
     try:
         yield

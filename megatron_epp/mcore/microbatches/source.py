@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_epp.plan import EppError
 
 _DEEPEST = 6
-"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more."""
+"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more.
+Not measured: deeper levels are seldom parts of a microbatch (see `tensor_bytes`).
+"""
 
 
 class Microbatch(NamedTuple):

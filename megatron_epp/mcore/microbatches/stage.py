@@ -41,6 +41,7 @@ class MicrobatchStage:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
         add_to_gradients(model)
+        # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
             layer.forward = partial(self._run_layer, number, layer.forward)
@@ -114,6 +115,7 @@ class MicrobatchStage:
         before, self._num_recomputed = self._kept.held_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
+        # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
         with numbered_by(index):
             output, num_tokens = schedules.forward_step(
                 checked_step(call, index) if self.is_last else call.forward_step_func,

@@ -76,6 +76,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     check_order(config, given["epp_order"])
     check_routers(config)
     check_weight_shards(config)
+    # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **given,

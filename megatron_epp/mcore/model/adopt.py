@@ -52,6 +52,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
         check_pattern(next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None))
+    # In copies: Megatron's specs may be constants of a module, which models without plans use, too.
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
     model_chunks.check_stage(call.arguments["config"], args, vp_stage)
     layers = model_chunks.cut_layers(args, vp_stage)
@@ -113,6 +114,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 
 
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
+    # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     check_layers(model)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
@@ -157,7 +159,7 @@ def _check_replaceable(attention: Any) -> None:
 
 
 TABLE_TOKENS = 1 << 14
-"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs."""
+"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs. Not measured."""
 
 
 class PositionedRotary(torch.nn.Module):

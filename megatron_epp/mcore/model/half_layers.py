@@ -42,6 +42,7 @@ def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) 
     Raises:
         EppError: the spec is not of Megatron's transformer layers.
     """
+    # Megatron's own expansion of a layer's or a block's spec to this stage's layers, which the constructor would do.
     block = _get_block_submodules(config, spec, vp_stage, mpu.get_pipeline_model_parallel_rank())
     specs = list(block.layer_specs or ())
     assert len(specs) == layers.num_modules

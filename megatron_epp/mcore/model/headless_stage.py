@@ -59,6 +59,7 @@ class HeadlessStage(MegatronStage):
             gradient: of the output layer's input for tokens of weight one, ``[rows, hidden]`` in fp32; with tensor parallelism
                 this rank's part of it. None if no backward follows.
         """
+        # Called at N, ahead of the backward, which then starts at this loss and finds the gradient in `_Losses`.
         output, mask, rows = self._outputs[chunk], inputs.loss_mask, inputs.rows
         assert mask is not None  # on a rank with a shard
         if rows is not None:

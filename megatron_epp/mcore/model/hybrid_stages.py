@@ -52,6 +52,6 @@ def placed_stack(spec: ModuleSpec, pattern: str, placement: Placement, vp_stage:
         """Stack of layers of a stage."""
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, **named | {"pp_layer_offset": before})
+            super().__init__(*args, **named | {"pp_layer_offset": before})  # the model has counted in the reordered pattern
 
     return dataclasses.replace(spec, module=PlacedStack)

@@ -39,7 +39,7 @@ def report_of(summed: Tensor) -> dict[str, Tensor]:
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `token_loss`, unchecked: the sum, the number of tokens, and both in one detached tensor."""
     mask = loss_mask.reshape(-1).float()
-    loss = torch.sum(losses.reshape(-1).float() * mask)
+    loss = torch.sum(losses.reshape(-1).float() * mask)  # a sum, as for per-token losses: chunks of any length add up
     num_tokens = mask.sum().detach().to(torch.int)
     return loss, num_tokens, torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
 
@@ -70,6 +70,7 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
     if config.num_moe_experts is None:
         return
     of_experts = features.router_loss_scale(config)
+    # Without Megatron's division by microbatches: plans need --calculate-per-token-loss, which divides gradients by tokens.
     scale: Any = 1.0
     if of_experts is not None:
         scale = of_experts()

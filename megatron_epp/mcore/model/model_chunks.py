@@ -74,7 +74,7 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
         return
     if asked in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
-    if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
+    if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):  # a copy of a config that has been through this
         return
     layout = layout_of(args, transformer)
     if layout.to_megatron() is not None:
@@ -172,7 +172,7 @@ def tie(model: Any, args: argparse.Namespace) -> None:
     assert _first_stage is not None
     first: Any = _first_stage()
     first.shared_embedding_or_output_weight().zero_out_wgrad = True  # as where both ends are one chunk
-    model.output_layer.weight = None
+    model.output_layer.weight = None  # its forward is given the shared weight
     model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
     # A checkpoint has the weight once, under the embedding's name.
     model.tie_embeddings_and_output_weights_state_dict = lambda *_: None

@@ -66,7 +66,7 @@ class _Layer:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")
-        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():
+        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():  # without gradients nothing is kept
             return self._run(*args, **kwargs)
         mode = params.context.recompute.mode(self.number)
         parts = MODES[mode].runs_again if mode else frozenset()
@@ -104,4 +104,6 @@ def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     def call(*values: Any) -> Any:  # holds no tensor: autograd does
         return run(*values[:num_args], **others, **dict(zip(names, values[num_args:], strict=True)))
 
+    # Re-entrant: random states are saved for each call, so backwards may run in any order. False: with Megatron's distribution
+    # over tensor-parallel ranks the first argument would change in place, and others may hold it.
     return checkpoint(call, False, *args, *(kwargs[name] for name in names))

@@ -34,6 +34,8 @@ class TiedTable:
             return
         own = shard.weight
         shape = (shard.vocabulary.rows[-1].stop, own.shape[1])
+        # A tensor, no parameter: data parallelism and the optimizer have the shards. So its gradient, the sum over chunks, is
+        # kept here, in fp32.
         table.weight = torch.zeros(shape, dtype=own.dtype, device=own.device)
         self._gradient = torch.zeros(shape, dtype=torch.float32, device=own.device)
         table.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)

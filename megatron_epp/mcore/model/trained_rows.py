@@ -48,6 +48,8 @@ class TrainedRows:
             found = losses(labels.index_select(1, rows), logits)
             return found.new_zeros(labels.shape).index_copy(1, rows, found)
 
+        # On the objects, and only for this forward. Without sequence parallelism: the rows are gathered already, and the layer
+        # would gather them again.
         layer.forward, model.compute_language_model_loss, layer.sequence_parallel = output_of_rows, losses_of_rows, False
         try:
             yield

@@ -58,6 +58,7 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     model.weight_gradients = gradients
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
             module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
             num_split += 1
         elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
@@ -81,6 +82,8 @@ def _forward(
     """Replace a module's `_forward_impl`. The original runs if no gradient is needed, or with the weight of another module."""
     if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad and weight is module.weight):
         return original(input=input, weight=weight, bias=bias, **options)
+    # The backwards of these are the reduce-scatter and the all-reduce of the input's gradient. Megatron's own function overlaps
+    # them with the weight's gradient, which is not computed there now.
     tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
     if sequence_parallel:
         x = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -104,7 +107,7 @@ def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, 
         x: ``[tokens, 1, in]``.
         grad: ``[tokens, 1, out]``.
     """
-    if gather_over is not None:
+    if gather_over is not None:  # again, as in Megatron: between forward and W only this rank's part is kept
         x = gather_from_sequence_parallel_region(x, group=gather_over)
     grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
     if not accumulate:
@@ -113,6 +116,7 @@ def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, 
 
     in_fp32 = weight.main_grad.dtype == torch.float32
     (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)
+    # The hook of data parallelism then adds no gradient, but for a weight that two layers share, where it adds these zeros.
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight, dtype=x.dtype) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 

@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 2048
 """Tokens per rank on which compiled functions are warmed up with `--epp`.
 
 Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
-each before there is a model, and no chunk is that long.
+each before there is a model, and no chunk is that long. The number itself was not measured.
 """
 
 
@@ -34,6 +34,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     """Add the --epp flags. If --epp is given, a flag that does not exist is refused in a line, with the nearest one."""
     from megatron_epp.mcore.arguments.parser import add_epp_args
 
+    # Megatron makes the parser itself, so only its class can be changed. Our own entry point makes a `TrainingParser`.
     if "--epp" in sys.argv and type(parser) is argparse.ArgumentParser:
         parser.__class__ = TrainingParser
     return add_epp_args(original(parser))
@@ -55,6 +56,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
         return original(args, *rest, **named)
     from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
+    # Before Megatron's own checks, which are assertions and end at the first one.
     stock_functions.check_call(args)
     stock_functions.check_script(args)
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
@@ -65,7 +67,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Build the model with our attention if --epp is given."""
     args = document_args()
-    if args is None or args.epp_schedule == "stock":
+    if args is None or args.epp_schedule == "stock":  # the baseline that keeps Megatron's attention, too
         original(*rest, **named)
         return
     from megatron_epp.mcore.model.adopt import construct
@@ -77,7 +79,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     """Divide layers by --epp-layout and --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
     args = epp_args()
     delays = args is not None and self.delay_wgrad_compute
-    if delays:  # which Megatron ties to an overlap of its own schedules
+    if delays:  # Megatron asserts overlap_moe_expert_parallel_comm with it, which is an overlap of its own schedules
         self.delay_wgrad_compute = False
     original(self)
     if delays:
@@ -213,7 +215,7 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
             result = original(*call.args, **call.kwargs)
             _refuse_nothing(epp_args())
             return result
-        finally:
+        finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
             if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
                 sessions.end()
             if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
@@ -253,26 +255,41 @@ _ROUTING = "megatron.core.transformer.moe.moe_utils"
 def patches() -> tuple[Patch, ...]:
     """Return the patches for the installed release, in the order in which they are applied."""
     return (
+        # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
         wrapping("megatron.training.arguments:parse_args", _read_yaml),
+        # Called by `initialize_megatron` in 0.17, and by `parse_and_validate_args`, ahead of `pretrain`, since 0.18. In both,
+        # the arguments of a checkpoint (--use-checkpoint-args) have been taken over by then.
         wrapping("megatron.training.arguments:validate_args", _check_flags),
         wrapping("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt),
         wrapping(f"{hybrid_model()}.__init__", _adopt),
+        # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
         wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
+        # `initialize_model_parallel` makes the group of embedding ranks by it, before there is a model, if `pretrain` gets no
+        # function for that (`_pretrain` wraps one that it gets).
         wrapping("megatron.core.parallel_state:default_embedding_ranks", _embedding_ranks),
+        # Called when the checkpoint is loaded, so the consumed samples are known.
         wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),
+        # The one call of `pretrain`, in all releases, between the process groups and the model.
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
         wrapping("megatron.training.training:pretrain", _pretrain),
+        # It reads weights and optimizer state; only arguments (--use-checkpoint-args) are read earlier, by another function.
         wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
         wrapping("megatron.training.training:save_checkpoint", _save_checkpoint),
+        # With --async-save other processes write; at the end of training it waits for them.
         wrapping("megatron.training.training:maybe_finalize_async_save", _finish_save),
+        # On signals and limits of time the loop leaves after it: writers are flushed and W&B is finished, and the process ends.
         wrapping("megatron.training.training:checkpoint_and_decide_exit", _decide_exit),
+        # It gets the arguments of the run that saved the checkpoint; with --finetune it is not called.
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
+        # `train` asks once for a schedule and `evaluate` every time; frameworks also call the three functions by their names.
         wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
+        # It calls its function again in the backward, after the forward has left the context of the chunk.
         wrapping("megatron.core.tensor_parallel.random:checkpoint", routers.keep_chunk),
+        # Each of them adds up or counts over tokens in its own way, and only some of them take a mask of padding.
         wrapping(f"{_ROUTER}.routing", routers.route),
         wrapping(f"{_ROUTER}.apply_z_loss", routers.apply_z_loss),
         wrapping(f"{_ROUTER}._apply_expert_bias", routers.count_for_bias),

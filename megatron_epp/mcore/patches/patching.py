@@ -145,7 +145,7 @@ def resolve(target: str) -> Any:
     """Return the object that a target currently names. Raises EppError if there is none, or its module's import fails."""
     holder, name = _holder(target)
     try:
-        return inspect.getattr_static(holder, name)
+        return inspect.getattr_static(holder, name)  # a static method as such, which `revert` can put back
     except AttributeError:
         raise _missing(target) from None
 
@@ -190,6 +190,7 @@ def _rebind(target: str, old: Any, new: Any) -> None:
     setattr(holder, name, new)
     if not isinstance(holder, ModuleType):
         return
+    # `from x import y` copies a name: the training loop has its own `get_forward_backward_func`, and would not see the new one.
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             for key, value in list(vars(module).items()):

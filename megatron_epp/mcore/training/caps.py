@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_caps.json"
 _GIB = 1 << 30
 _HOST_SHARE = 0.8
-"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data."""
+"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data. Not
+measured: how much these need depends on the machine and the data.
+"""
 
 
 def wanted_cap_bytes(args: argparse.Namespace) -> int:
@@ -95,7 +97,7 @@ def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
     now = min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
     if kept is None or kept == now:
         return now
-    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:
+    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:  # so that a resumed run makes the same plans as the run before
         return kept
     logger.warning(
         "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: the "

@@ -64,6 +64,7 @@ def settle(args: Namespace) -> None:
             settle_folder(Path(args.load), falls_back=args.epp_checkpoint_fallback)
         except EppError as error:
             outcome = [error]
+    # One rank looks, since it may rename the folder; the others wait here, so none reads it before.
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]

@@ -42,6 +42,7 @@ _RAISED_BY_ALL = (EppError, StopIteration)
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Return iterators of global batches for train, validation and test, in place of Megatron's datasets."""
+    # Megatron asks for iterators once for each model chunk of a rank.
     if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
         return None, None, None
     args = get_args()
@@ -161,6 +162,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     tied = None if vocabulary is None else vocabulary.tied
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
     reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
+    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
+    # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.measuring(uploaded), torch.set_grad_enabled(not batch.plan.forward_only):
         if not batch.plan.forward_only:
             gather_parameters(config, models)
@@ -207,6 +210,8 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
         assert last.loss_report is not None
         assert last.total_tokens is not None
         loss, num_tokens = last.loss_report, last.total_tokens
+    # `train_step` reads the losses of the last pipeline rank, and `finalize_model_grads` broadcasts its number of tokens. In a
+    # V the last stage is on the first rank.
     if placement.ends_share_rank:
         group = mpu.get_pipeline_model_parallel_group()
         for values in (loss, num_tokens):
@@ -221,7 +226,7 @@ def _next_batch(
     with session.watching("waits for its plan"):
         batch = next(data_iterator)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
-    if not isinstance(batch, GlobalBatch) or batch.plan is None:
+    if not isinstance(batch, GlobalBatch) or batch.plan is None:  # another patch or caller has given its own iterators
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
     replicas = session.replicas
     counts_tokens = session.args.epp_batch_tokens is not None and not forward_only

@@ -36,7 +36,7 @@ class CostLearning:
         self._batch = 0  # the last that was planned
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
-        self._thread = SideThread("epp-cost-learning")
+        self._thread = SideThread("epp-cost-learning")  # reads times only: `fit`, a collective, is in the training thread
         self._added: Future[None] | None = None  # of the last iteration
 
     def after(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None = None) -> PipelineCosts | None:
@@ -64,7 +64,7 @@ class CostLearning:
 
     def _add(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None) -> None:
         """Record an iteration. On a GPU this waits for the device."""
-        if not self.learner.is_recording:
+        if not self.learner.is_recording:  # the first `WARM_UP` iterations compile kernels and allocate memory
             self.learner.add(plan, (), {})
             return
         collectives = recorder.collectives()

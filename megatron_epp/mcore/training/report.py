@@ -35,7 +35,7 @@ from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_retrie
 from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
 
 _BATCHES = 10
-"""Number of logged iterations whose lengths are taken as typical of the run."""
+"""Number of logged iterations whose lengths are taken as typical of the run. Not measured."""
 
 
 def layout_words(layers: Sequence[int]) -> str:

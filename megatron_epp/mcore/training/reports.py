@@ -57,6 +57,7 @@ class Reports:
 
     def connect(self, groups: Groups, is_last: bool) -> None:
         """Connect the last ranks of all replicas, which have the loss. All ranks of the job must call this together."""
+        # Replicas and context-parallel ranks: each of them has the loss of its own tokens, tensor-parallel ranks have the same.
         own = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
         of_last_ranks = [ranks for ranks in from_each(own if is_last else None) if ranks is not None]
         self._last_ranks = ObjectGroup.create(own if is_last else of_last_ranks[0], groups)
@@ -74,6 +75,7 @@ class Reports:
         self.complete()
         if self._thread is None:
             self._thread = SideThread("epp-reports")
+            # On the default stream, copies to the host would wait for the next iteration, which is launched meanwhile.
             self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         self._under_way = self._thread.submit(partial(_on_stream, self._stream, work))
 

@@ -92,6 +92,7 @@ class Session(Run):
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self._process = _take_process()
+        # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
@@ -114,6 +115,8 @@ class Session(Run):
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
+        # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
+        # the rank.
         self.connect(stages)
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
         shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
@@ -121,7 +124,7 @@ class Session(Run):
         self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
-            self.use_communicators()
+            self.use_communicators()  # ahead of `settle`, whose caps then count their memory
             self.warm_up = warm_up(self.args, self.stages.values(), self.device)
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
@@ -201,7 +204,7 @@ class Session(Run):
         return self.inputs.prepare(batch, actions)
 
     def _exchange(self, items: list[Item]) -> list[Item]:
-        return self.links.control.from_first(items)
+        return self.links.control.from_first(items)  # in the training thread, like all that uses `control`
 
     def _agree(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:

@@ -59,6 +59,7 @@ class RankVocabulary:
         self._config, self.groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
         self.hidden_size = config.hidden_size
         self._block_tokens = block_tokens_of(args)
+        # Collectives of gloo block, so on a CPU they need a thread; on a GPU a stream, launched by the training thread.
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self._shards: PipelineShards | None = None
@@ -174,6 +175,8 @@ def rank_vocabulary(
         return None
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
+    # Two of the same ranks: NCCL runs the collectives of one communicator one after the other, and with gloo two threads would
+    # use one group.
     spread, gather = (groups.of(pipeline, options=options) for _ in range(2))
     statistics = groups.of(everyone, options=options)
     first: Any = unwrap_model(models[0])
