@@ -84,7 +84,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 # ---- device="cuda" ---------------------------------------------------------------------------------------------------
 
-_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # those that Megatron calls with device="cuda"
+_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # which Megatron calls with device="cuda"
 
 
 def _is_cuda(device: Any) -> bool:

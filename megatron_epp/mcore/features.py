@@ -121,7 +121,7 @@ def has_user_microbatches(args: Namespace) -> bool:
 
 
 def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.BoundArguments:
-    """Bind a call's arguments to the names that they have in this release, whose order of parameters differs from others'."""
+    """Bind a call's arguments to the names of parameters, whose order differs between releases."""
     return inspect.signature(function).bind(*rest, **named)
 
 
@@ -215,7 +215,7 @@ def check_calls() -> None:
 
 
 def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
-    """Return why a function cannot be called with these arguments, whose values here are their names; empty if it can."""
+    """Return why a function cannot be called with arguments of these names; empty if it can."""
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
@@ -245,7 +245,7 @@ def backward_step(output: Any, grad: Any, config: Any) -> None:
 
 @functools.cache
 def _rest_of_backward(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return what else Megatron's backward takes: up to 0.16 the type of the model, which has no effect in 0.16."""
+    """Return further arguments of Megatron's backward: up to 0.16 the type of the model, which has no effect in 0.16."""
     if "model_type" not in inspect.signature(step).parameters:
         return {}
     from megatron.core.enums import ModelType

@@ -37,7 +37,7 @@ def race(setting: Setting) -> Outcome:
 
 
 def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
-    """Run every schedule, and compare those that end well: one may fail, for lack of memory for example.
+    """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example.
 
     Args:
         setting: of the first run.

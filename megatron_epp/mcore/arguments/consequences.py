@@ -185,7 +185,7 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
 
 
 def tell_unknown_optimizer(args: argparse.Namespace) -> None:
-    """Warn once where plans do not know what the run's optimizer takes."""
+    """Warn once if the memory of the run's optimizer is not known to plans."""
     if args.rank == 0 and (kind := getattr(args, "optimizer", None)) not in (None, *KINDS):
         logger.warning(
             "memory of --optimizer %s is not known: plans count that of Adam; where it has more, lower --epp-memory-cap-gb",
@@ -268,7 +268,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _share_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with the tokens and heads of a chunk's ranks."""
+    """Yield why tokens or heads cannot be divided over the ranks that share a chunk."""
     multiple, slices = token_multiple(args), args.epp_slices or 1
     if args.seq_length is not None and args.seq_length < multiple * slices:
         yield (
@@ -289,7 +289,7 @@ def _share_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what does not go with batches of a number of tokens."""
+    """Yield the settings that are incompatible with batches of a number of tokens."""
     if args.epp_batch_tokens is None:
         return
     if args.epp_schedule != "elastic":
@@ -302,7 +302,7 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield which of our own flags do not go together."""
+    """Yield the combinations of our own flags that are incompatible."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
     entry = PLANNERS.entry(planner)
     if entry is not None and entry.lacks:
@@ -338,11 +338,11 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap.flags:problems"}
-"""Switches of other packages, each with the function that yields what does not go with it, imported where it is on."""
+"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
 
 
 def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what does not go with switches of other packages."""
+    """Yield the settings that are incompatible with switches of other packages."""
     for attribute, where in OPTIONAL.items():
         if getattr(args, attribute):
             yield from load(where)(args)

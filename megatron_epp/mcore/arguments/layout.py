@@ -96,7 +96,7 @@ def layout_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
-    """Yield what does not go with stages that begin inside a layer."""
+    """Yield the settings that are incompatible with stages that begin inside a layer."""
     given = f"{given} cuts layers ({layers_text(layout.halves)})"
     if args.epp_schedule != "elastic":
         yield f"{given}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
@@ -141,6 +141,6 @@ def asked_chunks(args: argparse.Namespace) -> int | None:
 
 
 def _megatron_layout(layout: Layout) -> str:
-    """Return Megatron's layout with as many stages; a cut layer counts on the stage where it begins."""
+    """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage where it begins."""
     bounds = accumulate(layout.halves, initial=0)
     return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])

@@ -28,12 +28,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StartQuestion(NamedTuple):
-    """A question about flags, whose answer True is refused.
+    """Check of flags, which are refused if it is True of them.
 
     Attributes:
-        is_wrong: the question.
+        is_wrong: the check.
         text: of the refusal, in which ``{name}`` stands for a flag's value.
-        of_loop: Megatron's training loop asks it, which a script with its own microbatches may not run.
+        of_loop: Megatron's training loop makes it, which a script with its own microbatches may not run.
     """
 
     is_wrong: Callable[[Namespace], Any]
@@ -128,7 +128,7 @@ def _check_questions(args: Namespace) -> Iterator[str]:
 
 @contextlib.contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Translate what Megatron raises while it validates flags into an `ArgumentError` of one line."""
+    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
@@ -147,7 +147,7 @@ def _asserted(error: Exception) -> str:
 
 
 def validate(args: Namespace) -> None:
-    """Let Megatron validate flags that `check_start` has accepted as it will in the run, without what it prints.
+    """Make Megatron validate flags that `check_start` has accepted, as it will in the run, without its output.
 
     Raises:
         ArgumentError: it refuses them.
@@ -264,7 +264,7 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
 
 
 def _common_state(folder: Path) -> dict[str, Any] | None:
-    """Read what a distributed checkpoint holds besides tensors; None where it has none, or it is damaged."""
+    """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
@@ -311,4 +311,4 @@ def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | Non
 
 
 FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_tokenizer, _written_folders, _checkpoint)
-"""Questions about files and folders, which are asked on the first rank, and not in a dry run."""
+"""Checks of files and folders, which are made on the first rank, and not in a dry run."""

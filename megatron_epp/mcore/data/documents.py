@@ -231,7 +231,7 @@ def _open_part(
 def _build_split(
     parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int, num_tokens: int
 ) -> Shuffled | None:
-    """Join the datasets of a split's files; of weighted ones `num_samples` sequences, or more until they have `num_tokens`."""
+    """Join the datasets of a split's files. Of weighted files draw `num_samples` sequences, or more to have `num_tokens`."""
     sources = [source for source in parts if source is not None]
     if len(sources) < 2:
         return (sources[0], True) if sources else None

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LookAhead(Iterator[Any]):
-    """Iterator whose next items can be seen before they are taken."""
+    """Iterator whose next items can be looked at before they are taken."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._seen = iterator, deque[Any]()

@@ -115,7 +115,7 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the costs that were learnt, to be kept with a checkpoint: a dictionary for JSON, equal on all ranks.
 
-        While some are still learnt, those that were loaded are in it too.
+        While some are still learnt, loaded costs are in it too.
         """
         learnt = [pipeline.kept for pipeline in self._pipelines if pipeline.kept is not None]
         is_complete = bool(learnt) and len(learnt) == len(self._pipelines)

@@ -71,7 +71,7 @@ class MicrobatchPipeline(Run):
     Args:
         args: Megatron's arguments.
         models: this rank's model chunks.
-        loaded: costs that earlier runs have learnt; without any, those in the folder of the loaded checkpoint count.
+        loaded: costs that earlier runs have learnt; without any, they are read in the folder of the loaded checkpoint.
     """
 
     stages: dict[int, MicrobatchStage]
@@ -112,7 +112,7 @@ class MicrobatchPipeline(Run):
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
-        """Return what this rank has found out about an iteration's microbatches, for the agreement.
+        """Return this rank's knowledge of an iteration's microbatches, for the agreement.
 
         Args:
             sources: of its model chunks.

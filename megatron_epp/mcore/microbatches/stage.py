@@ -171,7 +171,7 @@ class MicrobatchStage:
         return dtype
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; the first layers of a chunk recompute in full, as many as its plan says."""
+        """Run a layer. As many first layers as the plan says recompute in full."""
         if number >= self._num_recomputed or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         return run_again(_as_now(run, self._device.type), args, kwargs)

@@ -41,7 +41,7 @@ class _Running(threading.local):
     """State of the forward of a layer that a thread runs: the two actions of a step run in a thread each.
 
     Attributes:
-        parts: those that run again in its backward.
+        parts: parts that run again in its backward.
         normed: output of its norm, until attention has read it.
     """
 

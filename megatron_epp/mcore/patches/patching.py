@@ -28,7 +28,7 @@ class Patch:
         replacement: the new function; with `wraps`, it gets the original as its first argument.
         reason: one line, shown when the patch is applied.
         wraps: True if the replacement calls the original.
-        fingerprints: `fingerprint(target)` of every original the patch was written for, by default those in
+        fingerprints: `fingerprint(target)` of every original the patch was written for, by default from
             `fingerprints.PATCHED`; none if the content of the original does not matter.
     """
 
@@ -130,7 +130,7 @@ def _fingerprint_of(original: Any) -> str:
 
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the targets that do not exist or whose fingerprint is not among those in `known`."""
+    """Return the targets that do not exist, or whose fingerprint is not in `known`."""
     return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
 
 

@@ -129,7 +129,7 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if nothing is."""
+    """Return the fault of a checkpoint's files; None if they are whole."""
     if not checkpoint.is_dir():
         return f"there is no checkpoint {checkpoint}"
     return next(_faults(checkpoint), None)

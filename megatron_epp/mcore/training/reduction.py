@@ -82,7 +82,7 @@ class Reduction:
             self._held[0].enter_context(self._no_sync[0]())
 
     def reduce_all(self) -> None:
-        """Start the reductions of all chunks, the last stage first, where no backward runs whose hooks would start them."""
+        """Start the reductions of all chunks, the last stage first, in an iteration without backwards, and so without hooks."""
         for chunk, start in reversed([*zip(self._chunks, self._every, strict=False)]):
             start(chunk.parameters())
 

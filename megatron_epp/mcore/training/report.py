@@ -196,7 +196,7 @@ class IterationReport:
             loggers.write(line)
 
     def _notes(self, costs: PipelineCosts | None) -> tuple[Account | None, str]:
-        """Return what is logged once per run: the parts of the planned peaks, and a hint about the division of layers."""
+        """Return what is logged once per run: the planned peaks by item, and a hint about the division of layers."""
         if self.batch.plan is None or costs is None or self.iteration % self.session.args.log_interval:
             return None, ""
         account = None if self.session.memory_is_told else account_of(self.batch.plan, costs)
