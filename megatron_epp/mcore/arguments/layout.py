@@ -141,6 +141,6 @@ def asked_chunks(args: argparse.Namespace) -> int | None:
 
 
 def _megatron_layout(layout: Layout) -> str:
-    """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage where it begins."""
+    """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage that begins it."""
     bounds = accumulate(layout.halves, initial=0)
     return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])
