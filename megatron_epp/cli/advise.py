@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterator[str]:
-    """Yield the commands that plan the best configuration again, and show what it holds, behind a line that says so."""
+    """Yield a heading, and the commands that plan the best configuration again and show its memory."""
     made, config = best.plan, best.config
     if len(config.lockstep_groups[0]) > 1:
         yield "Replicas that share experts are planned together, which no other command does."
@@ -130,7 +130,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 
     Args:
         args: parsed flags of `advise`.
-        question: that was asked by them, with offload as it was chosen.
+        question: the question that these flags ask, with the offload of the best configuration.
         best: the evaluated configuration, whose replicas share no experts.
     """
     config = best.config
@@ -164,7 +164,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:
-    """The model's flags are those of a shipped file."""
+    """True if the model's flags are the shipped file's."""
     if model not in shipped("models") or Path(model).is_file():
         return False
     return without_sizes(load_flags(model)) == without_sizes(question.flags)
@@ -198,7 +198,7 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Profile]:
-    """A profile, with its tensor-, context- and expert-parallel sizes. Raises `EppError`: it is of another model, or none."""
+    """Read a profile and its tensor-, context- and expert-parallel sizes. Raises `EppError` if it is not of this model."""
     profile = load_costs(name)
     shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
     if not isinstance(profile, Profile) or not isinstance(shape, dict):

@@ -38,7 +38,7 @@ MOST_WORK = 600_000
 
 
 def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
-    """Return the refusal with the remedies that `alternatives` does not try; as it is where memory is not the obstacle.
+    """Return the refusal with the remedies that `alternatives` does not try; unchanged if memory is not the obstacle.
 
     Args:
         error: the planner's refusal.
@@ -50,10 +50,10 @@ def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
 
 
 def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> str:
-    """Say which changes of one flag would fit, and which were not tried; empty where memory is not the obstacle.
+    """Say which changes of one flag would fit, and which were not tried; empty if memory is not the obstacle.
 
     Args:
-        error, args: as for `kept_remedies`.
+        error, args: as in `kept_remedies`.
         lengths: tokens of every sequence of the batch.
     """
     if not error.least_cap_bytes:
@@ -73,10 +73,10 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
 
 
 def with_alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> InfeasibleError:
-    """Return the error of a batch that does not fit, with what would; as it is where memory is not the obstacle.
+    """Return the error of a batch that does not fit, with the changes that would fit; unchanged if memory is not the obstacle.
 
     Args:
-        error, args, lengths: as for `alternatives`.
+        error, args, lengths: as in `alternatives`.
     """
     kept, line = kept_remedies(error, args), alternatives(error, args, lengths)
     return kept.within(after=f"\n{line}") if line else kept
@@ -91,7 +91,8 @@ def _smaller_device(error: InfeasibleError, args: Namespace) -> float | None:
 class _Search:
     """Search for changes of one flag with which a batch fits, within `MOST_WORK`.
 
-    All are tried without offload first, which is quick. What fits so fits with offload too, which may do with a smaller value.
+    All are tried without offload first, which is quick. A value that fits without offload fits with it too, and with offload a
+    smaller value may suffice.
 
     Attributes:
         args: parsed flags of a command that plans.
@@ -117,7 +118,7 @@ class _Search:
                 self._try(setting, tries[setting], offload=False)
                 if self.args.offload == "off":
                     self.late.remove(setting)
-            for setting in sorted(self.late, key=self.found.__contains__):  # first those of which nothing fits yet
+            for setting in sorted(self.late, key=self.found.__contains__):  # settings without a value that fits come first
                 self._try(setting, tries[setting], offload=True)
                 self.late.remove(setting)
         self.tried = [setting for setting in tries if setting not in self.late]
@@ -140,7 +141,7 @@ class _Search:
                 return
 
     def _longest(self, offload: bool) -> None:
-        """Find a context that fits, without offload or with it, from the longest on that would for one sequence and the others.
+        """Find a context that fits, without offload or with it, at most the longest one that fits one sequence with the others.
 
         A shorter context makes more sequences of a document, whose messages may need more room.
         """

@@ -103,7 +103,7 @@ def add_arguments(parser: Parser) -> None:
         action="append",
         type=lambda text: text if text == ALL else planner(text),
         metavar="NAME",
-        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, those of other "
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
         f"placements with even layers on their own (default: {', '.join(usual())})",
     )
     parser.set_defaults(layout=BEST)
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> str:
-    """The table of all batches and planners, as text or with ``--json`` as JSON; ``--output`` draws those of one batch.
+    """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
 
     Raises:
         EppError: the arguments make no sense, or matplotlib is missing.
@@ -157,7 +157,7 @@ def compare(args: argparse.Namespace) -> str:
 
 
 def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names: Sequence[str]) -> dict[str, Chosen]:
-    """Return the layouts to try, by what they are called: the given one, or even and balanced layers."""
+    """Return the layouts to try, by name: the given one, or even and balanced layers."""
     if args.layout != BEST:
         return {args.layout: chosen_layout(args, batches, names)}
     fixed = has_costs_of_stages(args)  # layers of their own
@@ -176,14 +176,14 @@ def _best(
     name: str,
     ours: Entry | None = None,
 ) -> Entry:
-    """Plan one batch with one planner, with its best layers, and with these its best size; all under the same caps.
+    """Plan one batch with one planner: with its best layers and, with these, its best size, under the same caps.
 
-    A refusal is that of the size and the layers that are tried first.
+    If nothing can be planned, the refusal is the one for the size and layers that are tried first.
 
     Args:
-        args, lengths, tokens, name: as for `_entry`.
-        layouts: to try, by what they are called.
-        ours: the best of the greedy planner, where it is known: the exact planner begins with that, and takes long.
+        args, lengths, tokens, name: as in `_entry`.
+        layouts: to try, by name.
+        ours: the greedy planner's best entry, where it is known: the exact planner takes long, and begins with that entry.
     """
     entry = PLANNERS.entry(name)
     if entry is not None and entry.begins_with_greedy and name != "greedy":
@@ -256,8 +256,8 @@ def _entry(
         tokens: of the sequences of all batches.
         layout: of one stage per rank, or as given; a planner that needs another placement has even or balanced layers at that.
         name: of the planner.
-        kind: what the layout is called.
-        size: of its rows or chunks; None for that of the flags.
+        kind: name of the layout.
+        size: of its rows or chunks; None for the flags' size.
     """
     start_s = time.process_time()
     known = PLANNERS.entry(name)

@@ -1,4 +1,4 @@
-"""The command that looks at this machine and says, line by line, what is there, what is missing and what to do; or measures.
+"""The command that reports what this machine has and lacks for training, and what to do about it; or measures its costs.
 
 Nothing is imported before it is looked at: doctor itself runs where torch or Megatron is missing or broken.
 """
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(findings: list[Finding]) -> str:
-    """A line per finding, with what to do below it, and a summary."""
+    """Format the findings, a line each with what to do below it, and a summary."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
@@ -169,7 +169,7 @@ def text(findings: list[Finding]) -> str:
 
 
 def look(costs: str | None = None) -> Iterator[Finding]:
-    """All findings, in the order in which they build on each other, with those on a file of costs or a shipped profile."""
+    """Look at everything, in the order in which the findings build on each other, a file of costs or a profile included."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
     torch = _import("torch")
@@ -189,7 +189,7 @@ def look(costs: str | None = None) -> Iterator[Finding]:
 
 
 def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a part; where a library breaks while it is looked at, that is the finding."""
+    """Return the findings of a part; if a library fails while it is looked at, the failure is the finding."""
     try:
         yield from part()
     except Exception as error:  # whatever a broken installation raises

@@ -1,4 +1,4 @@
-"""Flags of the commands that plan or take a model, and what they become: a batch, a pipeline, a machine."""
+"""Flags of the commands that plan or take a model, and what is read from them: a batch, a pipeline, a machine."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags that make a model's shape, and those that say which ranks share it."""
+    """Add the flags for a model's shape, and for the ranks that share it."""
     add_shape(costs)
     add(costs, *_SHARING)
 
 
 def add_shape(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags that make a model's shape."""
+    """Add the flags for a model's shape."""
     add(costs, "model", *_SHAPE)
     add(costs, "loss_block_tokens", default=None)
 
@@ -102,7 +102,7 @@ def add_optimizer(group: argparse._ArgumentGroup) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return Megatron's flags of the model and optimizer: those of the file, or of an 8B model, and over them those given."""
+    """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
     rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens")]
     given = {row.dest: getattr(args, row.short_dest) for row in rows if row.training}
@@ -118,7 +118,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell_sharing(args: argparse.Namespace) -> None:
-    """Tell how many ranks share a layer where the model's file says it and no flag does."""
+    """Log how many ranks share a layer if the number comes from the model's file and not from a flag."""
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     given, names = load_flags(args.model), names_of(args.parser)
@@ -135,7 +135,7 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
-    """The problem of a batch. Raises `EppError` for a bad cluster file."""
+    """Make the planning problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
         lengths=lengths,
@@ -159,9 +159,9 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
     Args:
         args: parsed flags.
-        lengths: tokens of sequences like those to come.
+        lengths: tokens of typical sequences.
         layout: the layers of every stage.
-        longest: tokens of the longest there may be, where it is not among them.
+        longest: tokens of the longest possible sequence, if it is not among them.
 
     Raises:
         EppError: a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
@@ -181,7 +181,7 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
 
 def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
-    """Return what costs are made of, a file or formulas, and the number of the model's layers.
+    """Return the source of costs, a file or formulas, and the number of the model's layers.
 
     Args:
         args: parsed flags.

@@ -37,7 +37,7 @@ class Chosen:
     choice: LayoutChoice | None = None
 
     def lines(self) -> list[str]:
-        """Return what to say of it: nothing of even layers on one stage per rank, unless they were searched for."""
+        """Describe the layout, in lines; none for even layers on one stage per rank, unless they were searched for."""
         layout, placement = self.layout, self.layout.placement
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks)
         if is_even and self.choice is None:
@@ -75,8 +75,8 @@ def chosen_layout(
 
     Args:
         args: parsed flags.
-        batches: lengths like those to come, for which layers are balanced or the layout is searched.
-        planners: that will plan; None for that of the flags.
+        batches: typical lengths, for which layers are balanced or the layout is searched.
+        planners: that will plan; None for the flags' planner.
 
     Raises:
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
@@ -107,7 +107,7 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
         args: parsed flags.
         profile: of the model's parts.
         num_layers: of the model.
-        lengths: tokens of sequences like those to come.
+        lengths: tokens of typical sequences.
         shards: the vocabulary is over all ranks.
     """
     ranks = pipeline_ranks(args)
@@ -127,7 +127,7 @@ def _sample(
     batches: Sequence[tuple[int, ...]],
     planners: Sequence[str],
 ) -> Sample:
-    """Return batches, costs, and what a layout may be."""
+    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed."""
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
     return Sample(
@@ -183,7 +183,7 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
 
 
 def _several(kind: str, num_stages: int, ranks: int) -> Placement:
-    """Return the placement of so many stages on ranks. Raises `EppError` unless all ranks have equally many, two in a V."""
+    """Return the placement of that many stages. Raises `EppError` unless all ranks have equally many, and two in a V."""
     if num_stages % ranks or (kind == "v" and num_stages != 2 * ranks):
         wanted = f"{2 * ranks} stages, two on each" if kind == "v" else "a multiple of as many stages"
         raise EppError(f"--layout {kind}: has {num_stages} stages for {ranks} ranks (--stages): give {wanted}")

@@ -56,7 +56,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """The one batch. Raises `EppError`."""
+    """Return the lengths of the one batch. Raises `EppError`."""
     if is_distribution(args.lengths):
         size = args.batch_size or _DRAWN
         return drawn(sampled(args.lengths, args, size), size, args.seed)
@@ -87,11 +87,11 @@ def is_distribution(source: str) -> bool:
 
 
 def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
-    """Lengths of all sequences of a source, of a distribution so many that a batch of them can be `drawn`. Raises `EppError`.
+    """Return the lengths of a source; from a distribution, enough for `drawn` to draw a batch of them. Raises `EppError`.
 
     Args:
-        source: as for `read_lengths`.
-        args: parsed flags; ``--seed`` is that of the draw.
+        source: as in `read_lengths`.
+        args: parsed flags; ``--seed`` is the seed of the draw.
         size: sequences of the batch.
     """
     count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
@@ -99,7 +99,7 @@ def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, 
 
 
 def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
-    """Draw a batch, each length as often as any other before one is drawn again.
+    """Draw a batch without replacement; when all lengths are used up, begin again.
 
     Args:
         lengths: to draw from.
@@ -175,7 +175,7 @@ def _words(text: str) -> list[str]:
 
 
 def _index(path: Path) -> tuple[int, ...]:
-    """Positions that each document of a Megatron index trains: its tokens but one. Those of fewer than two are left out."""
+    """Read how many positions each document of a Megatron index trains: its tokens but one. Shorter documents are left out."""
     try:
         positions = document_tokens(str(path)) - 1
     except EppError as error:

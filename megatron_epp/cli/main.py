@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(error: Exception, parser: Parser) -> int:
-    """Say what ended a command in a line or two, with the flags that the command has; the exit code."""
+    """Print why a command ended, in a line or two and with the names of its flags; return the exit code."""
     if isinstance(error, EppError):
         from megatron_epp.mcore.arguments.parser import names_of
 

@@ -1,4 +1,4 @@
-"""The command that says what memory a batch takes, of what, when and where, and how far memory reaches."""
+"""The command that reports a batch's memory by item, rank and time, and the limits of what would fit."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _say_blocks(blocks: list[list[str]]) -> None:
 
 
 def _reaches(args: Namespace, problem: Problem, layout: Layout, options: Options, start_s: float) -> Reached:
-    """Look for what else would fit, without offload and, if it is allowed, with it."""
+    """Search for the limits of what fits, without offload and, if it is allowed, with it."""
     choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
     uncut = Namespace(**vars(args) | {"context": None})
 
@@ -125,7 +125,7 @@ def _is_unknown_to_megatron(args: Namespace) -> bool:
 
 
 def _estimator() -> Callable[..., dict[str, Any] | None]:
-    """Load Megatron's own estimator, in a process of its own: that takes longer than many plans, which are made meanwhile."""
+    """Load Megatron's own estimator in a process of its own, while plans are made: loading takes longer than many plans."""
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), sys.stderr.fileno())  # for what Megatron and its libraries say of this machine
     try:
@@ -136,7 +136,7 @@ def _estimator() -> Callable[..., dict[str, Any] | None]:
 
 
 def _megatrons(args: Namespace, problem: Problem, estimator: Worker | None, end_s: float) -> dict[str, Any] | str:
-    """Megatron's own estimate, or why there is none."""
+    """Describe Megatron's own estimate, or why there is none."""
     if estimator is None:
         return "Megatron's own estimate: a cost profile does not tell the model; name it with --model"
     estimator.send(flags_of(args), problem.num_ranks, args.data_parallel, problem.lengths)
@@ -151,7 +151,7 @@ def _megatrons(args: Namespace, problem: Problem, estimator: Worker | None, end_
 
 
 def _plan_blocks(args: Namespace, account: Account, refusal: str) -> list[list[str]]:
-    """Return what is said of the plan itself."""
+    """Return the blocks of text about the plan itself."""
     blocks = [headline(account.timeline.plan)]
     if refusal:
         blocks = [[*refusal.splitlines(), "What follows is of the least cap that would do."], *blocks]

@@ -85,7 +85,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan | None:
-    """Plan; None if nothing fits, once that and what would fit is told."""
+    """Plan; return None if nothing fits, after printing why and what would fit."""
     try:
         what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
         with latest_message(EXACT) as latest, progress(what, latest):

@@ -1,4 +1,4 @@
-"""Plan files that commands read: plans, those that can be shown, and tables of other systems."""
+"""Plan files that commands read: plans, plans that are sound enough to be shown, and tables of other systems."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def add_tokenizer_arguments(parser: ArgumentParser) -> None:
 
 
 def encoder_from(args: Namespace) -> Encoder:
-    """The encoder that the flags of `add_tokenizer_arguments` ask for; bytes when none was given."""
+    """Return the encoder that the flags of `add_tokenizer_arguments` name; byte-level if none is given."""
     given: dict[str, object] = {}
     flags: list[str] = []
     for flag, settings in _TOKENIZER_FLAGS.items():

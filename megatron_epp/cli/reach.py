@@ -1,4 +1,4 @@
-"""Search for what else would fit in memory, by several processes and with a time limit."""
+"""Search for the limits of what fits in memory, by several processes and with a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNKNOWN: Answer = (Limit(None), None)
 
 
 class _Question(NamedTuple):
-    """A limit that a process looks for: the name of the choice and its own, the process, and what it tells."""
+    """Limit that a process searches for: the names of the choice and of the limit, the process, and its answers so far."""
 
     choice: str
     name: str
@@ -49,7 +49,7 @@ class Reached(NamedTuple):
 
 
 def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Reached:
-    """Return the limits of each choice as they are known at a time of `time.monotonic`.
+    """Return the limits of each choice that are found until a point in time (by `time.monotonic`).
 
     Every limit is looked for in a process forked from this one, in which no other threads may run.
 
@@ -96,7 +96,7 @@ def _hint(unknown: Sequence[tuple[int, int]], before_s: float, took_s: float) ->
     """Say how long the limits would take that were not found in time.
 
     Args:
-        unknown: of each of them, how many sizes are tried as a rule, and were tried.
+        unknown: for each of these limits, the usual number of sizes to try, and the number tried so far.
         before_s: seconds of the command before it looked for limits.
         took_s: seconds for which it looked.
     """

@@ -24,10 +24,10 @@ def layout_for(planner: str, layout: Layout) -> Layout:
 
     Args:
         planner: its name; of one of a user's own, the layout stays.
-        layout: that of the command.
+        layout: the command's layout.
 
     Raises:
-        EppError: there are more stages than layers, or the schedule divides them otherwise.
+        EppError: there are more stages than layers, or the schedule needs another division of them.
     """
     entry = PLANNERS.entry(planner)
     if entry is None or entry.fixed is None:
@@ -40,12 +40,12 @@ def layout_for(planner: str, layout: Layout) -> Layout:
 
 
 def usual() -> list[str]:
-    """Return the planners that `compare` runs by default: those that take the layout as it is, and whose plans run."""
+    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans can run."""
     return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
 
 
 def chosen_for(planner: str, chosen: Chosen) -> Chosen:
-    """Return the layout of a command for a planner, see `layout_for`: without the search's figures where it is another."""
+    """Return a command's layout for a planner (`layout_for`), without the search's figures if it is another layout."""
     layout = layout_for(planner, chosen.layout)
     return chosen if layout == chosen.layout else Chosen(layout)
 

@@ -75,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or write what the flags name; the exit code. Raises `EppError`."""
+    """Print the plan, or write what the flags name; return the exit code. Raises `EppError`."""
     outputs = [path for path in (args.output, args.png, args.trace) if path]
     if args.proof or args.times:
         if outputs or args.measured:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prove(paths: list[str]) -> int:
-    """Prove plans and print the result of each; 1 if one of them has violations, or they do not match."""
+    """Prove plans and print the results; return 1 if one has violations, or they do not match, else 0."""
     tables = [read(path) for path in paths]
     plans, found = [one.plan for one in tables], [check(one.plan, one.launches) for one in tables]
     for path, (made, rows, is_table), violations in zip(paths, tables, found, strict=True):
@@ -153,7 +153,7 @@ def _text(shown: Shown, args: argparse.Namespace) -> str:
 
 
 def _shown(args: argparse.Namespace) -> list[Shown]:
-    """Load the plans and the run that the flags name, and those of all traced iterations of folders."""
+    """Load the plans and the run that the flags name, and all traced iterations of the named folders."""
     if args.measured and (len(args.plans) > 1 or Path(args.plans[0]).is_dir()):
         raise EppError(f"--measured {args.measured} is a run of one plan: name that plan alone, and no folder")
     found: list[Shown] = []

@@ -44,7 +44,7 @@ _HELP_WIDTH = 100
 
 
 def help_width() -> int:
-    """Return the characters of a line of help here."""
+    """Return the width of help texts on this terminal, in characters."""
     return min(_HELP_WIDTH, shutil.get_terminal_size().columns) - 2
 
 
@@ -220,24 +220,24 @@ def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) ->
 
 
 def output(text: str) -> str:
-    """Name a file to write. `unwritable` looks whether it can be."""
+    """Mark an argument as a file to write, which `unwritable` checks beforehand."""
     return text
 
 
 def output_folder(text: str) -> str:
-    """Name a folder to write to. `unusable` looks whether it can be."""
+    """Mark an argument as a folder to write to, which `unusable` checks beforehand."""
     return text
 
 
 def picture(text: str) -> str:
-    """Name a picture to write."""
+    """Check that an argument names a picture to write."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
     return text
 
 
 def picture_or_page(text: str) -> str:
-    """Name a picture, or a page, to write."""
+    """Check that an argument names a picture, or a page, to write."""
     if Path(text).suffix.lower() not in (*PICTURES, PAGE):
         raise argparse.ArgumentTypeError(
             f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
@@ -269,7 +269,7 @@ def unusable(folder: Path) -> str:
 
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
-    """Print lines on stdout. What its encoding lacks is escaped; where its reader has gone, the rest is dropped."""
+    """Print lines on stdout. Characters that its encoding lacks are escaped; if its reader is gone, the rest is dropped."""
     _write(sys.stdout, _lines(text) + end, flush)
 
 
@@ -289,13 +289,13 @@ def tell_traceback(error: BaseException) -> None:
 
 
 def finish() -> None:
-    """Send what is not on its way yet. Raises `OSError` where it cannot be written, as on a full disk."""
+    """Flush the output. Raises `OSError` if it cannot be written, as on a full disk."""
     _write(sys.stdout, "", flush=True)
 
 
 @contextmanager
 def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Say what is going on, for how long, and in detail how far it has got, when the body takes more than two seconds."""
+    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds."""
     done = threading.Event()
     thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
     thread.start()
@@ -308,7 +308,7 @@ def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
 
 @contextmanager
 def latest_message(name: str) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the last message that the loggers of a package have had at INFO, empty before the first.
+    """Yield a function that returns the last INFO message of a package's loggers; empty before the first.
 
     Args:
         name: of the package.

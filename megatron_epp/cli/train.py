@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="settings over those of the files: lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
+        help="settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
     )
     add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
 
@@ -93,7 +93,7 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress what Megatron's imports say about packages that are not installed: the run itself will say it."""
+    """Suppress the warnings of Megatron's imports about missing packages, which the run itself repeats."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -105,7 +105,7 @@ def quietly() -> Iterator[None]:
 
 
 def _processes(settings: Settings, launch: Launch) -> int:
-    """One for each GPU of this node; without any, what one replica needs."""
+    """Return the number of processes: one for each GPU of this node; without GPUs, as many as one replica needs."""
     if found := count_gpus():
         return found
     needed = world_of(settings.get("megatron") or {})

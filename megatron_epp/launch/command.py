@@ -1,4 +1,4 @@
-"""The command that trains on one node, and the files saved with a run so that it can be repeated without this loader."""
+"""The command that trains on one node, and the files with which a run can be repeated without this launcher."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def is_secret(name: str) -> bool:
 
 
 def environment_to_set(values: Mapping[str, Any]) -> dict[str, str]:
-    """Variables to set: those that have a value and are not set already.
+    """Return the variables to set: all that have a value and are not set already.
 
     Raises:
         SettingsError: a value refers to a variable that is not set and gives no default.

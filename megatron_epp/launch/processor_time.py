@@ -26,7 +26,7 @@ class ProcessorTime:
 
     Attributes:
         at_s: time of the reading, by a clock that never goes back.
-        all_s: seconds of all programs on all cores, and those that a virtual machine was denied.
+        all_s: seconds of all programs on all cores, and seconds that a virtual machine was denied.
         own_s: seconds of this process and of all processes below it, ended ones included if their parent has waited for them.
     """
 
@@ -58,7 +58,7 @@ class ProcessorTime:
 
 
 class OthersMeter:
-    """Cores that other programs keep busy during several measurements."""
+    """Meter of the cores that other programs keep busy during several measurements."""
 
     def __init__(self) -> None:
         self._cores: list[float] = []

@@ -1,4 +1,4 @@
-"""The text of a refusal on its way from a rank to its launcher, in the error file that torchrun names to each process.
+"""Transfer of a refusal's text from a rank to its launcher, by the error file that torchrun gives each process.
 
 torchrun itself prints that file's text as the traceback of the rank, in the table at the end of its output.
 """

@@ -160,7 +160,7 @@ def _begun(folder: Path) -> Path:
 
 
 def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> RecordedRun:
-    """Read what a run has left. `code` is its exit code; None if it was ended at its limit."""
+    """Read the figures that a run has written. `code` is its exit code; None if it was ended at its limit."""
     if code is None:
         raise TrainingError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")

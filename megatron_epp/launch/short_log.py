@@ -1,6 +1,6 @@
 """Short form of a run's output for the terminal, and all of it in a file.
 
-Megatron prints about a thousand lines before the first iteration. The launcher passes on this package's lines, those of
+Megatron prints about a thousand lines before the first iteration. The launcher passes on this package's lines, lines about
 iterations and checkpoints, warnings and errors; on a failure it shows the end of the file.
 """
 
@@ -34,7 +34,7 @@ _HIDDEN = re.compile(
 
 
 def is_shown(line: bytes) -> bool:
-    """True for a line that belongs into the short form."""
+    """True for a line that belongs to the short form."""
     return _SHOWN.search(line) is not None and _HIDDEN.search(line) is None
 
 
@@ -51,7 +51,7 @@ class ShortLog:
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
     def read(self, source: int) -> None:
-        """Read output until all its writers have ended, and divide it."""
+        """Read output until all its writers have ended: all of it goes to the file, the short form to the terminal."""
         rest = b""
         with open(self.path, "ab", buffering=0) as file, open(source, "rb", buffering=0) as output:
             while chunk := output.read(1 << 16):
@@ -76,7 +76,7 @@ class ShortLog:
 
 @contextlib.contextmanager
 def divided(path: str | None) -> Iterator[ShortLog | None]:
-    """Divide what this process and its children print from here on, and give them the terminal back at the end.
+    """Send what this process and its children print in the body to a file, and its short form to the terminal.
 
     Args:
         path: of the file; None leaves the output as it is.

@@ -1,4 +1,4 @@
-"""torchrun that ends with the reason if one of its processes fails: its refusal, or where to find what it printed.
+"""torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
 Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
 environment says otherwise.

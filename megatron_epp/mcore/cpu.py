@@ -72,7 +72,7 @@ def _stand_in_for_torch_cuda() -> None:
     cuda.Stream = _Stream
     cuda.current_stream = _Stream
     cuda.stream = contextlib.nullcontext
-    # The CPU generator plays the CUDA one. torch only queues CUDA seeding until a device appears, silently.
+    # The CPU generator stands in for the CUDA one. torch only queues CUDA seeding until a device appears, silently.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
@@ -84,7 +84,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 # ---- device="cuda" ---------------------------------------------------------------------------------------------------
 
-_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # those that Megatron calls with device="cuda"
+_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # which Megatron calls with device="cuda"
 
 
 def _is_cuda(device: Any) -> bool:
@@ -183,7 +183,7 @@ def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _leaving_the_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Leave the CPU generator, which plays the CUDA one here, as it is: data loaders draw seeds from it.
+    """Restore the CPU generator afterwards, which stands in for the CUDA one: data loaders draw seeds from it.
 
     A resumed run restores the generator before this and would go on with another dropout than the one it continues.
     """

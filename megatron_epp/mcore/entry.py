@@ -27,10 +27,11 @@ def prepare() -> None:
 
     Call it before megatron is imported. Raises EppError if Megatron is missing or unknown.
     """
-    lifetime.end_with_launcher()
+    lifetime.end_with_launcher()  # first: whatever comes next may hang or be killed
     lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     features.check_megatron(allow_unknown)
+    # Ahead of any import of Megatron, whose functions are decorated with torch.compile when they are imported.
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
     install.apply(allow_unknown=allow_unknown)
@@ -78,7 +79,7 @@ def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse flags that every rank of a run of so many processes would refuse at start-up, and modify them as training does.
+    """Refuse flags that every rank of a run of `world_size` processes would refuse, and modify them as training does.
 
     Raises:
         EppError: there is no model, or `--epp` cannot honour a flag, or sizes do not divide.
@@ -90,7 +91,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> None:
 
 
 def check_start(args: argparse.Namespace, world_size: int, *, wants_files: bool) -> None:
-    """Refuse flags as `check_run` does, and those that Megatron would refuse; with `wants_files` files and folders, too.
+    """Refuse flags as `check_run` does, and flags that Megatron would refuse; with `wants_files` files and folders, too.
 
     Raises:
         EppError: the message has a line per problem.

@@ -91,7 +91,7 @@ def has(versions: str) -> bool:
 
 
 def training_args() -> Namespace:
-    """Return the arguments of Megatron's training loop: of `megatron.training`, which the wheels up to 0.16 do not have.
+    """Return the arguments of Megatron's training loop, from `megatron.training`, which the wheels up to 0.16 do not have.
 
     Nothing that `wrap` needs imports that: importing it can fail where its own dependencies are of other releases.
     """
@@ -121,7 +121,7 @@ def has_user_microbatches(args: Namespace) -> bool:
 
 
 def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.BoundArguments:
-    """Bind a call's arguments to the names that they have in this release, whose order of parameters differs from others'."""
+    """Bind a call's arguments to the names of parameters, whose order differs between releases."""
     return inspect.signature(function).bind(*rest, **named)
 
 
@@ -171,7 +171,7 @@ def evaluation_batch_size(args: Namespace) -> int:
 def saves_several_buckets_resharded() -> bool:
     """True if the form of optimizer state that any layout can load is right for gradients in several buckets: main.
 
-    Up to 0.19 it forgets the padding between buckets, so that of all parameters behind the first one other values are saved
+    Up to 0.19 it forgets the padding between buckets, so that wrong values are saved for all parameters behind the first bucket
     (NVIDIA/Megatron-LM pull request 5077).
     """
     return has(">=0.20.dev0")
@@ -215,7 +215,7 @@ def check_calls() -> None:
 
 
 def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
-    """Return why a function cannot be called with these arguments, whose values here are their names; empty if it can."""
+    """Return why a function cannot be called with arguments of these names; empty if it can."""
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
@@ -245,7 +245,7 @@ def backward_step(output: Any, grad: Any, config: Any) -> None:
 
 @functools.cache
 def _rest_of_backward(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return what else Megatron's backward takes: up to 0.16 the type of the model, which has no effect in 0.16."""
+    """Return further arguments of Megatron's backward: up to 0.16 the type of the model, which has no effect in 0.16."""
     if "model_type" not in inspect.signature(step).parameters:
         return {}
     from megatron.core.enums import ModelType
@@ -314,7 +314,7 @@ def logged_router_losses() -> dict[str, Any]:
 
 
 def router_loss_tokens(total: int, ranks: int) -> float:
-    """Return a rank's number of tokens for which a router's loss counts as that of `total` tokens on `ranks` ranks together.
+    """Return the number of tokens to give a rank's router, so that its loss counts as for `total` tokens on `ranks` ranks.
 
     0.19 and later multiply by the number of ranks, which 0.17 and 0.18 forget: there a loss of several ranks is too small.
     """
@@ -348,7 +348,7 @@ def router_loss_scale(config: Any) -> Callable[[], Any] | None:
 
 
 def fuses_output_with_loss(model: Any) -> bool:
-    """True if Megatron's kernel is to fuse a model's output layer with the loss: main only, and forks."""
+    """True if the model's flags ask for Megatron's kernel that fuses output layer and loss: main only, and forks."""
     return getattr(model, "fuse_linear_cross_entropy", False)
 
 

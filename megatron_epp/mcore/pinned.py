@@ -15,7 +15,7 @@ RECORD = "EPP_RECORD_GRADIENTS"
 def pin(rank: int) -> None:
     """Bind this process to one of the cores that it may use, chosen by its rank, with one thread.
 
-    Processes that it forks, such as the one that plans, may use all of these cores: those of ranks that wait are free.
+    Processes that it forks, such as the planning process, may use all of these cores: cores of waiting ranks are free.
     """
     import torch
 

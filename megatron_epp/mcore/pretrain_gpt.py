@@ -41,13 +41,14 @@ def preload() -> None:
     _read_settings_once()
     _parse_flags_once()
     patching.unknown(fingerprints.RELIED_ON)  # reads their sources, whose fingerprints are then known
+    # Forked processes have what is imported here; spawned ones would import Megatron again, seconds for each.
     _fork_managers()
     forks.fork_workers()
     gc.freeze()  # what is there now stays, and need not be looked through after every training
 
 
 def _read_settings_once() -> None:
-    """Cache the flag descriptions that Megatron parses from its settings' sources for each of a training's two parsers."""
+    """Cache the flag descriptions, which Megatron parses from its settings' sources again for a training's second parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read, known = ArgumentGroupFactory._get_field_docstrings, {}
@@ -62,7 +63,7 @@ def _read_settings_once() -> None:
 
 
 def _parse_flags_once() -> None:
-    """Let Megatron's fault tolerance, which parses all flags only to see whether it is asked for, look for its own first."""
+    """Skip the set-up of Megatron's fault tolerance unless its flags are given: it parses all flags only to find that out."""
     from megatron.training import ft_integration
 
     setup, own = ft_integration.setup, {"--enable-ft-package", "--yaml-cfg"}
@@ -75,7 +76,7 @@ def _parse_flags_once() -> None:
 
 
 def _fork_managers() -> None:
-    """Let the process through which checkpoint writers report be forked too; a fresh one would import everything again."""
+    """Fork the process through which checkpoint writers report; a spawned one would import everything again."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     queue = filesystem_async.get_write_results_queue

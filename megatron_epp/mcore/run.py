@@ -92,12 +92,12 @@ class Run:
         return self.lockstep_ranks[self.lockstep_group]
 
     def watching(self, what: str) -> AbstractContextManager[None]:
-        """Watch the body: the run ends if it takes longer than the limit, and says what this rank does, as in ``waits``."""
+        """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""
         return self.watchdog.watch(lambda: f"rank {self.rank} {what} (--epp-wait-limit-seconds)")
 
     @contextmanager
     def telling_others(self, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Tell all ranks of the job why this one fails; raise `EppError` with another's failure if this one follows from it.
+        """Tell all ranks of the job why this one fails; if another rank's failure is the cause, raise an `EppError` with it.
 
         Args:
             unless: errors that every other rank raises as well, so that none waits for this one.
@@ -118,6 +118,7 @@ class Run:
         self.device = own_device()
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         used = ways(self.placement.rank_of)
+        # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
         self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
         self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
 
@@ -125,6 +126,7 @@ class Run:
         """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""
         with self.watching("waits for others to meet"):
             self.links.connect(self.device)
+            # Megatron's too: some are used for the first time only in the optimizer's step, when caps have been settled.
             reduce_once(groups_in_use(self.args), self.device)
 
     def settle(
@@ -159,6 +161,7 @@ class Run:
                     (), self.placement.rank_of, caps, token_multiple(self.args), host_cap_bytes=min(host_caps)
                 )
                 self.host = HostMemory(self.device, host_cap) if offloads else None
+                # Not with times by formula, which are not this machine's: stages would be named slow without being so.
                 if learns or self.args.epp_costs != "analytic":
                     self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))
             finally:
@@ -224,7 +227,7 @@ class Run:
     ) -> None:
         """Reduce gradients over replicas and between embeddings, and divide them by the number of tokens, as Megatron does."""
         config = get_model_config(models[0])
-        if config.finalize_model_grads_func is None:
+        if config.finalize_model_grads_func is None:  # as in Megatron's schedules: the caller finishes gradients by itself
             return
         with self.watching("waits for gradient finalisation"):
             groups = process_groups(models[0]) if pg_collection is None else pg_collection
@@ -232,7 +235,7 @@ class Run:
             config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
 
     def close(self) -> None:
-        """Complete what threads do."""
+        """Wait until background threads have completed their work."""
         if self.watch is not None:
             complete_at_end(self.watch.complete)
 
@@ -242,6 +245,7 @@ def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_colle
 
     Plans run on the pipeline of Megatron's parallel state. Megatron's own communicator of it is not used.
     """
+    # The loops of 0.17 and 0.18 pass no communicator and no groups; 0.19's may.
     obstacle = ""
     if adjust_tensor_shapes_fn is not None:
         obstacle = "adjust_tensor_shapes_fn: messages follow the plan"

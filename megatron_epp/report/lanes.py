@@ -99,7 +99,7 @@ def label_time(axis: Axes, longest_us: float) -> None:
 
 
 def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
-    """Draw the legend below a picture of lanes: the operations of the plans in the colours that their boxes have."""
+    """Draw the legend below a picture of lanes: the operations of the plans, in the colours of their boxes."""
     steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
     present = {action.op for step in steps for action in step.actions}
     kinds = {kind for plan in plans for kind in Shades(plan).kinds()}

@@ -81,7 +81,7 @@ def peak_lines(account: Account) -> Iterator[str]:
 
 
 def curves(account: Account, width: int) -> list[str]:
-    """Lines with a curve of live bytes over time per rank, up to the cap or, if that is far higher, up to the highest peak.
+    """Draw live bytes over time as lines of text, per rank, up to the cap or, if the cap is far higher, to the highest peak.
 
     Args:
         width: characters of a curve.

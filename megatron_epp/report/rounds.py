@@ -39,7 +39,7 @@ class Rounds:
 
 
 def turns[T](names: Sequence[T], rounds: int) -> Iterator[tuple[T, ...]]:
-    """Yield the order of each round: each name once, and every round begins with another, so that no place is one name's."""
+    """Yield the order of each round: each name once, each round beginning with another one, so that none is always first."""
     for number in range(rounds):
         first = number % len(names)
         yield (*names[first:], *names[:first])
@@ -61,7 +61,7 @@ class Occupancy:
 
     @property
     def is_busy(self) -> bool:
-        """True if other programs took more than cores without a rank, and a tenth of the others."""
+        """True if other programs took more than the cores without a rank and a tenth of the ranks' cores."""
         spare = max(0, self.num_cores - self.num_ranks)
         return self.others is not None and self.others > spare + _TAKEN * min(self.num_ranks, self.num_cores)
 

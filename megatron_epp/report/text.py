@@ -1,4 +1,4 @@
-"""Plans as text: one in a few lines, several for the same batch in a table, and one against a run of it."""
+"""Plans as text: one in a few lines, several for the same batch in a table, and one compared with its run."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def comparison(
     Args:
         plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
             of all ranks' compute time.
-        settings: titles of more columns, of what each plan was made with.
-        values: of these, a row for each plan.
+        settings: titles of more columns, which show the settings of each plan.
+        values: of these columns, a row for each plan.
     """
     if not plans:
         return "no plans to compare"

@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _done(step: MachineCheck, setting: Setting) -> Done:
-    """Run a step. An error is its result, so that the others run all the same."""
+    """Run a step. An error is the step's result, so that the other steps still run."""
     start_s = time.monotonic()
     try:
         with quietly():
@@ -173,7 +173,7 @@ def _done(step: MachineCheck, setting: Setting) -> Done:
 
 
 def _write(setting: Setting, done: list[Done]) -> None:
-    """Write both forms of the report, after every step: a machine that hangs leaves those that it has done."""
+    """Write both forms of the report, after every step, so that a machine that hangs leaves the steps before."""
     found = versions()
     report = json.dumps(report_json(setting, found, done), indent=1, default=str)
     write_text(setting.folder / "report.json", report + "\n")
@@ -209,7 +209,7 @@ def _example_flags(model: str | None, is_reduced: bool) -> dict[str, object]:
 
 
 def _cluster_of(here: str, num_gpus: int, has_launch: bool) -> str:
-    """Return the shipped cluster file of this machine's GPUs; that of an H100 for others, and for a launch command on a CPU."""
+    """Return the shipped cluster file of this machine's GPUs; an H100's for other GPUs, and for a launch command on a CPU."""
     if not num_gpus and not has_launch:
         return "this-machine"
     found = re.search(r"[AH]\d{3}", here)

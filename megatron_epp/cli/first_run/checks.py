@@ -40,7 +40,7 @@ def doctor(setting: Setting) -> Outcome:
 
 
 def _pipelines(num_ranks: int) -> int:
-    """Return the number of pipelines, of two ranks at least, that run side by side on so many ranks: two, or one."""
+    """Return how many pipelines of at least two ranks can run side by side on so many ranks: two, or one."""
     return 2 if num_ranks >= 4 and num_ranks % 2 == 0 else 1
 
 
@@ -106,7 +106,7 @@ def kernels(setting: Setting) -> Outcome:
 
 
 def profile(setting: Setting) -> Outcome:
-    """Measure the parts of the user's model at a few sizes, of a tiny one where plans are for another machine.
+    """Measure the parts of the user's model at a few sizes; of a tiny model if plans are for another machine.
 
     The profile is kept for the plan where it is of the machine that plans are for.
     """

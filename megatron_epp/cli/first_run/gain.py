@@ -33,7 +33,7 @@ class Gain:
 
     @property
     def speedup(self) -> float:
-        """Time of Megatron's schedule over that of the plan; infinite if it does not fit."""
+        """Ratio of the times of Megatron's schedule and of the plan; infinite if Megatron's schedule does not fit."""
         return math.inf if self.stock is None else self.stock.step_us / self.elastic.parts.step_us
 
 
@@ -66,7 +66,7 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
 
 
 def evaluate(question: Question, config: Configuration) -> Gain:
-    """Plan the batch as training would, and as Megatron's 1F1B in the way to fill microbatches that is best for it.
+    """Plan the batch as training would, and as Megatron's 1F1B with its best way to fill microbatches.
 
     Raises `InfeasibleError` if no plan fits.
     """
@@ -133,7 +133,7 @@ def _said(speedup: float) -> str:
 
 
 def refusals(launch: StockLaunch) -> list[str]:
-    """Return what else `--epp` refuses: flags that a plan cannot honour, and combinations of them."""
+    """Return the other flags, and combinations of flags, that `--epp` refuses."""
     refused = launch.refused()
     if not refused:
         from megatron_epp.mcore import entry

@@ -73,7 +73,7 @@ class StockLaunch:
         return [*self.words[: self.script], *_OURS, self.words[self.script], *own]
 
     def changes(self) -> list[str]:
-        """Return the lines to change, in the form of a diff: the launcher's, and those of flags that a plan needs otherwise."""
+        """Return the lines to change, as a diff: the launcher's line, and flags that need another value with plans."""
         script = self.words[self.script]
         lines = [
             f"-{shlex.join(self.words[: self.script + 1])} \\",
@@ -86,7 +86,7 @@ class StockLaunch:
         return lines
 
     def refused(self) -> list[str]:
-        """Return the flags, besides those of `changes`, that a plan cannot honour, with what to do about each."""
+        """Return the flags that a plan cannot honour and that `changes` does not change, with what to do about each."""
         args = argparse.Namespace(**self.flags)
         return [f"{one.flag}: {one.advice}" for one in CONFLICTS if one.flag not in _CHANGED and one.is_given(args)]
 
@@ -136,7 +136,7 @@ def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
 
 
 def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
-    """Yield flags, and the values that they need, of which the command has others."""
+    """Yield the flags that need another value than the command gives, with the value that they need."""
     args, conflicts = argparse.Namespace(**launch.flags), {one.flag: one for one in CONFLICTS}
     return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
 

@@ -37,7 +37,7 @@ def race(setting: Setting) -> Outcome:
 
 
 def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
-    """Run every schedule, and compare. One that fails, perhaps for lack of memory, leaves the others comparable.
+    """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example.
 
     Args:
         setting: of the first run.
@@ -59,7 +59,7 @@ def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome
 
 
 def _figures(run: RecordedRun) -> dict[str, Any]:
-    """Figures of the iterations that count; peaks and retries are of the whole run, the most of any rank."""
+    """Return the figures of the iterations that count; peaks and retries are the largest of any rank in the whole run."""
     lines, times = run.lines[-_COUNTED:], run.iteration_ms[-_COUNTED:]
     planned = [line["makespan_us"] for line in lines if "makespan_us" in line]
     return {

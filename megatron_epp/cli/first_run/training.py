@@ -89,7 +89,7 @@ def _lines(losses: dict[str, list[float]], found: Deviation, ranks: int) -> list
 
 
 def _documents(folder: Path, lengths: Sequence[int], copies: int) -> str:
-    """Write text documents that train so many positions each, in bytes, and prepare them; returns the prefix."""
+    """Write text documents of given numbers of trained positions, prepare them as byte-level tokens, and return the prefix."""
     from megatron_epp.mcore.data.prepare import prepare
 
     texts = folder / "texts"

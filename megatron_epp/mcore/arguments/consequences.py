@@ -1,4 +1,4 @@
-"""Checks of Megatron's flags against the `--epp-*` flags, those that a plan cannot honour, and values that follow from both."""
+"""Checks of Megatron's flags against the `--epp-*` flags, flags that a plan cannot honour, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ IDLE = (
 _OF_SAMPLES = frozenset(
     ("--data-cache-path", "--num-dataset-builder-threads", "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens")
 )
-"""Flags among these by which Megatron makes its own samples."""
+"""Flags in `IDLE` that have an effect on Megatron's own samples, with `--epp-documents stream`."""
 _IN_ITERATIONS = "use its kin in iterations: a batch has as many samples as fit --epp-batch-tokens"
 COUNTING = (
     MegatronFlag("--train-samples", advice=_IN_ITERATIONS),
@@ -137,7 +137,7 @@ COUNTING = (
     MegatronFlag("--lr-warmup-samples", (None, 0), _IN_ITERATIONS),
     MegatronFlag("--override-ckpt-iteration", advice="leave it out: iterations do not tell how many samples were consumed"),
 )
-"""Flags that take every batch to have --global-batch-size samples."""
+"""Flags for which every batch has --global-batch-size samples."""
 EOD = MegatronFlag("--eod-mask-loss")
 
 
@@ -185,7 +185,7 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
 
 
 def tell_unknown_optimizer(args: argparse.Namespace) -> None:
-    """Warn once where plans do not know what the run's optimizer takes."""
+    """Warn once if the memory of the run's optimizer is not known to plans."""
     if args.rank == 0 and (kind := getattr(args, "optimizer", None)) not in (None, *KINDS):
         logger.warning(
             "memory of --optimizer %s is not known: plans count that of Adam; where it has more, lower --epp-memory-cap-gb",
@@ -217,9 +217,10 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     tell_saved_optimizer(args)
     tell_unknown_optimizer(args)
     apply_layout(args)
+    # Megatron copies it to the configs of the model and of data parallelism, which then leaves reductions to `backward_dw`.
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
-    args.micro_batch_size = 1
-    args.dataloader_type = "external"
+    args.micro_batch_size = 1  # so that Megatron's number of microbatches is a replica's number of sequences
+    args.dataloader_type = "external"  # Megatron then passes the iterators of a provider on as they are
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         if args.rank == 0:
@@ -267,7 +268,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _share_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with the tokens and heads of a chunk's ranks."""
+    """Yield why tokens or heads cannot be divided over the ranks that share a chunk."""
     multiple, slices = token_multiple(args), args.epp_slices or 1
     if args.seq_length is not None and args.seq_length < multiple * slices:
         yield (
@@ -288,7 +289,7 @@ def _share_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what does not go with batches of a number of tokens."""
+    """Yield the settings that are incompatible with batches of a number of tokens."""
     if args.epp_batch_tokens is None:
         return
     if args.epp_schedule != "elastic":
@@ -301,7 +302,7 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield which of our own flags do not go together."""
+    """Yield the combinations of our own flags that are incompatible."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
     entry = PLANNERS.entry(planner)
     if entry is not None and entry.lacks:
@@ -337,11 +338,11 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap.flags:problems"}
-"""Switches of other packages, each with the function that yields what does not go with it, imported where it is on."""
+"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
 
 
 def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what does not go with switches of other packages."""
+    """Yield the settings that are incompatible with switches of other packages."""
     for attribute, where in OPTIONAL.items():
         if getattr(args, attribute):
             yield from load(where)(args)

@@ -20,7 +20,7 @@ FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
 """Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Names of a hybrid model's pattern of layers: the flag of Megatron, and that of older releases."""
+"""Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
@@ -37,7 +37,7 @@ _OTHERS = (
 def asked_layout(args: argparse.Namespace) -> Layout | None:
     """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
 
-    Until the run's data have decided, it is that of even layers.
+    Until the run's data have decided, it is the layout of even layers.
 
     Raises:
         EppError: it is neither, or its stages do not divide over the pipeline's ranks.
@@ -62,7 +62,7 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
-    """Return the pattern of a hybrid model's layers, which flags of older releases name otherwise; None for another model."""
+    """Return the pattern of a hybrid model's layers, whose flag older releases name differently; None for another model."""
     return next((pattern for name in HYBRID_PATTERNS if (pattern := getattr(args, name, None))), None)
 
 
@@ -96,7 +96,7 @@ def layout_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
-    """Yield what does not go with stages that begin inside a layer."""
+    """Yield the settings that are incompatible with stages that begin inside a layer."""
     given = f"{given} cuts layers ({layers_text(layout.halves)})"
     if args.epp_schedule != "elastic":
         yield f"{given}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
@@ -126,7 +126,7 @@ def apply_layout(args: argparse.Namespace) -> None:
 
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
-    """Replace a layout that was to be searched by the one that was found, with as many stages on a rank."""
+    """Replace ``auto`` or ``balanced`` by the layout that was found, which has as many stages on a rank."""
     args.epp_layout = layers_text(layout.halves).replace(" ", "")
     apply_layout(args)
 
@@ -141,6 +141,6 @@ def asked_chunks(args: argparse.Namespace) -> int | None:
 
 
 def _megatron_layout(layout: Layout) -> str:
-    """Return Megatron's layout of as many stages; a cut layer counts where it begins."""
+    """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage that begins it."""
     bounds = accumulate(layout.halves, initial=0)
     return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])

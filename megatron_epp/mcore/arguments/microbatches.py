@@ -121,7 +121,7 @@ def check_routers(settings: object) -> None:
 
 
 def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, have no effect; those in `more` have one."""
+    """Raise `ArgumentError` if `--epp-*` flags have no effect; names have underscores, and flags in `more` have an effect."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]

@@ -56,7 +56,7 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
     Args:
         args: of a command, or of a training run.
         training: they are of a training run, where other flags of Megatron have names of ours.
-        fixed: options that are not taken from the flags.
+        fixed: options with given values, which are not read from the flags.
     """
     found = {}
     for row in TABLE:

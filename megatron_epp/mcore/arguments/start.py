@@ -1,4 +1,4 @@
-"""Questions about flags and files that Megatron asks only after it has started, in assertions, asked before: a row for each."""
+"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before: a row for each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StartQuestion(NamedTuple):
-    """A question about flags, whose answer True is refused.
+    """Check of flags, which are refused if it is True of them.
 
     Attributes:
-        is_wrong: the question.
+        is_wrong: the check.
         text: of the refusal, in which ``{name}`` stands for a flag's value.
-        of_loop: Megatron's training loop asks it, which a script with its own microbatches may not run.
+        of_loop: Megatron's training loop makes it, which a script with its own microbatches may not run.
     """
 
     is_wrong: Callable[[Namespace], Any]
@@ -128,7 +128,7 @@ def _check_questions(args: Namespace) -> Iterator[str]:
 
 @contextlib.contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Translate what Megatron raises while it validates flags into an `ArgumentError` of one line."""
+    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
@@ -147,7 +147,7 @@ def _asserted(error: Exception) -> str:
 
 
 def validate(args: Namespace) -> None:
-    """Let Megatron validate flags that `check_start` has accepted as it will in the run, without what it prints.
+    """Make Megatron validate flags that `check_start` has accepted, as it will in the run, without its output.
 
     Raises:
         ArgumentError: it refuses them.
@@ -157,6 +157,7 @@ def validate(args: Namespace) -> None:
     os.environ.setdefault(name, "1")  # as `launch.environment` sets it for the run
     try:
         with contextlib.redirect_stdout(io.StringIO()), refusals_of_megatron():
+            # The original: ours would make the checks of `check_start` again.
             patching.original_of("megatron.training.arguments:validate_args")(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         if not is_set:
@@ -208,7 +209,7 @@ def _written_folders(args: Namespace) -> Iterator[str]:
 
 
 def _checkpoint(args: Namespace) -> Iterator[str]:
-    """Yield which checkpoints are missing, and what of the one to go on from does not fit these flags."""
+    """Yield which checkpoints are missing, and which values in the checkpoint to resume from do not fit these flags."""
     load, pretrained = args.load, args.pretrained_checkpoint
     if (load is None and pretrained is None) or any(_is_remote(path) for path in (load, pretrained) if path):
         return
@@ -237,11 +238,11 @@ def _without_checkpoint(folder: str) -> str:
 
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads")
-"""Flags of the model that Megatron compares with those of a checkpoint."""
+"""Flags of the model that Megatron compares with a checkpoint's."""
 
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
-    """Yield what differs from the run that saved the newest checkpoint of a folder, where Megatron would end for it."""
+    """Yield the differences from the run that saved the newest checkpoint of a folder for which Megatron would end the run."""
     if (saved := _common_state(folder)) is None:
         return
     then = saved.get("args")
@@ -263,7 +264,7 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
 
 
 def _common_state(folder: Path) -> dict[str, Any] | None:
-    """Read what a distributed checkpoint holds besides tensors; None where it has none, or it is damaged."""
+    """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
@@ -310,4 +311,4 @@ def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | Non
 
 
 FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_tokenizer, _written_folders, _checkpoint)
-"""Questions about files and folders, which are asked on the first rank, and not in a dry run."""
+"""Checks of files and folders, which are made on the first rank, and not in a dry run."""

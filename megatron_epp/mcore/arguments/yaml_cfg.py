@@ -77,6 +77,7 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
         elif value is not None and value != action.default:
             parser.set_defaults(**_default(parser, action, key, value, path))
     _warn(unused, by_name, path)
+    # Megatron looks at `yaml_cfg` and would replace the whole namespace, --epp flags included.
     parser._option_string_actions["--yaml-cfg"].dest = "epp_yaml_cfg"
     parser.set_defaults(yaml_cfg=None)
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Flags(SimpleNamespace):
-    """The arguments that Megatron's estimator reads; those that are not set are None."""
+    """The arguments that Megatron's estimator reads; arguments that are not set are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -108,6 +108,7 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. Costs are learnt again", path, error)
         return None
+    # Several pipelines' costs may be kept: a script can have more than one.
     obstacles = [(one, one.obstacle(now)) for one in loaded]
     for one, obstacle in obstacles:
         if not obstacle:

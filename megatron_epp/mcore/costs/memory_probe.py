@@ -21,6 +21,9 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
 
 _TOKENS = 256
+"""Tokens of the chunk whose bytes are counted, or a multiple for the ranks that share them. Few, since what autograd keeps is
+proportional to tokens; other numbers were not compared.
+"""
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
@@ -59,7 +62,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     is_uniform = is_alike and not costs.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
-        """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
+        """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
         found = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         kept = least + (found.kept - base.kept) / (1 if is_uniform else layers)
         if not is_alike:
@@ -216,7 +219,7 @@ def _held(
 
 
 class _LastLayer:
-    """Bytes of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
+    """Bytes held while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
         runs: number of its modules whose backward runs; two halves overlap, since the input of the second one is the output of
@@ -328,7 +331,7 @@ def measure_offloadable_share(stage: MegatronStage) -> float:
 
 
 def run_other_size(stage: MegatronStage) -> None:
-    """Run a stage on another number of tokens than `measure_bytes` does, in each way that training runs it.
+    """Run a stage with another number of tokens than `measure_bytes`, in each way that training runs it.
 
     Compiled functions of layers are compiled for the first number they see, and once more for any other; without gradients, as
     in evaluation and in the first forward of layers that recompute, they are other functions.

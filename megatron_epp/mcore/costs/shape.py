@@ -25,13 +25,13 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
 
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
-"""Names that Megatron's flags have for what it makes of them."""
+"""Values of Megatron's flags by the types that it converts them to."""
 
 
 def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     """Return the bytes of the run's weights, gradients and optimizer states, from validated arguments.
 
-    Those of an optimizer that is not known are taken to be Adam's.
+    An unknown optimizer's states are taken to have Adam's bytes.
     """
     flags = dict(vars(args))
     flags |= {name: _DTYPE_NAMES.get(flags.get(name), flags.get(name)) for name in DTYPE_FLAGS}  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
-    """Return the numbers of parameters by how an optimizer's states of them are shared."""
+    """Count parameters by the way in which ranks share the optimizer's states of them."""
     counts, largest = dict.fromkeys(("matrices", "experts", "others"), 0), {"matrices": 0, "others": 0}
     for weight in weights:
         is_matrix = weight.dim() == 2 and not getattr(weight, "is_embedding_or_output_parameter", False)
@@ -73,4 +73,5 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
+    # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
     return analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)

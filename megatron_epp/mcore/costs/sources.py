@@ -100,7 +100,7 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
 
 
 def _heads(args: argparse.Namespace) -> dict[str, Any]:
-    """Return this rank's head counts inside attention, which determine how much of a prefix's gradient is computed at once."""
+    """Return this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
     shape = model_shape(args)
     return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
 
@@ -139,7 +139,7 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
 
 
 def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
-    """Set a profile's message size to this run's bytes per token, with a warning if they differ."""
+    """Set a profile's bytes of a message per token to this run's, with a warning if they differ."""
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
         logger.warning(
             "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs learn)",
@@ -189,10 +189,12 @@ def _with_device_memory(args: argparse.Namespace, costs: PipelineCosts) -> Pipel
 
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
-    """Restore random states, gradients, buffers and the routers' counts on exit."""
+    """Return a context that restores random states, gradients, buffers and the routers' counts on exit."""
     models: list[Any] = [stage.model for stage in stages]
     before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:
+        # Otherwise hooks of data parallelism would count these backwards as the first iteration's, whose number of gradients
+        # per parameter starts the reductions of all later ones.
         for model in models:
             if hasattr(model, "no_sync"):
                 held.enter_context(model.no_sync())

@@ -29,13 +29,13 @@ class StageWatch:
     def __init__(self, rank: int, group: ObjectGroup) -> None:
         self._rank, self._group = rank, group
         self._stages = SlowStages()
-        self._thread = SideThread("epp-stage-watch")
+        self._thread = SideThread("epp-stage-watch")  # its collectives are on `group`, which no other thread uses
         self._last: Future[None] | None = None
         self._seen = 0
         self._told: set[tuple[int, int]] = set()
 
     def after(self, plan: Plan, recorder: Recorder) -> None:
-        """Begin to compare an iteration. Waits for the one before, and raises its error."""
+        """Begin to compare an iteration. Waits for the previous comparison, and raises its error."""
         self.complete()
         self._last = self._thread.submit(partial(self._compare, plan, recorder))
 
@@ -45,7 +45,7 @@ class StageWatch:
             self._last.result(limit_s)
 
     def _compare(self, plan: Plan, recorder: Recorder) -> None:
-        """Add an iteration, when the device has its times; a collective call now and then."""
+        """Add an iteration, when the device has its times; every `ITERATIONS` iterations a collective call."""
         self._stages.add(plan, self._rank, recorder.took_us())
         self._seen += 1
         if self._seen % ITERATIONS == 0:

@@ -133,7 +133,7 @@ class DocumentDataset:
         return trained_labels(self.file.mask.read, before, self._num_tokens, limit)
 
     def _tell(self, name: str, long_documents: str, num_tokens: np.ndarray) -> None:
-        """Log the counts of documents and sequences, and warn of tokens that truncation leaves out and of many split documents.
+        """Log how many documents and sequences there are; warn of tokens left out by truncation, and of many split documents.
 
         Args:
             name: of the split.
@@ -213,7 +213,7 @@ def concatenate(sources: Sequence[SequenceDataset]) -> DocumentBlend:
 
 
 def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
-    """Return draws whose every prefix holds the sources in proportion to their weights; use them in order, unshuffled.
+    """Return draws in an order in which every prefix has the sources in proportion to their weights, to be used unshuffled.
 
     The order of the sources is Megatron's. Each source is shuffled by itself and starts over when it is used up, so small
     sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations.

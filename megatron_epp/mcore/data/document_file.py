@@ -65,7 +65,7 @@ class DocumentFile:
         return int(self.num_tokens.sum(dtype=np.int64))
 
     def first_token(self, document: int) -> int:
-        """Return the number of tokens before those of a document, which must have some."""
+        """Return the position of a document's first token in the file. The document must have tokens."""
         sentence = self.data.document_indices[document]
         return int(self.data.index.sequence_pointers[sentence]) // self._item_bytes
 
@@ -151,7 +151,7 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
         logger,
         logging.INFO,
         f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
-        f" be those of this run's, {run}",
+        f" be made with this run's, {run}",
     )
     for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))

@@ -147,7 +147,7 @@ def _no_documents(args: Namespace, name: str, *, of_split: bool) -> EppError:
 
 
 def _streams(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, blends: list[Blend]) -> list[Shuffled | None]:
-    """Build Megatron's own samples of the splits, which come in their order; their files are checked as all others."""
+    """Build Megatron's own samples of the splits, in Megatron's order; their files are checked like all others."""
     for prefix in dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes):
         refuse_mask(prefix)
         check_tokens(DocumentFile(prefix, args.mmap_bin_files), tokenizer, masks_eod=args.eod_mask_loss)
@@ -231,7 +231,7 @@ def _open_part(
 def _build_split(
     parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int, num_tokens: int
 ) -> Shuffled | None:
-    """Join the datasets of a split's files; of weighted ones `num_samples` sequences, or more until they have `num_tokens`."""
+    """Join the datasets of a split's files. Of weighted files draw `num_samples` sequences, or more to have `num_tokens`."""
     sources = [source for source in parts if source is not None]
     if len(sources) < 2:
         return (sources[0], True) if sources else None

@@ -113,7 +113,7 @@ def chat_encoder(encoder: Encoder, roles: Sequence[str], template_file: str | Pa
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
-    """Return the properties that distinguish a tokenizer from others; options are a ``TokenizerConfig`` or parsed arguments."""
+    """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
     try:
         eod = tokenizer.eod
     except (AttributeError, NotImplementedError):

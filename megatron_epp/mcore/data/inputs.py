@@ -26,7 +26,7 @@ Documents = Iterator[tuple[str, Tokens | None]]
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of all inputs: those of a folder in sorted order. Raises `EppError` if there are none."""
+    """Return the files of all inputs, a folder's files in sorted order. Raises `EppError` if there are none."""
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
     if not files:
         raise EppError(
@@ -47,7 +47,7 @@ def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | Non
     """Yield the tokens of every file, or of every line of JSONL.
 
     Args:
-        files: those that do not end as JSONL does are one document each.
+        files: a file without a suffix of JSONL is one document.
         encoder: converts text to tokens.
         json_key: key of the text of a line.
         end: token that ends every document that is not empty; None adds none.
@@ -81,14 +81,14 @@ def _raw_texts(files: Sequence[Path], json_key: str) -> Iterator[tuple[str, byte
 
 
 def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, end: int | None, fields: Fields) -> Documents:
-    """Yield the tokens of the conversation of every line of JSONL, with the mask of those that are trained.
+    """Yield the tokens of the conversation of every line of JSONL, with the mask of trained tokens.
 
     Args:
         files: JSONL, whatever their suffix.
         encoder: converts conversations to tokens.
-        json_key: key of the messages of a line; None: `messages`, or ShareGPT's `conversations` in a file that has those.
+        json_key: key of the messages of a line; None: `messages`, or ShareGPT's `conversations` in a file that has them.
         end: token that ends every conversation, trained if its last message is; None adds none.
-        fields: counts of what the template leaves out, to which those of every conversation are added.
+        fields: counts of what the template leaves out, to which the counts of every conversation are added.
 
     Raises:
         EppError: a line has no conversation, or the template does not take it; or no conversation of all has a trained message.
@@ -188,7 +188,7 @@ def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _not_text(file: Path, number: int) -> str:
-    """Format what a file seems to be, in one of whose lines are bytes that no text has."""
+    """Describe the likely format of a file in which a line has bytes that no text has."""
     if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
         pair = file.with_suffix("")
         return f"{file} is not JSONL but one of a pair of documents that are prepared already: train with --data-path {pair}"

@@ -168,7 +168,7 @@ def _write_and_rename(
 
 
 def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
-    """Put new files, the index last, in the place of all files of an earlier pair; if that fails, these come back.
+    """Replace all files of an earlier pair by new ones, the index last; if that fails, the earlier files are restored.
 
     The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
     """

@@ -60,7 +60,7 @@ class StreamDataset:
 def build_streams(
     args: Namespace, num_samples: Sequence[int], vocab_size: int, names: Sequence[str]
 ) -> list[StreamDataset | None]:
-    """Build the samples of the splits, on every rank, as Megatron's script does on those that read data.
+    """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data.
 
     Args:
         args: Megatron's parsed arguments.
@@ -68,8 +68,9 @@ def build_streams(
         vocab_size: see `StreamDataset`.
         names: of the splits.
     """
+    # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
-    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)
+    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths
     splits = zip(found, names, strict=True)
     return [None if one is None else StreamDataset(one, args.seq_length, vocab_size, name) for one, name in splits]
 

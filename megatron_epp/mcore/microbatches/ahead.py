@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LookAhead(Iterator[Any]):
-    """Iterator whose next items can be seen before they are taken."""
+    """Iterator whose next items can be looked at before they are taken."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._seen = iterator, deque[Any]()
@@ -60,7 +60,7 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
 
 
 class Ahead:
-    """Shapes of the next iteration, which all ranks that run the same plan agree on in a thread.
+    """Agreement on the shapes of the next iteration between all ranks that run the same plan, in a thread.
 
     Every rank must call `begin` and `take` at the same calls of the schedule, with equal counts.
 
@@ -71,6 +71,7 @@ class Ahead:
 
     def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], Agreed]) -> None:
         self._agree = agree
+        # One worker: it makes collective calls, which all ranks must make in the same order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead", initializer=this_device())
         self._is_told = False
         self._next: tuple[int, list[tuple[LookAhead, int]], Future[Agreed]] | None = None
@@ -109,17 +110,18 @@ class Ahead:
         return [] if self._next is None else [source.seen for source, _ in self._next[1]]
 
     def take(self, sources: Sequence[LookAhead], count: int) -> Agreed | None:
-        """Return what was agreed for the iteration that begins; None if nothing was, on every rank alike.
+        """Return what was agreed for the iteration that begins; None, on all ranks, if nothing was agreed.
 
         Call it before its microbatches are taken.
 
         Raises:
-            EppError: this rank's iterators are not those that were looked at, or have moved since.
+            EppError: this rank's iterators are others than at `begin`, or have moved since.
         """
         begun, self._next = self._next, None
         if begun is None:
             return None
         planned_count, positions, future = begun
+        # An error was raised on all ranks, and they agree again; if it is still there, that agreement raises it at its turn.
         if future.exception() is not None or planned_count != count:
             return None
         if positions != [(source, source.num_taken) for source in sources]:

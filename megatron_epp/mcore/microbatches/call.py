@@ -1,4 +1,4 @@
-"""A call of the schedule as its forward steps need it, and what a caller's loss returns."""
+"""Arguments of the schedule that forward steps need, and the check of what a caller's loss returns."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ class Schedule:
             with pipeline.telling_others():
                 in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
                 ahead = (installed(iterators) or []) if in_turn else []
+                # In evaluation, too: until the thread has ended, this one must not plan.
                 with pipeline.watching("waits for others' microbatches and plans"):
                     pipeline.ahead.wait()
                 agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
@@ -98,6 +99,8 @@ class Schedule:
                     raise EppError(problem)
                 planned = pipeline.plan_of_call(agreed, forward_only)
             with pipeline.telling_others():
+                # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
+                # Not while costs are learnt: the next plan needs what this run measures.
                 if in_turn and pipeline.learner.is_done:
                     pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
                 if not forward_only:
@@ -112,7 +115,7 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the costs that were learnt, to be kept with a checkpoint: a dictionary for JSON, equal on all ranks.
 
-        While some are still learnt, those that were loaded are in it too.
+        While some are still learnt, loaded costs are in it too.
         """
         learnt = [pipeline.kept for pipeline in self._pipelines if pipeline.kept is not None]
         is_complete = bool(learnt) and len(learnt) == len(self._pipelines)

@@ -48,7 +48,7 @@ class KeptTensors:
 
 
 class OffloadWithShares(ActivationOffload):
-    """Offload that measures, at each backward, which share of a chunk's kept bytes nothing but autograd holds.
+    """Offload that measures, at each backward, the share of a chunk's kept bytes that only autograd holds.
 
     Attributes:
         shares: of the chunks that kept something and offloaded nothing.

@@ -59,7 +59,7 @@ from megatron_epp.runtime.trace import Recorder
 logger = logging.getLogger(__name__)
 
 _MOST_PLANS = 64
-"""Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size."""
+"""Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size. Not measured."""
 
 
 class MicrobatchPipeline(Run):
@@ -71,7 +71,7 @@ class MicrobatchPipeline(Run):
     Args:
         args: Megatron's arguments.
         models: this rank's model chunks.
-        loaded: costs that earlier runs have learnt; without any, those in the folder of the loaded checkpoint count.
+        loaded: costs that earlier runs have learnt; without any, they are read in the folder of the loaded checkpoint.
     """
 
     stages: dict[int, MicrobatchStage]
@@ -85,10 +85,11 @@ class MicrobatchPipeline(Run):
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
         self.connect(stages)
+        # For the thread that looks ahead: the training thread uses `links.control` meanwhile, and each group is for one thread.
         self._next_control = ObjectGroup.create(self.own_ranks, self.groups)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._plan_ahead)
-        self.use_communicators()
+        self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
         self.learner = Learner() if self.kept is None else Learner.done()
         told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
@@ -98,6 +99,8 @@ class MicrobatchPipeline(Run):
         self._options = options
         if options.split_weight:
             self._split_weights()
+        # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
+        # wait for the latter.
         self._plans: dict[tuple[Agreed, bool], Planned] = {}
         self._measured: tuple[Planned, Agreed] | None = None
         """The last training iteration that was recorded for costs."""
@@ -105,17 +108,17 @@ class MicrobatchPipeline(Run):
 
     @property
     def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
-        """Errors that every rank of the job raises where those that run the same plan do: none if there are several plans."""
+        """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
     def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
-        """Return what this rank has found out about an iteration's microbatches, for the agreement.
+        """Return this rank's knowledge of an iteration's microbatches, for the agreement.
 
         Args:
             sources: of its model chunks.
             shapes: of the microbatches; None if it has no data.
             problem: error in finding them.
-            looks_ahead: the next iteration's are there too before this one ends; they are assumed to be as large.
+            looks_ahead: the next iteration's microbatches are held too before this one ends; they are assumed to be as large.
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
         held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
@@ -132,7 +135,7 @@ class MicrobatchPipeline(Run):
         return self._last[1]
 
     def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned | None:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
+        """Return the plan for microbatches of given shapes, made at its first use. A collective call then, on a CPU group."""
         if not agreed.shapes:
             return None
         key = agreed, forward_only
@@ -153,7 +156,7 @@ class MicrobatchPipeline(Run):
         return self._can_look_ahead
 
     def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
-        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, ranks look at those of the iteration after
+        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, the iteration after them is looked at, too
         found = Found(mine, problem, self.rank, num_bytes, self.replica)
         agreed = agree_on_shapes(found, self._next_control)
         self.planned(agreed, False, self._next_control)
@@ -168,7 +171,7 @@ class MicrobatchPipeline(Run):
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             agreed: the microbatches.
-            planned: their plan; None without microbatches: then other replicas' gradients are reduced with this one's zeros.
+            planned: their plan; None without microbatches: then this replica takes part in the reductions with zeros.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
@@ -250,10 +253,10 @@ class MicrobatchPipeline(Run):
         return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
 
     def _learn(self, planned: Planned, agreed: Agreed, recorder: Recorder | None, share: float | None) -> None:
-        """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
+        """Record a training iteration; after the last one that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
-            if self._on_gpu:
+            if self._on_gpu:  # the first iteration, in which kernels are chosen, may have had a higher peak
                 torch.cuda.reset_peak_memory_stats()
             return
         kept_bytes = {
@@ -273,7 +276,7 @@ class MicrobatchPipeline(Run):
             return
         plan = None if self._measured is None else self._measured[0].plan
         self.fit(self.learner, plan, complete=self._with_static)
-        self._plans.clear()
+        self._plans.clear()  # they were made with costs by formula
 
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted."""

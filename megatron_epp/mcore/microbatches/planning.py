@@ -73,7 +73,7 @@ class Planned(NamedTuple):
 
 
 def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
-    """Plan whole microbatches: the best of their orders as given, longest first and shortest first.
+    """Plan whole microbatches in the best of three orders: as given, longest first, and shortest first.
 
     Local search, which takes most of the time, is for the best of them, and for few microbatches only.
 
@@ -81,7 +81,7 @@ def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: O
         shapes: of the microbatches, in the caller's order.
         problem: the pipeline; its lengths are ignored.
         costs: time and memory of every stage.
-        options: of the planner; those of cutting and packing are ignored.
+        options: of the planner; options of cutting and packing are ignored.
 
     Raises:
         InfeasibleError: nothing that was tried fits the caps.
@@ -108,7 +108,7 @@ def _makespan_us(plan: Plan) -> float:
 def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
     """Plan whole microbatches in the caller's order and in 1F1B, without caps: no more are alive than in Megatron's schedules.
 
-    Arguments as of `plan_microbatches`.
+    Arguments as in `plan_microbatches`.
     """
     chunks, problem = _chunks(shapes, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
     rule = OneStagePerRank(elastic_1f1b) if problem.has_one_stage_per_rank else ListScheduling(1)
@@ -123,7 +123,7 @@ def plan_in_order(shapes: Shapes, problem: Problem, costs: Costs, options: Optio
     """Plan whole microbatches so that every stage runs forwards and backwards in the caller's order (`in_given_order`).
 
     Args:
-        shapes, problem, costs, options: as of `plan_microbatches`.
+        shapes, problem, costs, options: as in `plan_microbatches`.
         plain: as `plan_as_given` does: in 1F1B and without caps.
 
     Raises:
@@ -165,7 +165,7 @@ def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
 
     Args:
         found: what this rank knows.
-        group: all ranks that run the same plan: those of a replica, or of replicas that share experts.
+        group: all ranks that run the same plan: one replica's, or all ranks of replicas that share experts.
 
     Raises:
         EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches, as replicas that share
@@ -205,7 +205,7 @@ def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str
 
 
 def agree_on_plan(make: Callable[[], Planned], group: ObjectGroup) -> Planned:
-    """Plan on every rank and return the same plan on all: that of the group's first rank where they differ.
+    """Plan on every rank and return the same plan on all: the plan of the group's first rank if they differ.
 
     A collective call on the CPU. Raises `EppError` on every rank if planning fails on one.
     """
@@ -222,6 +222,6 @@ def agree_on_plan(make: Callable[[], Planned], group: ObjectGroup) -> Planned:
     if len({digest for digest, _ in digests}) == 1:
         return made
     if group.is_first:
-        logger.warning("ranks of a pipeline made different plans from equal inputs; all use that of the first")
+        logger.warning("ranks of a pipeline made different plans from equal inputs; all use the first rank's")
     text, order = group.from_first([text, made.order])
     return Planned(from_json(text), tuple(order))

@@ -1,4 +1,4 @@
-"""Refusals of what a framework does inside of its model or its microbatches, which no flag tells."""
+"""Refusals of a framework's features that only its model or its microbatches show, because no flag names them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunState
 
 _MOST_CALLS = 1000
-"""Results with one message that a microbatch may have validated; those of the next are numbered from here on."""
+"""Most results with one message that a microbatch may have validated: the distance between two microbatches' numbers."""
 
 
 def is_replay() -> bool:
@@ -24,12 +24,13 @@ def is_replay() -> bool:
 def numbered_by(index: int) -> Iterator[None]:
     """Number the results that are validated here by microbatch `index`, not by the order in which microbatches run.
 
-    The machine knows a result by its number among those of the iteration. After a restart the order may be another.
+    The machine knows a result by its number in the iteration. After a restart the order of microbatches may be another.
     """
     machine = _machine()
     if machine is None:
         yield
         return
+    # Megatron counts results per message since the beginning of the iteration; here each microbatch has a range of numbers.
     counts, machine.validation_counts = machine.validation_counts, defaultdict(lambda: index * _MOST_CALLS)
     try:
         yield

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_epp.plan import EppError
 
 _DEEPEST = 6
-"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more."""
+"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more.
+Not measured: deeper levels are seldom parts of a microbatch (see `tensor_bytes`).
+"""
 
 
 class Microbatch(NamedTuple):
@@ -32,7 +34,7 @@ class Microbatch(NamedTuple):
 
 
 class Microbatches:
-    """Microbatches of one model chunk in one iteration; as it stands, those of a rank on which the caller has no iterator."""
+    """Microbatches of one model chunk in one iteration. This base class is for a rank on which the caller has no iterator."""
 
     def shapes(self) -> tuple[Microbatch, ...] | None:
         """Return the shape of every microbatch; None if the caller has no data on this rank."""
@@ -99,7 +101,7 @@ class _One:
 
 
 class ByOffset(Microbatches):
-    """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances that.
+    """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances the offset.
 
     The caller holds them whether or not they are taken, so they have no bytes here.
 
@@ -198,7 +200,7 @@ class _Columns:
         return self._item.get(name, None) if isinstance(self._item, Mapping) else getattr(self._item, name, None)
 
     def shape(self) -> Microbatch | None:
-        """Return the shape that the first column which tells it tells; None if there is no such column."""
+        """Return the shape by the first column of `_READERS` from which it can be read; None if there is no such column."""
         for name, read in _READERS.items():
             if (value := self.get(name)) is not None and (found := read(value, self)) is not None:
                 return found
@@ -206,7 +208,7 @@ class _Columns:
 
 
 def shape_of(item: Any) -> Microbatch:
-    """Find the shape of a microbatch: a mapping or an object, by the first of its columns in `_READERS` that tells it.
+    """Find the shape of a microbatch, a mapping or an object, by the first of its columns from which it can be read.
 
     In a tuple or a list it is found in one of the parts; if these are tensors, in the first, whose shape is ``[sequences,
     tokens]``.
@@ -243,9 +245,9 @@ def _described(item: Any) -> str:
 
 
 def _by_ends(value: Any, columns: _Columns) -> Microbatch | None:
-    """Read where packed sequences end, ``[sequences + 1]`` or one such row for each row of tokens; -1 stands for none.
+    """Read the ends of packed sequences, ``[sequences + 1]`` or one such row for each row of tokens; -1 marks unused entries.
 
-    Tokens behind the last one, which stages exchange too, are one more.
+    Tokens behind the last end, which stages exchange too, count as one more sequence.
     """
     rows = _integers(value)
     length = 0 if columns.tokens is None else columns.tokens.numel() // max(1, len(rows))
@@ -255,7 +257,7 @@ def _by_ends(value: Any, columns: _Columns) -> Microbatch | None:
 
 
 def _by_lengths(value: Any, columns: _Columns) -> Microbatch | None:
-    """Read the lengths of packed sequences, and one more for tokens behind them; not if there are several rows of tokens."""
+    """Read the lengths of packed sequences; tokens behind them count as one more. None if there are several rows of tokens."""
     lengths, tokens = [length for row in _integers(value) for length in row if length], columns.tokens
     if tokens is not None and not tokens.is_nested:
         if tokens.dim() > 1 and len(tokens) > 1:
@@ -265,9 +267,9 @@ def _by_lengths(value: Any, columns: _Columns) -> Microbatch | None:
 
 
 def _by_positions(value: Any, columns: _Columns) -> Microbatch | None:
-    """Read where positions begin again at 0, in the shape of the tokens or, with several coordinates, ``[n, *that shape]``.
+    """Read where positions begin again at 0; they have the tokens' shape or, with several coordinates, ``[n, *that shape]``.
 
-    Several zeros in a row are padding, of one sequence. With a mask of pairs of tokens attention is that of whole rows.
+    Several zeros in a row are padding, of one sequence. With a mask of pairs of tokens, a row is one sequence to attention.
     """
     tokens, mask = columns.tokens, columns.get("attention_mask")
     if not isinstance(value, Tensor) or tokens is None or tokens.is_nested or tokens.dim() > 2:
@@ -294,7 +296,7 @@ def _by_tokens(value: Any, _: _Columns | None = None) -> Microbatch | None:
 
 
 def _by_parameters(value: Any, columns: _Columns) -> Microbatch | None:
-    """Read the ends that attention gets."""
+    """Read the ends of sequences in the packed-sequence parameters for attention."""
     return next((_by_ends(ends, columns) for name in _ENDS if (ends := getattr(value, name, None)) is not None), None)
 
 

@@ -41,6 +41,7 @@ class MicrobatchStage:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
         add_to_gradients(model)
+        # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
             layer.forward = partial(self._run_layer, number, layer.forward)
@@ -59,7 +60,7 @@ class MicrobatchStage:
 
     @property
     def recompute_obstacle(self) -> str:
-        """Why plans cannot choose which layers recompute, with a remedy; empty if they can."""
+        """Reason why plans cannot choose which layers recompute, with a remedy; empty if they can."""
         language_model = language_model_of(self.model)
         if language_model is None:
             name = type(unwrap_model(self.model)).__name__
@@ -114,6 +115,7 @@ class MicrobatchStage:
         before, self._num_recomputed = self._kept.held_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
+        # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
         with numbered_by(index):
             output, num_tokens = schedules.forward_step(
                 checked_step(call, index) if self.is_last else call.forward_step_func,
@@ -169,7 +171,7 @@ class MicrobatchStage:
         return dtype
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; the first layers of a chunk recompute in full, as many as its plan says."""
+        """Run a layer. As many first layers as the plan says recompute in full."""
         if number >= self._num_recomputed or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         return run_again(_as_now(run, self._device.type), args, kwargs)
@@ -195,7 +197,7 @@ class MicrobatchStage:
 
 
 def _as_now(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function that runs another under the autocast in force now, which a backward has left."""
+    """Return a function that runs another under the autocast in force now, because a backward runs outside of it."""
     if not torch.is_autocast_enabled(device):
         return run
     dtype = torch.get_autocast_dtype(device)
@@ -222,7 +224,7 @@ def layers_of(model: torch.nn.Module) -> Sequence[Any]:
 
 
 def language_model_of(model: Any) -> Any:
-    """Return what has the decoder of a model chunk: the model, or the language model inside; None without a decoder."""
+    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder."""
     while model is not None and getattr(getattr(model, "decoder", None), "layers", None) is None:
         model = next((inner for name in _INSIDE if (inner := getattr(model, name, None)) is not None), None)
     return model

@@ -61,7 +61,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
 
 
 def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
-    """Return what stands for Megatron's arguments, from the parallel state and the model. A collective call.
+    """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
 
     Args:
         models: the rank's model chunks.
@@ -76,6 +76,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     check_order(config, given["epp_order"])
     check_routers(config)
     check_weight_shards(config)
+    # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **given,

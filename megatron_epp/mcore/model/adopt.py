@@ -52,6 +52,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
         check_pattern(next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None))
+    # In copies: Megatron's specs may be constants of a module, which models without plans use, too.
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
     model_chunks.check_stage(call.arguments["config"], args, vp_stage)
     layers = model_chunks.cut_layers(args, vp_stage)
@@ -83,10 +84,10 @@ def check_adopted(model: torch.nn.Module) -> None:
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raise `EppError` for modules that would mix up sequences or layers of chunks.
+    """Raise `EppError` for modules that would mix tokens of different sequences, or keys and values of different layers.
 
-    A chunk's sequences are told apart by `RelayAttention` alone, and slices hand on nothing but its keys and values, which a
-    stage keeps by the number of the layer.
+    Only `RelayAttention` keeps a chunk's sequences separate, and slices pass on only its keys and values, which a stage keeps
+    by the number of the layer.
     """
     numbered: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # a layer that runs twice has one number, too
@@ -104,7 +105,7 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
-    """Return True for a convolution over tokens, and for what stands in the place of attention and contains none of ours."""
+    """Return True for a convolution over tokens, and for a module in the place of attention that has no `RelayAttention`."""
     if isinstance(module, torch.nn.Conv1d):
         return module.kernel_size != (1,)
     if name.rpartition(".")[2] not in _MIXERS or isinstance(module, (IdentityOp, torch.nn.Identity)):
@@ -113,6 +114,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 
 
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
+    # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     check_layers(model)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
@@ -157,7 +159,7 @@ def _check_replaceable(attention: Any) -> None:
 
 
 TABLE_TOKENS = 1 << 14
-"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs."""
+"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs. Not measured."""
 
 
 class PositionedRotary(torch.nn.Module):
@@ -188,7 +190,7 @@ class PositionedRotary(torch.nn.Module):
         return (angles, *more[0]) if more[0] else angles  # YaRN returns a scale too
 
     def _angles(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return the angles of some positions, from a table where it has them: packed sequences start no kernel then."""
+        """Return the angles of some positions, from a table if it reaches that far: no kernel is launched for them then."""
         if start + length > TABLE_TOKENS:
             return self._made(start, length)
         if self._table is None:

@@ -85,7 +85,7 @@ class BlockLoss:
         output_cross_entropy_loss: bool = False,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, None] | Tensor:
-        """Replace the output layer's `forward`. With labels, as for a layer that is fused with the loss, return the losses."""
+        """Replace the output layer's `forward`. Given labels, which a layer fused with the loss gets, return the losses."""
         self._weight = self._layer.weight if weight is None else weight
         if output_cross_entropy_loss:
             assert labels is not None
@@ -177,7 +177,7 @@ def _told(loss: BlockLoss) -> BlockLoss:
 
 
 def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
-    """Return the tokens of a block that the flags imply, the same on every rank; 0 for the logits of a whole chunk at once.
+    """Return the tokens of a block by the flags, the same on every rank; 0 for the logits of a whole chunk at once.
 
     If the flag is ``auto``, `always` means blocks even where a sequence has few logits.
     """
@@ -203,8 +203,8 @@ def loss_obstacle(model: Any) -> str:
 def shard_logits(model: torch.nn.Module) -> None:
     """Make a last stage's output layer return its rank's shard of the logits where Megatron's loss takes it.
 
-    A model built with ``parallel_output=False`` gathers them. Megatron's loss takes whole logits for a shard too, and counts
-    every entry once for each tensor-parallel rank. A loss of the model's own gets what it was written for.
+    A model built with ``parallel_output=False`` gathers them. Megatron's loss always treats its logits as a rank's shard, so it
+    would count every entry once for each tensor-parallel rank. For a loss of the model's own nothing changes.
 
     Raises `EppError` if logits are gathered, and Megatron's loss gets them from a layer or a function that is not Megatron's.
     """

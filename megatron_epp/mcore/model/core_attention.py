@@ -47,7 +47,7 @@ class RelayAttention(torch.nn.Module):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
+        **_: Any,  # what else a release gives its attention, as `cp_comm_type`
     ) -> None:
         super().__init__()
         if attention_type != "self":
@@ -80,7 +80,7 @@ class RelayAttention(torch.nn.Module):
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
-        cached = key[:, 0], value[:, 0]
+        cached = key[:, 0], value[:, 0]  # a chunk is one row: the batch dimension is 1
         options = self.scale, self.context_parallel, self.preference
         out = chunk_attention(query[:, 0], cached, context, self.layer_number, *options)
         return out.reshape(out.shape[0], 1, -1)

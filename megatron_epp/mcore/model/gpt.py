@@ -94,7 +94,7 @@ def build_model(
 ) -> torch.nn.Module:
     """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.17 and 0.18).
 
-    The parameters are those of Megatron's ``model_provider``; without `config`, that of the command line is used.
+    The parameters are the same as of Megatron's ``model_provider``; without `config`, the command line's is used.
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)
@@ -147,8 +147,9 @@ def pretrain() -> None:
 
     It calls `megatron.training.pretrain` as currently patched.
     """
-    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}  # as in Megatron's own script
     kind = ModelType.encoder_or_decoder
+    # 0.17 parses in `pretrain`; 0.18 gets the parsed flags and a function that builds the model; 0.19 builds it from a config.
     if not features.pretrain_takes_args():
         training.pretrain(build_datasets, build_model, kind, forward_step, args_defaults=defaults)
         return

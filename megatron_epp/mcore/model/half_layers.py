@@ -1,8 +1,8 @@
 """Layers of a stage that begins or ends inside a layer: the half that the stage lacks is left out of the layer's spec.
 
 A half is a layer of Megatron whose other half consists of identities, as the attention and MLP layers of hybrid models are. Its
-weights have the names that they have in a whole layer, and its number is that of the layer, so checkpoints do not depend on
-where layers are cut.
+weights have the names that they have in a whole layer, and it has the layer's number, so checkpoints do not depend on where
+layers are cut.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) 
     Raises:
         EppError: the spec is not of Megatron's transformer layers.
     """
+    # Megatron's own expansion of a layer's or a block's spec to this stage's layers, which the constructor would do.
     block = _get_block_submodules(config, spec, vp_stage, mpu.get_pipeline_model_parallel_rank())
     specs = list(block.layer_specs or ())
     assert len(specs) == layers.num_modules

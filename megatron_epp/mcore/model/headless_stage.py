@@ -36,7 +36,7 @@ class HeadlessStage(MegatronStage):
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         model: Any = unwrap_model(self.model)
-        output: Tensor = model._scale_logits(super().forward(context, hidden))  # muP's: logits are those of a scaled input
+        output: Tensor = model._scale_logits(super().forward(context, hidden))  # muP scales logits: here their input instead
         output = output.to(self.message(1)[1])  # from which Megatron converts what a last stage returns to fp32
         self._outputs[context.chunk] = output
         return output
@@ -59,6 +59,7 @@ class HeadlessStage(MegatronStage):
             gradient: of the output layer's input for tokens of weight one, ``[rows, hidden]`` in fp32; with tensor parallelism
                 this rank's part of it. None if no backward follows.
         """
+        # Called at N, ahead of the backward, which then starts at this loss and finds the gradient in `_Losses`.
         output, mask, rows = self._outputs[chunk], inputs.loss_mask, inputs.rows
         assert mask is not None  # on a rank with a shard
         if rows is not None:
@@ -88,7 +89,7 @@ class HeadlessStage(MegatronStage):
 
 
 class _Losses(torch.autograd.Function):
-    """Losses of a chunk's tokens, whose gradient with respect to the stage's output is known."""
+    """Losses of a chunk's tokens, whose gradient with respect to the stage's output has been computed by the shards."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, losses: Tensor, gradient: Tensor, rows: Tensor | None, num_parts: int) -> Tensor:

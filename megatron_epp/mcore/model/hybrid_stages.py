@@ -1,8 +1,8 @@
 """Layers of a hybrid model's stages under a placement other than Megatron's looped one.
 
 A hybrid model's pattern has a segment for every stage, and chunk c of rank r takes segment ``c * ranks + r``. Here the segments
-are put in the order in which chunks then take those of their own stages. The number of layers before a chunk, which Megatron
-counts in that order too, is corrected where the chunk's stack of layers is built.
+are reordered so that each chunk takes its own stage's segment. Megatron would count the layers before a chunk in the new order
+too, so their number is corrected where the chunk's stack of layers is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BETWEEN_STAGES = "|"
 
 
 def placed_pattern(pattern: str, placement: Placement) -> str:
-    """Return a pattern from which Megatron takes the segments of a placement's stages.
+    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement.
 
     Raises:
         EppError: it does not have a segment for every stage.
@@ -52,6 +52,6 @@ def placed_stack(spec: ModuleSpec, pattern: str, placement: Placement, vp_stage:
         """Stack of layers of a stage."""
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, **named | {"pp_layer_offset": before})
+            super().__init__(*args, **named | {"pp_layer_offset": before})  # the model has counted in the reordered pattern
 
     return dataclasses.replace(spec, module=PlacedStack)

@@ -29,8 +29,8 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
 def report_of(summed: Tensor) -> dict[str, Tensor]:
     """Return a sum of losses and its number of tokens as the report that Megatron adds up over replicas, divides and logs.
 
-    Megatron divides without a check, so a batch without a trained token would be logged as NaN: it is reported as a sum of 0 of
-    next to 0 tokens, which gives 0. Sums that include a trained token are the same as with 0.
+    Megatron divides without a check, so a batch without a trained token would be logged as NaN. Its number of tokens is
+    reported as `_INSTEAD_OF_NO_TOKENS`, which gives a loss of 0 and changes no sum that includes a trained token.
     """
     loss, num_tokens = summed.unbind()
     return {"lm loss": torch.stack([loss, num_tokens.clamp(min=_INSTEAD_OF_NO_TOKENS)])}
@@ -39,7 +39,7 @@ def report_of(summed: Tensor) -> dict[str, Tensor]:
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `token_loss`, unchecked: the sum, the number of tokens, and both in one detached tensor."""
     mask = loss_mask.reshape(-1).float()
-    loss = torch.sum(losses.reshape(-1).float() * mask)
+    loss = torch.sum(losses.reshape(-1).float() * mask)  # a sum, as for per-token losses: chunks of any length add up
     num_tokens = mask.sum().detach().to(torch.int)
     return loss, num_tokens, torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
 
@@ -62,7 +62,7 @@ def check_loss(loss: Tensor, whose: str) -> None:
 
 
 def scale_router_losses(config: Any, output: Tensor) -> None:
-    """Set the scale of the routers' losses to that of the main loss, as Megatron's schedules do after every forward.
+    """Set the scale of the routers' losses to the main loss's, as Megatron's schedules do after every forward.
 
     A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
     by all tokens of the batch gives a mean.
@@ -70,6 +70,7 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
     if config.num_moe_experts is None:
         return
     of_experts = features.router_loss_scale(config)
+    # Without Megatron's division by microbatches: plans need --calculate-per-token-loss, which divides gradients by tokens.
     scale: Any = 1.0
     if of_experts is not None:
         scale = of_experts()

@@ -52,7 +52,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
-    """Return the layout of a GPT: that of `--epp-layout`, or what Megatron's flags make of the placement.
+    """Return the layout of a GPT: `--epp-layout`'s, or Megatron's division of layers at the placement.
 
     Args:
         args: validated arguments.
@@ -66,7 +66,7 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
 
 
 def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
-    """Divide a model's layers by its layout, and clear the settings that this replaces. Megatron's stay if they say it all."""
+    """Divide a model's layers by its layout, and clear the settings that it replaces, unless Megatron's own say the same."""
     if hybrid_pattern(args):
         return  # which the segments of the pattern say
     asked = getattr(args, "epp_layout", None)
@@ -74,7 +74,7 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
         return
     if asked in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
-    if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
+    if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):  # a copy of a config that has been through this
         return
     layout = layout_of(args, transformer)
     if layout.to_megatron() is not None:
@@ -83,7 +83,7 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
 
 
 def settle_stages(args: argparse.Namespace) -> None:
-    """Divide layers by the layout that the run has found, in configs that were made before, with even layers."""
+    """Divide layers by the layout that the run has found, in configs that were made earlier with even layers."""
     layout = asked_layout(args)
     assert layout is not None
     while _unsettled:
@@ -172,7 +172,7 @@ def tie(model: Any, args: argparse.Namespace) -> None:
     assert _first_stage is not None
     first: Any = _first_stage()
     first.shared_embedding_or_output_weight().zero_out_wgrad = True  # as where both ends are one chunk
-    model.output_layer.weight = None
+    model.output_layer.weight = None  # its forward is given the shared weight
     model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
     # A checkpoint has the weight once, under the embedding's name.
     model.tie_embeddings_and_output_weights_state_dict = lambda *_: None

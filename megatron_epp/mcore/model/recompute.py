@@ -38,10 +38,10 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
 
 
 class _Running(threading.local):
-    """Forward of a layer that a thread runs: the two actions of a step run in a thread each.
+    """State of the forward of a layer that a thread runs: the two actions of a step run in a thread each.
 
     Attributes:
-        parts: those that run again in its backward.
+        parts: parts that run again in its backward.
         normed: output of its norm, until attention has read it.
     """
 
@@ -66,7 +66,7 @@ class _Layer:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")
-        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():
+        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():  # without gradients nothing is kept
             return self._run(*args, **kwargs)
         mode = params.context.recompute.mode(self.number)
         parts = MODES[mode].runs_again if mode else frozenset()
@@ -96,7 +96,7 @@ class _Layer:
 
 
 def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function now and again in the backward. Tensor arguments are saved through autograd."""
+    """Run a function now, and once more in the backward. Tensor arguments are saved through autograd."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
     num_args = len(args)
@@ -104,4 +104,6 @@ def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     def call(*values: Any) -> Any:  # holds no tensor: autograd does
         return run(*values[:num_args], **others, **dict(zip(names, values[num_args:], strict=True)))
 
+    # Re-entrant: random states are saved for each call, so backwards may run in any order. False: with Megatron's distribution
+    # over tensor-parallel ranks the first argument would change in place, and others may hold it.
     return checkpoint(call, False, *args, *(kwargs[name] for name in names))

@@ -58,7 +58,7 @@ class ChunkInputs:
 
     @property
     def output_share(self) -> float:
-        """Share of the chunk's tokens that pass the output layer. The host does not wait for the device."""
+        """Share of the chunk's tokens that pass the output layer, known without waiting for the device."""
         assert self.labels is not None  # the rank has the output layer, or a shard of it
         return 1.0 if self.rows is None else self.rows.numel() / self.labels.numel()
 
@@ -67,11 +67,11 @@ class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
-    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` is as for `KVRelay`.
+    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
     """
 
     more_weights: tuple[Tensor, ...] = ()
-    """Tensors that the chunk computes with as with parameters, which they are not: the embedding where shards hold it."""
+    """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class MegatronStage:
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(unwrap_model(model), "cut_layers", None)
         layers = self.decoder.layers
+        # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
@@ -157,6 +158,7 @@ class MegatronStage:
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
             output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
+        # The scale is one for the class, and each backward reads it then: it is the same for all chunks.
         scale_router_losses(self.config, output)
         if not self.has_loss:
             return output
@@ -173,7 +175,9 @@ class MegatronStage:
             output = self.config.grad_scale_func(output)
         weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
         with timed(self.config.timers, "backward-compute"), weights:
-            if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
+            # `release_output` has dropped its storage, and torch compares the shapes of output and gradient; Megatron's
+            # function calls the engine without that.
+            if grad is not None and output.shape != grad.shape:
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
@@ -215,7 +219,7 @@ class MegatronStage:
         return loss
 
     def end(self) -> None:
-        """Let go of the iteration's inputs, and let Megatron check its loss for NaN.
+        """Release the iteration's inputs, and let Megatron check its loss for NaN.
 
         The loss is checked once, since a check of every chunk would make the host wait.
         """

@@ -34,6 +34,8 @@ class TiedTable:
             return
         own = shard.weight
         shape = (shard.vocabulary.rows[-1].stop, own.shape[1])
+        # A tensor, no parameter: data parallelism and the optimizer have the shards. So its gradient, the sum over chunks, is
+        # kept here, in fp32.
         table.weight = torch.zeros(shape, dtype=own.dtype, device=own.device)
         self._gradient = torch.zeros(shape, dtype=torch.float32, device=own.device)
         table.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
@@ -56,7 +58,7 @@ class TiedTable:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the first stage's table that of the shards. A collective call of the pipeline's ranks."""
+        """Copy the shards' rows to the first stage's table. A collective call of the pipeline's ranks."""
         rows = self._shard().detach()
         if self._table is None:
             self._run([dist.P2POp(dist.isend, rows.contiguous(), self._ranks[0], self._group)])
@@ -67,7 +69,7 @@ class TiedTable:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the gradient of the first stage's table to those of the shards. A collective call of the pipeline's ranks."""
+        """Add the gradient of the first stage's table to the shards' gradients. A collective call of the pipeline's ranks."""
         weight: Any = self._shard.weight
         if self._gradient is None:
             rows = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
@@ -79,7 +81,7 @@ class TiedTable:
         self._gradient.zero_()
 
     def forget_gradient(self) -> None:
-        """Drop the gradient, which was that of a measurement."""
+        """Set the gradient to zero after a measurement, which is no part of training."""
         if self._gradient is not None:
             self._gradient.zero_()
 

@@ -1,4 +1,4 @@
-"""Output layer and loss for the trained tokens of a chunk only: the others are not multiplied with the vocabulary's weight."""
+"""Output layer and loss for the trained tokens of a chunk only; no logits are computed for other tokens."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class TrainedRows:
             found = losses(labels.index_select(1, rows), logits)
             return found.new_zeros(labels.shape).index_copy(1, rows, found)
 
+        # On the objects, and only for this forward. Without sequence parallelism: the rows are gathered already, and the layer
+        # would gather them again.
         layer.forward, model.compute_language_model_loss, layer.sequence_parallel = output_of_rows, losses_of_rows, False
         try:
             yield
@@ -69,7 +71,7 @@ def trained_rows(model: torch.nn.Module) -> TrainedRows | None:
 def own_functions(model: Any) -> list[str]:
     """Return the names of the functions between the output layer's input and the loss that are not Megatron's own.
 
-    A class of the script's may have them, or an object: assigned to it, they would also be lost when a replacement ends.
+    The script's class may define them, or they may be assigned to the object; these would also be lost when a replacement ends.
     """
     given = {name: vars(model).get(name, getattr(type(model), name, None)) for name in _OF_THE_LOSS}
     own = [name for name, function in given.items() if not is_installed(getattr(function, "__func__", function))]
@@ -79,9 +81,9 @@ def own_functions(model: Any) -> list[str]:
 def rows_to_compute(loss_mask: Tensor, entries: int, width: int) -> Tensor | None:
     """Return the indices of the tokens that count, rising, one of them if none does; None if it is best to compute all.
 
-    Ranks that share the vocabulary have the same mask. One row at least keeps them, and all kernels, on the usual way; the mask
-    leaves its loss out. The rows are a copy that is kept for the weight's gradient, so all tokens are computed if that copy is
-    larger than the logits that are saved.
+    Ranks that share the vocabulary have the same mask. At least one row is computed, so that all ranks launch the same kernels
+    and collectives; the mask leaves its loss out. The rows are a copy that is kept for the weight's gradient, so all tokens are
+    computed if that copy is larger than the logits that are not computed.
 
     Args:
         loss_mask: ``[tokens]`` on the CPU, 0 for tokens that do not count.

@@ -37,7 +37,7 @@ class Vocabulary:
     """Division of a vocabulary.
 
     Attributes:
-        rows: of each pipeline rank, within those of a tensor-parallel rank.
+        rows: of each pipeline rank, counted within the tensor-parallel rank's rows.
         position: pipeline rank of this process.
         first_row: number of the tensor-parallel rank's first row in the whole vocabulary.
         entries: of the whole vocabulary, padded.
@@ -117,7 +117,7 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
     if model.post_process and (reason := _obstacle(model)):
         raise EppError(f"{FLAG} on is not possible: {reason}; set it to off")
     is_tied = bool(model.share_embeddings_and_output_weights)
-    if not vp_stage:
+    if not vp_stage:  # a new model: chunks of one that was not built to its end are forgotten
         _chunks.clear()
     _chunks.append(weakref.ref(model))
     # Megatron is told that there is nothing to tie: it would reduce gradients of whole copies, and keep them in checkpoints.
@@ -134,6 +134,7 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
     whole = _take_whole(chunks, is_tied)
     root = 0 if is_tied else placement.last_rank
     shard = VocabularyShard(_own_rows(whole if position == root else None, root, vocabulary, config), vocabulary)
+    # Marks that Megatron has given the whole weight, by which optimizers choose learning rates and treat matrices.
     shard.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     if config.use_mup:
         shard.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
@@ -158,12 +159,12 @@ def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
 
 
 def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
-    """Return the state of an embedding whose weight is in shards."""
+    """Return the state of an embedding whose weight is in shards: nothing."""
     return {}
 
 
 def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, config: Any) -> torch.Tensor:
-    """Return this rank's rows of the weight of rank `root`, which the others do not give."""
+    """Return this rank's rows of the weight of rank `root`; other ranks pass None for `whole`."""
     group, own = mpu.get_pipeline_model_parallel_group(), None
     device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl(group) else torch.device("cpu")
     for position, rows in enumerate(vocabulary.rows):

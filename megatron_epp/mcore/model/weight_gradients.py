@@ -3,8 +3,8 @@
 Megatron's own layers compute their output here (`_forward`). Transformer Engine's delay their gradients themselves, until their
 chunk's W (`_take_over`): with `delay_wgrad_compute` such a layer's backward puts the inputs of the weight gradient into the
 layer's `wgrad_store`, a queue; `backward_dw` takes them out, computes the gradient, and calls the hooks that Megatron's data
-parallelism has registered. A queue would tie the order of W to that of B, so nothing stays in it: the entry of a backward is
-kept with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
+parallelism has registered. A queue would force W into the order of B, so nothing stays in it: the entry of a backward is kept
+with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
 Engine, 2.7 to 2.18.
 """
 
@@ -31,7 +31,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 
 _OF_A_CHUNK = 2
-"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); the rest is the layer's."""
+"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); others belong to the layer."""
 
 
 def split_weight_gradients(models: list[Any]) -> list[Any]:
@@ -48,7 +48,7 @@ def split_weight_gradients(models: list[Any]) -> list[Any]:
 
 
 def split_where_possible(model: Any) -> tuple[int, list[str]]:
-    """Make the linear layers of a model chunk that can pass their weight gradients to its `weight_gradients`.
+    """Make every linear layer of a model chunk that can delay its weight gradient pass it to the chunk's `weight_gradients`.
 
     Returns:
         the number of these layers, and the others, each with the reason and a remedy, which compute their weight gradients in
@@ -58,6 +58,7 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     model.weight_gradients = gradients
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
             module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
             num_split += 1
         elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
@@ -81,6 +82,8 @@ def _forward(
     """Replace a module's `_forward_impl`. The original runs if no gradient is needed, or with the weight of another module."""
     if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad and weight is module.weight):
         return original(input=input, weight=weight, bias=bias, **options)
+    # The backwards of these are the reduce-scatter and the all-reduce of the input's gradient. Megatron's own function overlaps
+    # them with the weight's gradient, which is not computed there now.
     tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
     if sequence_parallel:
         x = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -104,7 +107,7 @@ def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, 
         x: ``[tokens, 1, in]``.
         grad: ``[tokens, 1, out]``.
     """
-    if gather_over is not None:
+    if gather_over is not None:  # again, as in Megatron: between forward and W only this rank's part is kept
         x = gather_from_sequence_parallel_region(x, group=gather_over)
     grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
     if not accumulate:
@@ -113,6 +116,7 @@ def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, 
 
     in_fp32 = weight.main_grad.dtype == torch.float32
     (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)
+    # The hook of data parallelism then adds no gradient, but for a weight that two layers share, where it adds these zeros.
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight, dtype=x.dtype) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
@@ -159,7 +163,7 @@ def _weights(module: torch.nn.Module) -> list[Tensor]:
 
 
 def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop the placeholders of earlier backwards, to which autograd would add that of this one: a kernel of the weight's size.
+    """Drop the placeholders of earlier backwards: autograd would add the next one to them, by a kernel of the weight's size.
 
     Called before a backward returns its placeholder, which autograd then takes as it is.
     """

@@ -98,7 +98,7 @@ def _without_kernels(original: Callable[..., Any], args: Namespace, *rest: Any, 
 
 
 def _is_of_engine(args: Namespace) -> bool:
-    """True if layers are Transformer Engine's, and no gradients are deferred that Megatron adds with Apex alone."""
+    """True if layers are Transformer Engine's, and no gradients are deferred, which Megatron adds only with Apex."""
     is_used = getattr(args, "transformer_impl", None) == "transformer_engine"
     is_deferred = getattr(args, "defer_embedding_wgrad_compute", False)
     return is_used and not is_deferred and importlib.util.find_spec("transformer_engine") is not None

@@ -1,8 +1,8 @@
-"""Fingerprints of Megatron's code: how they are taken of a function's source, and those that this package knows.
+"""Fingerprints of Megatron's code: how they are computed from a function's source, and the known ones.
 
-Those of Megatron's own functions are `patching.fingerprint` in releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and
-0.19.2, and in main of 22 August 2026 (0.20.0, d98e8a64ddf3), in this order, each different text once. Those of training scripts
-(`SCRIPTS`) do not depend on comments, docstrings and formatting.
+Fingerprints of Megatron's own functions are `patching.fingerprint` in releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and
+0.19.2, and in main of 22 August 2026 (0.20.0, d98e8a64ddf3), in this order, each different text once. Fingerprints of training
+scripts (`SCRIPTS`) do not depend on comments, docstrings and formatting.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ SCRIPTS: dict[str, dict[str, str]] = {}
 
 Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
 0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
-`scripts/fingerprint_script.py` prints those of another release.
+`scripts/fingerprint_script.py` prints the fingerprints of another release.
 """
 for _name, _digest, _where in (row.split(maxsplit=2) for row in _KNOWN.splitlines() if row):
     SCRIPTS.setdefault(_name, {})[_digest] = _where
@@ -195,7 +195,7 @@ def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _definitions(text: str) -> dict[tuple[str, int], Definition]:
-    """Return the definitions in a file by name and first line, which is that of the first decorator."""
+    """Return the definitions in a file by name and first line, which is the first decorator's if there is one."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -205,7 +205,7 @@ def _definitions(text: str) -> dict[tuple[str, int], Definition]:
 
 
 def _written(value: Any) -> str:
-    """Write a syntax tree as text. The output of `ast.dump` and `ast.unparse` differs between releases of Python."""
+    """Format a syntax tree as text. `ast.dump` and `ast.unparse` cannot be used: their output differs between Pythons."""
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if not isinstance(value, ast.AST):

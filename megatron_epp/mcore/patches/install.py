@@ -1,4 +1,4 @@
-"""Table of all functions of Megatron that `--epp` patches, in every training. `environment` has what machines need besides."""
+"""Table of all functions of Megatron that `--epp` patches, in every training. `environment` has the patches for machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 2048
 """Tokens per rank on which compiled functions are warmed up with `--epp`.
 
 Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
-each before there is a model, and no chunk is that long.
+each before there is a model, and no chunk is that long. The number itself was not measured.
 """
 
 
@@ -34,6 +34,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     """Add the --epp flags. If --epp is given, a flag that does not exist is refused in a line, with the nearest one."""
     from megatron_epp.mcore.arguments.parser import add_epp_args
 
+    # Megatron makes the parser itself, so only its class can be changed. Our own entry point makes a `TrainingParser`.
     if "--epp" in sys.argv and type(parser) is argparse.ArgumentParser:
         parser.__class__ = TrainingParser
     return add_epp_args(original(parser))
@@ -55,6 +56,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
         return original(args, *rest, **named)
     from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
+    # Before Megatron's own checks, which are assertions and end at the first one.
     stock_functions.check_call(args)
     stock_functions.check_script(args)
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
@@ -65,7 +67,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Build the model with our attention if --epp is given."""
     args = document_args()
-    if args is None or args.epp_schedule == "stock":
+    if args is None or args.epp_schedule == "stock":  # the baseline that keeps Megatron's attention, too
         original(*rest, **named)
         return
     from megatron_epp.mcore.model.adopt import construct
@@ -77,7 +79,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     """Divide layers by --epp-layout and --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
     args = epp_args()
     delays = args is not None and self.delay_wgrad_compute
-    if delays:  # which Megatron ties to an overlap of its own schedules
+    if delays:  # Megatron asserts overlap_moe_expert_parallel_comm with it, which is an overlap of its own schedules
         self.delay_wgrad_compute = False
     original(self)
     if delays:
@@ -100,7 +102,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
 
 
 def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any, **named: Any) -> Any:
-    """Give a training with --epp our documents."""
+    """Build iterators over documents instead of Megatron's datasets if --epp is given."""
     if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
     from megatron_epp.mcore.training.forward_backward import provide_documents
@@ -113,8 +115,10 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that, since there is no
-    model yet, the layout is settled, and whether the output layer is divided; and the planning processes are started.
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens.
+
+    Before that, since there is no model yet, settle the layout and whether the output layer is divided, and start the planning
+    processes.
     """
     args = document_args()
     if args is None:
@@ -140,7 +144,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
-    """Compare the order of sequences with that of the run that saved a checkpoint, if --epp is given."""
+    """Compare the order of sequences with the order in the run that saved a checkpoint, if --epp is given."""
     original(checkpoint_args, *rest, **named)
     if (args := document_args()) is not None:
         from megatron_epp.mcore.data.documents import check_order
@@ -149,7 +153,7 @@ def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: A
 
 
 def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Check a checkpoint's files before they are loaded, if --epp is given; say what to do where it is of another layout."""
+    """Check a checkpoint's files before they are loaded, if --epp is given; say what to do if it is of another layout."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
     from megatron_epp.mcore.training.checkpoints import settle, telling_layout
@@ -160,7 +164,7 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
 
 
 def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """End a run that does not get done with saving a checkpoint, if --epp is given."""
+    """End a run whose saving of a checkpoint exceeds its time limit, if --epp is given."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
     from megatron_epp.mcore.training.checkpoints import watched_save
@@ -170,7 +174,7 @@ def _finish_save(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _save_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Save a checkpoint after the reports of its iterations, if --epp is given; end a run that does not get done with it."""
+    """Save a checkpoint after the reports of its iterations, and within a time limit, if --epp is given."""
 
     def save() -> Any:
         _complete_reports()
@@ -211,7 +215,7 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
             result = original(*call.args, **call.kwargs)
             _refuse_nothing(epp_args())
             return result
-        finally:
+        finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
             if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
                 sessions.end()
             if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
@@ -219,7 +223,7 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Return our schedule if --epp is given."""
+    """Return the schedule that runs plans if --epp is given."""
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock
@@ -251,26 +255,41 @@ _ROUTING = "megatron.core.transformer.moe.moe_utils"
 def patches() -> tuple[Patch, ...]:
     """Return the patches for the installed release, in the order in which they are applied."""
     return (
+        # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
         wrapping("megatron.training.arguments:parse_args", _read_yaml),
+        # Called by `initialize_megatron` in 0.17, and by `parse_and_validate_args`, ahead of `pretrain`, since 0.18. In both,
+        # the arguments of a checkpoint (--use-checkpoint-args) have been taken over by then.
         wrapping("megatron.training.arguments:validate_args", _check_flags),
         wrapping("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt),
         wrapping(f"{hybrid_model()}.__init__", _adopt),
+        # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
         wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
+        # `initialize_model_parallel` makes the group of embedding ranks by it, before there is a model, if `pretrain` gets no
+        # function for that (`_pretrain` wraps one that it gets).
         wrapping("megatron.core.parallel_state:default_embedding_ranks", _embedding_ranks),
+        # Called when the checkpoint is loaded, so the consumed samples are known.
         wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),
+        # The one call of `pretrain`, in all releases, between the process groups and the model.
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
         wrapping("megatron.training.training:pretrain", _pretrain),
+        # It reads weights and optimizer state; only arguments (--use-checkpoint-args) are read earlier, by another function.
         wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
         wrapping("megatron.training.training:save_checkpoint", _save_checkpoint),
+        # With --async-save other processes write; at the end of training it waits for them.
         wrapping("megatron.training.training:maybe_finalize_async_save", _finish_save),
+        # On signals and limits of time the loop leaves after it: writers are flushed and W&B is finished, and the process ends.
         wrapping("megatron.training.training:checkpoint_and_decide_exit", _decide_exit),
+        # It gets the arguments of the run that saved the checkpoint; with --finetune it is not called.
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
+        # `train` asks once for a schedule and `evaluate` every time; frameworks also call the three functions by their names.
         wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
+        # It calls its function again in the backward, after the forward has left the context of the chunk.
         wrapping("megatron.core.tensor_parallel.random:checkpoint", routers.keep_chunk),
+        # Each of them adds up or counts over tokens in its own way, and only some of them take a mask of padding.
         wrapping(f"{_ROUTER}.routing", routers.route),
         wrapping(f"{_ROUTER}.apply_z_loss", routers.apply_z_loss),
         wrapping(f"{_ROUTER}._apply_expert_bias", routers.count_for_bias),

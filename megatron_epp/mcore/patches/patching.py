@@ -28,7 +28,7 @@ class Patch:
         replacement: the new function; with `wraps`, it gets the original as its first argument.
         reason: one line, shown when the patch is applied.
         wraps: True if the replacement calls the original.
-        fingerprints: `fingerprint(target)` of every original the patch was written for, by default those in
+        fingerprints: `fingerprint(target)` of every original the patch was written for, by default from
             `fingerprints.PATCHED`; none if the content of the original does not matter.
     """
 
@@ -130,7 +130,7 @@ def _fingerprint_of(original: Any) -> str:
 
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the targets that do not exist or whose fingerprint is not among those in `known`."""
+    """Return the targets that do not exist, or whose fingerprint is not in `known`."""
     return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
 
 
@@ -145,7 +145,7 @@ def resolve(target: str) -> Any:
     """Return the object that a target currently names. Raises EppError if there is none, or its module's import fails."""
     holder, name = _holder(target)
     try:
-        return inspect.getattr_static(holder, name)
+        return inspect.getattr_static(holder, name)  # a static method as such, which `revert` can put back
     except AttributeError:
         raise _missing(target) from None
 
@@ -190,6 +190,7 @@ def _rebind(target: str, old: Any, new: Any) -> None:
     setattr(holder, name, new)
     if not isinstance(holder, ModuleType):
         return
+    # `from x import y` copies a name: the training loop has its own `get_forward_backward_func`, and would not see the new one.
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             for key, value in list(vars(module).items()):

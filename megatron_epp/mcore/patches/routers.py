@@ -40,7 +40,7 @@ class RealTokens:
 
     @staticmethod
     def of(table: SegmentTable, config: Any) -> RealTokens:
-        """Return those of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
+        """Count the tokens of a chunk on this rank, for a model's `TransformerConfig`. Ranks have its tokens in order."""
         from megatron.core import mpu  # not at the top: on a CPU, its compilation is switched off before it is imported
 
         index, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
@@ -94,7 +94,7 @@ def check_routers(model: torch.nn.Module) -> None:
 
 
 def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Let a forward that is recomputed see the chunk of its first run."""
+    """Make a recomputed forward see the chunk of its first run."""
     real = _running.real
     if real is None:
         return original(function, *rest, **named)
@@ -122,6 +122,7 @@ def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     if (real := _running.real) is None:
         return per_expert, local, total
     ranks = features.bound(original, *rest, **named).arguments["reduce_group"].size()
+    # Megatron multiplies the loss by the second (with per-token losses), and divides by the third.
     return per_expert, features.router_loss_tokens(real.total, ranks), real.total
 
 
@@ -129,6 +130,7 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
     """Add up a router's z loss over the chunk's tokens without padding."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    # Under the same conditions as Megatron: without gradients, as in the first run of a recomputed layer, nothing is added.
     real, coefficient = _running.real, router.config.moe_z_loss_coeff
     if real is None or coefficient is None or not router.training or not torch.is_grad_enabled():
         return original(router, logits, padding_mask=padding_mask)
@@ -142,6 +144,7 @@ def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tenso
     """Count tokens per expert without padding."""
     if _running.real is None or padding_mask is None:
         return original(router, routing_map, padding_mask=padding_mask)
+    # In 0.17 to 0.19 the original combines [tokens, experts] with [tokens], which torch does not broadcast.
     return original(router, routing_map & ~padding_mask.unsqueeze(1))
 
 
@@ -150,6 +153,7 @@ def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
     real = _running.real
     if real is None or real.on_rank in (0, real.rows):
         return original(router, logits)
+    # Padding by itself: it needs routes, too, but its logits must not change the balance of the tokens.
     parts = (original(router, part) for part in (logits[: real.on_rank], logits[real.on_rank :]))
     scores, routing_maps = zip(*parts, strict=True)
     return torch.cat(scores), torch.cat(routing_maps)

@@ -84,7 +84,7 @@ _PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_da
 def check_script(args: argparse.Namespace) -> None:
     """Refuse functions of the main script, as `check_call` does, while it still parses its flags.
 
-    They are those that its calls of `pretrain` name; others are seen when it calls that.
+    Only functions that its calls of `pretrain` name are seen here; the call itself shows the others.
     """
     if has_user_microbatches(args):
         return

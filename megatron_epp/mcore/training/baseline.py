@@ -47,6 +47,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
         fixed = args.epp_schedule in ("padded", "packed")
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
+        # On the model's config, which schedules read; in its constructor it is refused with the default dispatcher of experts.
         config.variable_seq_lengths = not fixed
         if len(models) > 1 and not torch.cuda.is_initialized():
             # Megatron's interleaved schedule frees a message while it is on its way, which only NCCL has waited for.

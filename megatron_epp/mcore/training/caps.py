@@ -1,7 +1,8 @@
 """Memory that plans may fill: on this rank's device, and in host memory.
 
-What is free on a device after set-up varies. States of the optimizer do not count, which are in what torch has reserved, but a
-resumed run has loaded them, and with them kernels whose memory a first run does not miss yet. So checkpoints come with caps.
+The free memory of a device after set-up varies. The optimizer's states make no difference, since they are in memory that torch
+has reserved; but a resumed run has loaded them by then, and with them kernels whose memory a first run has not allocated yet.
+So caps are kept with checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_caps.json"
 _GIB = 1 << 30
 _HOST_SHARE = 0.8
-"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data."""
+"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data. Not
+measured: how much these need depends on the machine and the data.
+"""
 
 
 def wanted_cap_bytes(args: argparse.Namespace) -> int:
@@ -43,8 +46,8 @@ def wanted_cap_bytes(args: argparse.Namespace) -> int:
 def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     """Return the caps in bytes of all pipeline ranks, the smallest of any replica. A collective call of all ranks of the job.
 
-    The run that saved the loaded checkpoint has left its caps, which hold where devices have about as much room now. The first
-    rank keeps the caps with this run's checkpoints.
+    If the loaded checkpoint has caps, they are used where devices have about as much free memory now. The first rank keeps the
+    caps with this run's checkpoints.
 
     Args:
         args: Megatron's arguments, or what stands for them.
@@ -62,7 +65,7 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
 
 
 def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the caps of the run that saved the loaded checkpoint; None if it wanted others, or told none."""
+    """Return the caps that are kept with the loaded checkpoint; None if there are none, or that run wanted another cap."""
     folder = getattr(args, "load", None)
     path = Path(folder, FILE_NAME) if folder else None
     if path is None or not path.exists() or not torch.cuda.is_initialized():
@@ -85,7 +88,7 @@ def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
 
     Args:
         args: Megatron's arguments.
-        kept: cap in bytes of the run before, which holds where the available memory is nearly the same.
+        kept: cap in bytes of the previous run, which is used if the available memory is nearly the same.
     """
     wanted = wanted_cap_bytes(args)
     if not torch.cuda.is_initialized():
@@ -94,7 +97,7 @@ def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
     now = min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
     if kept is None or kept == now:
         return now
-    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:
+    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:  # so that a resumed run makes the same plans as the run before
         return kept
     logger.warning(
         "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: the "

@@ -29,16 +29,16 @@ from megatron_epp.runtime.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 _MOST_DIGITS = 19
-"""Number of digits from which on a tracker file has no iteration."""
+"""Number of digits from which on a number in a tracker file is not read as an iteration."""
 INDEX = ".metadata"
 """File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _OF_LAYOUT = re.compile(r"not supported for DistributedOptimizer with sharding type|optimizer\.distributed\.dp_group_idx_")
-"""What errors say of optimizer state that was saved in the buckets of its layout's gradients: the type, or a tensor's name."""
+"""Pattern of errors about optimizer state saved in its layout's gradient buckets: the sharding type, or a tensor's name."""
 
 
 def watched_save(args: Namespace) -> AbstractContextManager[None]:
-    """Watch a save, or the wait for one that runs in other processes: the run ends if it takes longer than its limit."""
+    """Watch the saving of a checkpoint, or the wait for other processes that save: the run ends if it exceeds its limit."""
     limit_s, rank = args.epp_save_limit_seconds, torch.distributed.get_rank()
     return _watchdog(limit_s).watch(
         lambda: f"rank {rank} has not saved a checkpoint to {args.save} in {limit_s:g} s (--epp-save-limit-seconds)"
@@ -51,7 +51,7 @@ def _watchdog(limit_s: float) -> Watchdog:
 
 
 def settle(args: Namespace) -> None:
-    """Make the checkpoint that `--load` means whole, before any rank reads it; called by all ranks.
+    """Make sure that `--load` names a whole checkpoint, before any rank reads it. A collective call.
 
     Raises:
         EppError: it is damaged, and there is none before it or `--epp-checkpoint-fallback` is not given.
@@ -64,6 +64,7 @@ def settle(args: Namespace) -> None:
             settle_folder(Path(args.load), falls_back=args.epp_checkpoint_fallback)
         except EppError as error:
             outcome = [error]
+    # One rank looks, since it may rename the folder; the others wait here, so none reads it before.
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
@@ -71,7 +72,7 @@ def settle(args: Namespace) -> None:
 
 @contextmanager
 def telling_layout(args: Namespace) -> Iterator[None]:
-    """Say what to do where optimizer state does not load in this layout; Megatron itself advises a flag that does not help.
+    """Say what to do if optimizer state does not load in this layout; Megatron itself advises a flag that does not help.
 
     Raises:
         EppError: in place of Megatron's error.
@@ -128,7 +129,7 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if nothing is."""
+    """Return the fault of a checkpoint's files; None if they are whole."""
     if not checkpoint.is_dir():
         return f"there is no checkpoint {checkpoint}"
     return next(_faults(checkpoint), None)

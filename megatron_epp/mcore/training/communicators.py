@@ -1,4 +1,4 @@
-"""NCCL communicators of training: settings of those that carry a pipeline's messages, and allocation of their memory."""
+"""NCCL communicators of training: settings of a pipeline's links, and allocation of the communicators' memory."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def user_settings(args: argparse.Namespace) -> dict[str, Any]:
     if (path := args.nccl_communicator_config_path) is not None:
         with naming(f"--nccl-communicator-config-path {path}"):
             found |= _of_pipelines(parse_yaml(read_text(path, MOST_YAML_BYTES), "the file"))
+    # As Megatron adds the flag to the file's settings, which hold for its own groups only.
     if _GROUP in (args.high_priority_stream_groups or ()):
         found["is_high_priority_stream"] = True
     return found

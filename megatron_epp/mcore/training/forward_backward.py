@@ -35,13 +35,14 @@ from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 logger = logging.getLogger(__name__)
 
 _PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
-"""Function that makes what runs the two actions of a step, imported for the first plan that has such steps."""
+"""Function that makes the runner of steps of two actions, imported for the first plan that has such steps."""
 _RAISED_BY_ALL = (EppError, StopIteration)
-"""Errors of planning, and the end of the documents, come to all ranks of the job; others of preparing a batch to one."""
+"""Errors that all ranks of the job raise: errors of planning, and the end of the documents. Others are one rank's own."""
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Return iterators of global batches for train, validation and test, in place of Megatron's datasets."""
+    # Megatron asks for iterators once for each model chunk of a rank.
     if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
         return None, None, None
     args = get_args()
@@ -133,9 +134,9 @@ def forward_backward_elastic(
 
 
 def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
-    """Tell of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
+    """Warn of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
-    The 1st, 2nd, 4th, 8th such batch and so on are told.
+    The warning is logged for the 1st, 2nd, 4th, 8th such batch and so on.
     """
     session.untrained_batches += 1
     count = session.untrained_batches
@@ -161,6 +162,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     tied = None if vocabulary is None else vocabulary.tied
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
     reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
+    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
+    # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.measuring(uploaded), torch.set_grad_enabled(not batch.plan.forward_only):
         if not batch.plan.forward_only:
             gather_parameters(config, models)
@@ -183,7 +186,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
 
 
 def _nothing() -> None:
-    """Reduce nothing yet."""
+    """Reduce nothing: the shard's gradient is not complete yet."""
 
 
 def _warm_up(session: Session, batch: GlobalBatch) -> None:
@@ -207,6 +210,8 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
         assert last.loss_report is not None
         assert last.total_tokens is not None
         loss, num_tokens = last.loss_report, last.total_tokens
+    # `train_step` reads the losses of the last pipeline rank, and `finalize_model_grads` broadcasts its number of tokens. In a
+    # V the last stage is on the first rank.
     if placement.ends_share_rank:
         group = mpu.get_pipeline_model_parallel_group()
         for values in (loss, num_tokens):
@@ -221,7 +226,7 @@ def _next_batch(
     with session.watching("waits for its plan"):
         batch = next(data_iterator)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
-    if not isinstance(batch, GlobalBatch) or batch.plan is None:
+    if not isinstance(batch, GlobalBatch) or batch.plan is None:  # another patch or caller has given its own iterators
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
     replicas = session.replicas
     counts_tokens = session.args.epp_batch_tokens is not None and not forward_only
@@ -234,7 +239,7 @@ def _next_batch(
 
 
 def _pair_runner(plan: Plan, rank: int, args: argparse.Namespace) -> PairRunner | None:
-    """Return what runs a rank's steps of two actions; None if it has none, or they run one after the other."""
+    """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
     if not any(step.also for step in plan.ranks[rank]):
         return None
     runner: PairRunner | None = load(_PAIR_RUNNER)(args)

@@ -34,7 +34,7 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 
 def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularyShard) -> str:
-    """Add the rows to the name of a shard's weight, which has that of the embedding if the two are tied."""
+    """Add the rows to the name of a shard's weight, which is named as the embedding if the two are tied."""
     if parameter is not shard.weight:
         return name
     whole = name.replace("output_layer", "embedding.word_embeddings") if shard.vocabulary.is_tied else name
@@ -42,8 +42,9 @@ def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularySh
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
-    """Return every parameter's gradient over all replicas, by name. The distributed optimizer reduces a part on each replica;
-    they are put together.
+    """Return every parameter's gradient over all replicas, by name.
+
+    The distributed optimizer reduces a part on each replica; the parts are gathered.
     """
     whole = {}
     for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "epp_layout.json"
 _BATCHES = 8
-"""Number of the run's first batches that are the sample."""
+"""Number of the run's first batches that are the sample. Not measured: more make the search longer, in proportion."""
 _FLAGS = (
     "epp_layout",
     "epp_costs",
@@ -97,7 +97,7 @@ def _found(
 
 def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
     if isinstance(costs, PipelineCosts):
-        raise EppError(f"{FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has those of stages")
+        raise EppError(f"{FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages")
     even = asked_layout(args)
     assert even is not None
     if args.skip_train:
@@ -115,7 +115,7 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
 
 
 def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
-    """Search for the layout, with the stages per rank that the flags of Megatron say."""
+    """Search for the layout, with the number of stages per rank from Megatron's flags."""
     found = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
@@ -128,7 +128,7 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and what a layout may be.
+    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed.
 
     Args:
         args: validated arguments.
@@ -163,10 +163,10 @@ def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipeli
 
 
 def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of the first batches of the run, of the share of one replica."""
+    """Yield the lengths in one replica's share of each of the run's first batches."""
     replicas = args.data_parallel_size
     tokens = max(args.epp_batch_tokens, replicas * args.seq_length) * _BATCHES if args.epp_batch_tokens else 0
-    alone = argparse.Namespace(**vars(args) | {"eval_iters": 0})
+    alone = argparse.Namespace(**vars(args) | {"eval_iters": 0})  # no files of validation and test are opened
     split = build_splits(alone, (_BATCHES * args.global_batch_size, 0, 0), identity_of_run(args), tokens)[0]
     assert split is not None  # training is wanted
     dataset, shuffle = split
@@ -180,8 +180,9 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
 
 
 def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict[str, Any]] | None:
-    """Return the layout in the folder of the loaded checkpoint, and the flags with which it was chosen; None if there is none,
-    or it cannot run here.
+    """Return the layout in the folder of the loaded checkpoint, and the flags with which it was chosen.
+
+    None if there is none, or if it cannot run here.
     """
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():

@@ -20,7 +20,7 @@ class CostLearning:
     """Measures the first training iterations of a run, which are planned by formulas, and fits costs to them.
 
     Batches are planned ahead of training, on one rank of every group of replicas. So that all plan with equal costs, learnt
-    costs are used from a certain batch on, the same in every run, whose planning waits for them if need be.
+    costs are used from `first_batch` on, the same in every run; its planning waits until costs are learnt.
 
     Args:
         lookahead: iterations that are planned ahead of training.
@@ -36,7 +36,7 @@ class CostLearning:
         self._batch = 0  # the last that was planned
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
-        self._thread = SideThread("epp-cost-learning")
+        self._thread = SideThread("epp-cost-learning")  # reads times only: `fit`, a collective, is in the training thread
         self._added: Future[None] | None = None  # of the last iteration
 
     def after(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None = None) -> PipelineCosts | None:
@@ -63,22 +63,22 @@ class CostLearning:
         return self._fit(self.learner, plan, keeps_weights=True, told=told)
 
     def _add(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None) -> None:
-        """Add an iteration. On a GPU this waits for the device."""
-        if not self.learner.is_recording:
+        """Record an iteration. On a GPU this waits for the device."""
+        if not self.learner.is_recording:  # the first `WARM_UP` iterations compile kernels and allocate memory
             self.learner.add(plan, (), {})
             return
         collectives = recorder.collectives()
         self.learner.add(plan, recorder.events(), {}, output_share=output_share, collectives=collectives)
 
     def plan_with(self, planner: BackgroundPlanner) -> None:
-        """Set the planner by learnt costs; only on a rank that plans."""
+        """Set the planner that has learnt costs; only on a rank that plans."""
         self._planner = planner
         self._is_over.set()
 
     def planner_of_next(self, by_formula: BackgroundPlanner) -> BackgroundPlanner:
-        """Return the planner of the next training batch: `by_formula`, or from `first_batch` on the one by learnt costs.
+        """Return the planner of the next training batch: `by_formula`, or from `first_batch` on the one with learnt costs.
 
-        Waits for the latter. Raises `EppError` if training ends meanwhile.
+        Waits until costs are learnt. Raises `EppError` if training ends meanwhile.
         """
         self._batch += 1
         if self._batch < self.first_batch:

@@ -42,6 +42,8 @@ class Reduction:
         )
         starts = one_each(config.grad_sync_func, chunks)
         own = [getattr(chunk, "no_sync", None) for chunk in chunks if hasattr(chunk, "start_grad_sync")]
+        # Methods bound to the same chunks are equal, so this is Megatron's own setting, with --no-align-grad-reduce. Its
+        # schedules then reduce by hooks on every stage, which would be in front of a plan's messages.
         if not starts and own and self._no_sync == own:
             starts = [chunk.start_grad_sync for chunk in chunks]
         self._every = starts
@@ -64,6 +66,8 @@ class Reduction:
 
     def before_last_gradient(self, index: int) -> None:
         """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
+        # Megatron reduces a bucket when its parameters have had as many gradients as in the first iteration's last backward, so
+        # the same backwards must be outside of `no_sync` in every iteration: the last one of each chunk.
         if self._by_hooks and self._held:
             self._held[index % len(self._held)].close()
 
@@ -71,13 +75,14 @@ class Reduction:
         """Start the reduction of chunk `index`, whose gradients are complete."""
         self._remaining -= 1
         if self._starts:
+            # Behind the last one no compute follows in the plan, so its check may wait for the device.
             with _later(self._checks) if self._remaining else contextlib.nullcontext():
                 self._starts[index](self._chunks[index].parameters())
         elif self._remaining and len(self._held) == 1:  # one function for all chunks: the others go on
             self._held[0].enter_context(self._no_sync[0]())
 
     def reduce_all(self) -> None:
-        """Start the reductions of all chunks, the last stage first, where no backward runs whose hooks would start them."""
+        """Start the reductions of all chunks, the last stage first, in an iteration without backwards, and so without hooks."""
         for chunk, start in reversed([*zip(self._chunks, self._every, strict=False)]):
             start(chunk.parameters())
 

@@ -35,7 +35,7 @@ from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_retrie
 from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
 
 _BATCHES = 10
-"""Number of logged iterations whose lengths are taken as typical of the run."""
+"""Number of logged iterations whose lengths are taken as typical of the run. Not measured."""
 
 
 def layout_words(layers: Sequence[int]) -> str:
@@ -65,7 +65,7 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start the report of an iteration, which the session counts in training. An evaluation step is not reported."""
+        """Start the report of an iteration, and count it if it trains. An evaluation step is not reported."""
         args = session.args
         if not forward_only:
             session.iteration += 1
@@ -103,10 +103,10 @@ class IterationReport:
         return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """Log an earlier iteration whose report has been made meanwhile, and begin this one's.
+        """Log the earlier iteration whose report has been made meanwhile, and begin this iteration's report.
 
-        The last iteration's is completed at once: the writers are closed soon after it. `loss` is ``[sum, tokens]`` on the last
-        rank, None elsewhere.
+        The last iteration's report is completed at once, because the writers are closed soon after it. `loss` is
+        ``[sum, tokens]`` on the last rank, None elsewhere.
         """
         session, reports = self.session, self.session.reports
         with session.watching("waits for others' figures"):
@@ -196,7 +196,7 @@ class IterationReport:
             loggers.write(line)
 
     def _notes(self, costs: PipelineCosts | None) -> tuple[Account | None, str]:
-        """Return what is logged once per run: the parts of the planned peaks, and a hint about the division of layers."""
+        """Return what is logged once per run: the planned peaks by item, and a hint about the division of layers."""
         if self.batch.plan is None or costs is None or self.iteration % self.session.args.log_interval:
             return None, ""
         account = None if self.session.memory_is_told else account_of(self.batch.plan, costs)

@@ -33,7 +33,7 @@ Log = Callable[[], None]
 
 
 class ReplicaFigures(NamedTuple):
-    """One iteration of a replica on one of its last ranks, each of which has the losses of its part of the tokens."""
+    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens."""
 
     replica: int
     loss_sum: float
@@ -46,7 +46,7 @@ class Reports:
 
     At most one is under way. It is made with collectives on groups that nothing else uses, so every rank must begin the same
     reports in the same order. Its lines are written in the training thread, at the next iteration: TensorBoard and W&B are not
-    made for threads, and W&B drops the figures of a step that come after those of a later one.
+    made for threads, and W&B drops figures that come after figures of a later step.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,7 @@ class Reports:
 
     def connect(self, groups: Groups, is_last: bool) -> None:
         """Connect the last ranks of all replicas, which have the loss. All ranks of the job must call this together."""
+        # Replicas and context-parallel ranks: each of them has the loss of its own tokens, tensor-parallel ranks have the same.
         own = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
         of_last_ranks = [ranks for ranks in from_each(own if is_last else None) if ranks is not None]
         self._last_ranks = ObjectGroup.create(own if is_last else of_last_ranks[0], groups)
@@ -67,18 +68,19 @@ class Reports:
         return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
-        """Complete the report under way, and begin another. `work` returns what is to be called in the training thread, if any.
+        """Complete the present report, and begin another. `work` may return a function to call in the training thread.
 
         On a GPU it runs on a stream of its own.
         """
         self.complete()
         if self._thread is None:
             self._thread = SideThread("epp-reports")
+            # On the default stream, copies to the host would wait for the next iteration, which is launched meanwhile.
             self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         self._under_way = self._thread.submit(partial(_on_stream, self._stream, work))
 
     def complete(self, limit_s: float | None = None) -> None:
-        """Wait for the report under way, and write its lines. Raises its error, or `TimeoutError` after `limit_s` seconds."""
+        """Wait for the present report, and write its lines. Raises its error, or `TimeoutError` after `limit_s` seconds."""
         begun, self._under_way = self._under_way, None
         if begun is not None and (log := begun.result(limit_s)) is not None:
             log()
@@ -91,7 +93,7 @@ def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None])
 
 @dataclass(slots=True)
 class ReportFolder:
-    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of those asked for.
+    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of traced iterations.
 
     Reports are diagnostics, so neither a full disk nor a full memory must end a training: what cannot be written is logged once
     and left out.

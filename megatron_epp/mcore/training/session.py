@@ -92,6 +92,7 @@ class Session(Run):
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self._process = _take_process()
+        # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
@@ -114,6 +115,8 @@ class Session(Run):
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
+        # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
+        # the rank.
         self.connect(stages)
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
         shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
@@ -121,7 +124,7 @@ class Session(Run):
         self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
-            self.use_communicators()
+            self.use_communicators()  # ahead of `settle`, whose caps then count their memory
             self.warm_up = warm_up(self.args, self.stages.values(), self.device)
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
@@ -148,7 +151,7 @@ class Session(Run):
         return self.watch is not None
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
-        """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
+        """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
         has_output = self.vocabulary is not None or (last is not None and last.has_loss)
@@ -172,7 +175,7 @@ class Session(Run):
         return PlanSource(make, self._exchange, member, self._agree, self.rank, self._prepare)
 
     def close(self) -> None:
-        """Complete what threads do and end planning. Any thread that still waits for a plan gets an error."""
+        """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
         try:
             complete_at_end(self.reports.complete)
             super().close()
@@ -201,7 +204,7 @@ class Session(Run):
         return self.inputs.prepare(batch, actions)
 
     def _exchange(self, items: list[Item]) -> list[Item]:
-        return self.links.control.from_first(items)
+        return self.links.control.from_first(items)  # in the training thread, like all that uses `control`
 
     def _agree(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:
@@ -229,7 +232,7 @@ _process: Worker | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Start the planning process of the session to come, while there is no model yet. A collective call of all ranks."""
+    """Start the planning process for the session, before the model is built. A collective call of all ranks."""
     global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
@@ -263,7 +266,7 @@ def end() -> None:
 
 
 def complete_reports() -> None:
-    """Complete the report under way, if there is a session."""
+    """Complete the present report, if there is a session."""
     if _session is not None:
         _session.reports.complete()
 

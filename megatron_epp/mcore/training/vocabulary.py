@@ -1,4 +1,4 @@
-"""Vocabulary parallelism in a run: what a rank's model gives to the runtime's shards, and their communicators."""
+"""Vocabulary parallelism in a run: access of the runtime's shards to a rank's model, and their communicators."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class RankVocabulary:
         self._config, self.groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
         self.hidden_size = config.hidden_size
         self._block_tokens = block_tokens_of(args)
+        # Collectives of gloo block, so on a CPU they need a thread; on a GPU a stream, launched by the training thread.
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self._shards: PipelineShards | None = None
@@ -78,7 +79,7 @@ class RankVocabulary:
         return self._shards.handlers()
 
     def end(self) -> None:
-        """Let go of the iteration's inputs."""
+        """Release the iteration's inputs."""
         self._inputs = None
 
     @property
@@ -162,8 +163,8 @@ def rank_vocabulary(
 ) -> RankVocabulary | None:
     """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
 
-    Communicators have the options of those that carry messages, and each is used once on every rank here, since NCCL makes a
-    communicator on its first use.
+    Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
+    its first use.
 
     Args:
         last_rank: pipeline rank of the last stage.
@@ -174,6 +175,8 @@ def rank_vocabulary(
         return None
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
+    # Two of the same ranks: NCCL runs the collectives of one communicator one after the other, and with gloo two threads would
+    # use one group.
     spread, gather = (groups.of(pipeline, options=options) for _ in range(2))
     statistics = groups.of(everyone, options=options)
     first: Any = unwrap_model(models[0])

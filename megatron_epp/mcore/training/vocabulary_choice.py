@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def choose_vocabulary(args: argparse.Namespace) -> None:
     """Settle `--epp-vocab-parallel auto` on the job's first rank for all, by plans for the run's first batches.
 
-    A collective call. The layers are those of `--epp-layout`, or even ones. Equal flags and data give an equal choice, so a
-    resumed run has the choice of the run before.
+    A collective call. The layers are from `--epp-layout`, or even. Equal flags and data give an equal choice, so a resumed run
+    makes the same choice as the run before.
 
     Args:
         args: validated arguments, which get ``on`` or ``off``.
@@ -35,7 +35,7 @@ def choose_vocabulary(args: argparse.Namespace) -> None:
 
 
 def _is_faster(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> bool:
-    """Return True if plans are faster with the output layer divided over the ranks, by more than nearly nothing."""
+    """Return True if plans are clearly faster with the output layer divided over the ranks (`fastest` has the threshold)."""
     if isinstance(costs, PipelineCosts):
         return costs.vocabulary is not None  # they are of one of the two
     if args.skip_train:

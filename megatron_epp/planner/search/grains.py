@@ -159,10 +159,10 @@ def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], t
 
 
 def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
-    """Search grains as for one replica, or try only the grain that the user fixed.
+    """Search grains in the same way as for one replica, or try only the grain that the user fixed.
 
-    When nothing fits then, these grains are tried with further rules, and then coarser ones, for a replica may have too few
-    tokens for them.
+    If nothing fits, these grains are tried with further rules, and then coarser grains, since a replica may have too few tokens
+    for them.
     """
     ranks, slices = trials.problem.num_ranks, trials.replicas.options.slices
     usual: list[Aligned | None]
