@@ -24,7 +24,7 @@ def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
 
 
 def test_the_page_of_schedules_has_the_words_of_the_script_that_writes_it():
-    """All but the figures of plans, which take hours: their tables are taken from the page itself, and only their ends looked at."""
+    """All but the figures of plans, which take long: their tables are taken from the page, and only their names looked at."""
     page = PAGE.read_text()
     planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
     makespans, *peaks = re.findall(r"(?m)(?:^\|.*\n)+", planned)

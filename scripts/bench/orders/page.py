@@ -117,8 +117,8 @@ a third of its memory, so running it would gain nothing here: slices shorten the
 ```bash
 yes 131072 | head -16 > long.txt
 megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --pipeline-size 8 --tensor-model-parallel-size 8 \\
-  --sequence-parallel --data-parallel 8 --memory-gb 72 --layout even --planner helixpipe --planner greedy --planner interleaved \\
-  --planner 1f1b-sliced  # and the same with --slices 1
+  --sequence-parallel --data-parallel 8 --memory-gb 72 --layout even --planner helixpipe --planner greedy \\
+  --planner interleaved --planner 1f1b-sliced  # and the same with --slices 1
 ```
 
 Running it would take model chunks that begin and end inside attention, handlers of `A` and `G` that attend without a layer,
@@ -287,9 +287,9 @@ a script's own microbatches. Without tensor parallelism there is nothing to over
 
 ## In a picture
 
-{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe and SPPO are in four
-slices. STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the colour of the first. Weight gradients,
-where they are actions of their own, are green.
+{DRAWN_MICROBATCHES} equal microbatches on {DRAWN_RANKS} ranks, with the same units of time; those of SlimPipe, TeraPipe and
+SPPO are in four slices. STP needs {fewest("stp", DRAWN_RANKS)}; a box such as `7.5+7.4` is a step of two actions, in the
+colour of the first. Weight gradients, where they are actions of their own, are green.
 
 ![The schedules, one below the other]({drawn})
 
