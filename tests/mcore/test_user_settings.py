@@ -16,6 +16,7 @@ import torch
 from megatron_epp import wrap
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.microbatches import check_order
+from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
@@ -260,8 +261,8 @@ def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.M
 def test_offload_is_refused_where_plans_recompute_nothing() -> None:
     from megatron_epp.mcore.microbatches import pipeline
 
-    with pytest.raises(EppError, match="takes the place of recompute, and plans recompute no layers: a reason"):
-        pipeline._without_recompute(Options(offload=True), "a reason")
+    with pytest.raises(EppError, match=r"^offload takes the place of recompute, and plans recompute no layers: a reason"):
+        pipeline._without_recompute(Options(offload=True), "a reason", FIELDS)
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:
