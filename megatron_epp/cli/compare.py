@@ -24,7 +24,7 @@ from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_for, usual
 from megatron_epp.cli.terminal import (
-    EXACT,
+    EXACT_PLANNER_LOG,
     Command,
     Parser,
     add_output,
@@ -271,7 +271,7 @@ def _entry(
         if known is not None:
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
-        with latest_message(EXACT) as latest:
+        with latest_message(EXACT_PLANNER_LOG) as latest:
             made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))

@@ -275,7 +275,7 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
             assert kernel is not None  # exact attention serves every case
             channels_by.setdefault((kernel, tuple(obstacles)), []).append(str(channels))
         for (kernel, passed_over), channels_of in channels_by.items():
-            slow = has_gpu and kernel is kernels.EXACT and dtype is not torch.float32
+            slow = has_gpu and kernel is kernels.EXACT_ATTENTION and dtype is not torch.float32
             found = f"{kernel.name} ({', '.join(channels_of)} channels; whole, packed and sliced sequences alike)"
             found += f"; not {'; '.join(passed_over)}" if passed_over else ""
             todo = "install one of the kernels that were passed over" if slow else ""

@@ -11,7 +11,7 @@ from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import chosen_for, planners_section
 from megatron_epp.cli.terminal import (
     ERROR,
-    EXACT,
+    EXACT_PLANNER_LOG,
     Command,
     Parser,
     add_output,
@@ -88,7 +88,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan |
     """Plan; return None if nothing fits, after printing why and what would fit."""
     try:
         what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
-        with latest_message(EXACT) as latest, progress(what, latest):
+        with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
             made = plan(problem, costs, options_from(args))
     except InfeasibleError as error:
         tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer

@@ -135,7 +135,8 @@ def run(args: Namespace) -> int:
         # On import Megatron warns of missing GPU libraries, which play no part here.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         encoder = encoder_from(args)
-        with progress(f"preparing {args.input}"):  # loading Megatron's writer of .idx files takes seconds, too
+        what = f"preparing {', '.join(map(str, args.input))}"
+        with progress(what):  # loading Megatron's writer of .idx files takes seconds, too
             summary = prepare(
                 args.input,
                 args.output_prefix,

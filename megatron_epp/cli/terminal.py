@@ -30,7 +30,7 @@ from megatron_epp.report.table import clip
 PROGRAM = "megatron-epp"
 ERROR = 2
 """Exit code of a command that ended with an error that it told."""
-EXACT = "megatron_epp.contrib.exact"
+EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"
 """Package of the exact planner, whose last message commands print."""
 _WIDEST = 2000
 """Characters after which a line of an error is cut."""

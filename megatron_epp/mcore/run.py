@@ -19,6 +19,8 @@ from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.microbatches import names_of
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
@@ -27,6 +29,7 @@ from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import process_groups
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan.errors import Names
 from megatron_epp.plan.ways import ways
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
@@ -73,16 +76,20 @@ class Run:
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
+    names: Names = TRAINING
+    """Names of settings, in errors and logs, for who started the run."""
+
     _step: str | None = None  # of settling costs, while it is under way
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self.names = args, names_of(args)
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.lockstep_groups, self.lockstep_ranks = lockstep_groups()
         self.lockstep_group = next(number for number, group in enumerate(self.lockstep_groups) if self.replica in group)
         self.failures = FailureBoard.of_job()
-        self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures)
+        limit = self.names["wait_limit_seconds"]
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures, limit_name=limit)
         self.stages = {}
         self.run_id = of_first(lambda: _hold_folders(args))
 
@@ -93,7 +100,7 @@ class Run:
 
     def watching(self, what: str) -> AbstractContextManager[None]:
         """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""
-        return self.watchdog.watch(lambda: f"rank {self.rank} {what} (--epp-wait-limit-seconds)")
+        return self.watchdog.watch(lambda: f"rank {self.rank} {what} ({self.watchdog.limit_name})")
 
     @contextmanager
     def telling_others(self, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -108,6 +115,8 @@ class Run:
             is_ours = isinstance(error, EppError) and (error.__cause__ is None or isinstance(error.__cause__, EppError))
             if not is_ours and (cause := self.failures.cause()):
                 raise EppError(cause) from None
+            if isinstance(error, EppError) and not error.names:
+                error.names = self.names
             if not isinstance(error, unless):
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
@@ -187,7 +196,7 @@ class Run:
     def _what_it_settles(self) -> str:
         return (
             f"rank {self.rank} has been {self._step} for {_STEPS * self.watchdog.limit_s:g} s, {self.watchdog.limit_s:g} s for "
-            f"each of {_STEPS} steps (--epp-wait-limit-seconds)"
+            f"each of {_STEPS} steps ({self.watchdog.limit_name})"
         )
 
     def fit(
@@ -258,7 +267,7 @@ def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_colle
             if given is not None and (group is None or not _is_own_pipeline(group)):
                 obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
     if obstacle:
-        raise EppError(f"--epp cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
+        raise EppError(f"a plan cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
 
 
 def _is_own_pipeline(group: Any) -> bool:

@@ -1,4 +1,22 @@
-"""Lowering: a plan's actions with the sends, receives and reductions between them, per rank, in the order to issue them."""
+"""Lowering: from a plan to all that each rank launches, in the order in which it launches it.
+
+A plan orders the compute actions and copies of every rank. Lowering adds sends and receives of messages, collectives, and the
+reductions of gradients, which follow from `plan.operations`. Each of these is due at a moment of a simulation of the plan:
+
+- a message when the action that makes it ends, on both sides, so that it is received in the order in which it is sent;
+- a collective when the last action that gives to it ends;
+- the reduction of a stage's gradients when its last gradient is complete, and after the reductions of all later stages.
+
+A rank launches in ascending order of slots. Each of its compute actions has four, in this order:
+
+1. what is due before the action starts;
+2. copies: offloads, loads and releases of offloaded memory (`place_copies`);
+3. what becomes due while the action runs, up to the second launch of one stream: it is launched ahead of the action, which is
+   then overlapped with it. The rest comes in slot 1 of the next action;
+4. the action.
+
+Four more slots behind the last action hold what is due at the end.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +37,13 @@ from megatron_epp.plan.simulate import Playback, explain, play
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """Add messages and reductions to a plan, and put copies among the compute actions (`place_copies`).
+    """Return every rank's launches in order: actions, messages, collectives, reductions and copies.
 
-    All ranks follow one order of events. A message is placed at the end of its producer on both sides. A compute action is
-    placed between its simulated start and end: at its start, but after the receives of messages that are produced while it
-    runs, up to the second of one link. So such a message is overlapped with compute, and no receive makes compute wait for the
-    receive before it on its stream. The reduction of a stage's gradients is placed after the last of them and after the
-    reductions of all later stages. Stages on one rank exchange no messages.
+    Moments are those of a simulation without copies. Replicas that share experts have equal compute times but different
+    copies, so they all have the same order of forwards, backwards and messages. Stages on one rank exchange no messages.
 
-    That order is taken from a simulation without copies. Replicas that share experts have equal compute times but different
-    copies, so they all have the same order of forwards, backwards and messages.
+    A receive that is launched while the one before it on its stream is not complete would make compute behind it wait for both,
+    since the device may have a single hardware queue: hence at most one overlapped launch of a stream for each action.
 
     The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
     every event is after what it needs and both sides of a message are together. So the first event of that order which has not
@@ -110,17 +125,16 @@ class _Slots(NamedTuple):
 
 
 _DUE_BEFORE, _COPIES, _OVERLAPPED, _COMPUTE = range(4)
-"""Parts of a slot of a compute action, in order: what is due before it starts, copies, receives that it is overlapped with, and
-the action."""
+"""The four slots of a compute action, in order (see the module)."""
 
 
 def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
-    """Return a slot. A rank has a slot for each of its compute actions, and one behind the last.
+    """Return the number of a slot. Numbers ascend over all slots of a rank, and from rank to rank.
 
     Args:
         rank: of the launch.
-        number: of the compute action, counted over all ranks.
-        part: of the slot.
+        number: of the compute action, counted over all ranks; one behind a rank's last for what comes after it.
+        part: which of the action's four slots.
     """
     return 4 * (number + rank) + part
 
@@ -213,10 +227,7 @@ def _sorted(*posted: _Posted) -> _Posted:
 
 
 def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots:
-    """Slots of sends, receives, collectives and reductions.
-
-    Launches due while an action runs are before it, up to the second of a stream, and the rest after it.
-    """
+    """Slots of sends, receives, collectives and reductions."""
     rank = graph.columns.ranks()[: graph.columns.num_compute]
     starts, ends = rank * moments.most + moments.start, rank * moments.most + moments.end  # both ascend
     due = posted.rank * moments.most + posted.due

@@ -21,7 +21,8 @@ def bubble_fraction(plan: Plan, rank: int) -> float:
 
 def batch_text(plan: Plan) -> str:
     """Describe the batch: ``6 sequences of 500 to 2,000 tokens``."""
-    return f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens"
+    count, least, most = len(plan.lengths), min(plan.lengths), max(plan.lengths)
+    return f"{count:,} sequence{'s' * (count != 1)} of {f'{least:,} to ' * (least < most)}{most:,} tokens"
 
 
 def is_calibrated(plan: Plan) -> bool:

@@ -6,13 +6,14 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
+from megatron_epp.plan.errors import Names
 from megatron_epp.plan.units import format_bytes
 
 LEAST_SHARE = 0.05
@@ -34,11 +35,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class HostMemoryError(EppError):
-    """Host memory for offload is exhausted. `advice` has flags that may help, best first."""
-
-    def __init__(self, message: str, advice: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.advice = advice
+    """Host memory for offload is exhausted. The remedies that may help are in order, best first."""
 
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, HostMemoryError)
@@ -79,11 +76,13 @@ class OutOfMemoryReport:
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.
         recompute_is_fixed: the planner was not free to choose the amount of recompute.
         cuts_documents: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
+        names: of the settings that are advised.
     """
 
     usage: Callable[[int], Usage | None] = device_usage
     recompute_is_fixed: bool = False
     cuts_documents: bool = True
+    names: Names = field(default_factory=dict)
 
     def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
         """Return what happened and what to change, in a few lines.
@@ -97,23 +96,31 @@ class OutOfMemoryReport:
             f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
             f"planned for the rank at this action: {format_bytes(planned)}, with {_cap(plan.cap_bytes[rank])}; "
             f"{_found(usage, wanted)}",
-            *((str(error),) if isinstance(error, HostMemoryError) else ()),
+            *((error.message,) if isinstance(error, HostMemoryError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
         )
         return "\n".join(lines)
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """Return the two changes most likely to help, by the error and the memory in use."""
-        found = list(error.advice) if isinstance(error, HostMemoryError) else []
+        found = []
+        if isinstance(error, HostMemoryError):
+            remedies = error.remedies if self.cuts_documents else error.without("chunk_tokens").remedies
+            found += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             found.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
-            found.append("--epp-recompute auto")
+            found.append(self._setting("recompute", "auto"))
         if lower is not None:
-            found.append(f"--epp-memory-cap-gb {lower / 2**30:.4g}")
+            found.append(self._setting("cap_bytes", f"{lower / 2**30:.4g}"))
         tokens = max(1, plan.padded_tokens(action.chunk) // 2)
-        found.append(f"--epp-chunk-tokens {tokens}" if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
-        return [*found, "more stages (--pipeline-model-parallel-size)"][:2]
+        own = self._setting("chunk_tokens", str(tokens))
+        found.append(own if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
+        return [*found, "more pipeline stages"][:2]
+
+    def _setting(self, setting: str, value: str) -> str:
+        name = self.names.get(setting, setting)
+        return f"{name} {value}" if name.startswith("--") else f"{name}={value}"
 
 
 def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:

@@ -51,12 +51,17 @@ class Watchdog:
         limit_s: limit of an activity without progress, in seconds.
         on_expiry: called with the message instead of ending the process, for tests.
         failures: where other ranks say that they failed. This process ends then too, from its first activity on.
+        limit_name: setting of the limit, for messages.
     """
 
     def __init__(
-        self, limit_s: float, on_expiry: Callable[[str], None] | None = None, failures: FailureBoard | None = None
+        self,
+        limit_s: float,
+        on_expiry: Callable[[str], None] | None = None,
+        failures: FailureBoard | None = None,
+        limit_name: str = "--epp-wait-limit-seconds",
     ) -> None:
-        self.limit_s = limit_s
+        self.limit_s, self.limit_name = limit_s, limit_name
         self._on_expiry = on_expiry or self._end_process
         self._on_failure, self._failures = on_expiry or self._end_after, failures
         # Innermost last. Several threads append and remove, which the interpreter's lock makes atomic; looks are at a copy.
@@ -125,7 +130,7 @@ class Watchdog:
             return activity.describe()
         except Exception as error:
             failure = activity.failure or error
-            return f"no progress for {activity.limit_s:g} s (--epp-wait-limit-seconds): {type(failure).__name__}: {failure}"
+            return f"no progress for {activity.limit_s:g} s ({self.limit_name}): {type(failure).__name__}: {failure}"
 
     @staticmethod
     def _end_process(message: str) -> None:

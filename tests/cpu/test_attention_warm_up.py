@@ -11,7 +11,7 @@ import torch
 
 from megatron_epp.plan import shape_classes, sizing
 from megatron_epp.runtime.attention import kernels, warm_up
-from megatron_epp.runtime.attention.kernels import EXACT
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
@@ -25,15 +25,15 @@ class PlayedLibrary:
 
     def __init__(self):
         self.built = set()
-        self.kernel = replace(EXACT, name="played", forward=self.forward, backward=self.backward, builds_plans=True)
+        self.kernel = replace(EXACT_ATTENTION, name="played", forward=self.forward, backward=self.backward, builds_plans=True)
 
     def forward(self, q, k, v, table, scale):
         self.look_up("forward", k, table)
-        return EXACT.forward(q, k, v, table, scale)
+        return EXACT_ATTENTION.forward(q, k, v, table, scale)
 
     def backward(self, grad, q, k, v, out, saved, table, scale):
         self.look_up("backward", k, table)
-        return EXACT.backward(grad, q, k, v, out, saved, table, scale)
+        return EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, scale)
 
     def look_up(self, which, k, table):
         self.built.add((threading.get_ident(), which, table.shape_class, k.shape[1]))

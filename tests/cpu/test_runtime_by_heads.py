@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import Chunk, Segment, sizing
-from megatron_epp.runtime.attention.kernels import EXACT, base
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
@@ -58,7 +58,7 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
         view, table = views[1], SegmentTable.build(Chunk((Segment(0, prefix, end),)), end - prefix)
         q, grad = (torch.randn(end - prefix, heads, channels) for _ in range(2))
         k, v = relay.recall(0, view, (q[:0], q[:0]))
-        out, saved = EXACT.forward(q, k, v, table, 1.0)
+        out, saved = EXACT_ATTENTION.forward(q, k, v, table, 1.0)
         before, sums = relay.num_bytes, []
 
         def take(dk, dv, shared):
@@ -66,7 +66,7 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
             sums.append(relay.num_bytes - before)
             return own
 
-        made = peak_bytes_of(lambda: base.backward_by_heads(EXACT, grad, q, k, v, out, saved, table, 1.0, take))
+        made = peak_bytes_of(lambda: base.backward_by_heads(EXACT_ATTENTION, grad, q, k, v, out, saved, table, 1.0, take))
         return made - sums[-1]
 
     one_head = 2 * end * channels * 4

@@ -85,7 +85,7 @@ def test_pages_are_kept_and_no_larger_than_the_cap_lets_them_be():
 def test_the_cap_on_host_memory_is_named_and_what_does_not_fit_takes_nothing():
     host = HostMemory(CPU, MIB)
     (region := Region(host)).reserve(MIB)
-    with pytest.raises(EppError, match=r"needs 0\.0009769 GiB .* --epp-host-memory-gb allows 0\.0009766 GiB per rank"):
+    with pytest.raises(EppError, match=r"needs 0\.0009769 GiB .* a rank may take 0\.0009766 GiB; raise host_cap_bytes"):
         region.reserve(1)
     assert (region.num_bytes, host.held_bytes) == (MIB, MIB)
 

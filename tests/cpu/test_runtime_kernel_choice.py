@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import (
-    EXACT,
+    EXACT_ATTENTION,
     FLASH_ATTN,
     FLASH_ATTN_3,
     PREFERENCES,
@@ -42,7 +42,8 @@ def played(monkeypatch):
         monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
         chosen = {
             preference: tuple(
-                replace(k, obstacle=lambda case, k=k: None if k is EXACT or k.name in names else "not here") for k in order
+                replace(k, obstacle=lambda case, k=k: None if k is EXACT_ATTENTION or k.name in names else "not here")
+                for k in order
             )
             for preference, order in PREFERENCES.items()
         }
@@ -56,7 +57,7 @@ def played(monkeypatch):
 def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blocks(played, count):
     played(*(kernel.name for kernel in FUSED[count:]))
     chosen, obstacles = kernels.explain(ON_GPU)
-    assert chosen.name == (*FUSED, EXACT)[count].name
+    assert chosen.name == (*FUSED, EXACT_ATTENTION)[count].name
     assert obstacles == [f"{kernel.name}: not here" for kernel in FUSED[:count]]
 
 
@@ -112,13 +113,13 @@ def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(pl
     ):
         kernels._choose(ON_GPU, "fused")
     assert kernels._choose(ON_GPU, "flash").name == FLASH_ATTN.name
-    assert kernels._choose(ON_GPU, "unfused").name == EXACT.name
+    assert kernels._choose(ON_GPU, "unfused").name == EXACT_ATTENTION.name
 
 
 @pytest.mark.parametrize("preference", PREFERENCES)
 def test_on_a_cpu_everything_runs_in_exact_blocks(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    assert kernels.choose(q, k, k, preference) is EXACT
+    assert kernels.choose(q, k, k, preference) is EXACT_ATTENTION
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
 
 
-TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
+TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_empty_segments_change_no_bit(monkeypatch):
     k, v = (torch.randn(174, 2, 16) for _ in range(2))
     found, exact = (
         (out, *kernel.backward(grad, q, k, v, out, saved, TABLE, 0.25))
-        for kernel in (TRANSFORMER_ENGINE, EXACT)
+        for kernel in (TRANSFORMER_ENGINE, EXACT_ATTENTION)
         for out, saved in [kernel.forward(q, k, v, TABLE, 0.25)]
     )
     assert all(map(torch.equal, found, exact))
@@ -235,13 +236,15 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     with FakeTensorMode():
         q, k = (torch.empty(n, heads, 16, dtype=dtype, device="cuda") for n, heads in ((104, 4), (174, 2)))
-        out, saved = EXACT.forward(q, k, k, TABLE, 0.25)
-        found = EXACT.backward(out, q, k, k, out, saved, TABLE, 0.25)
+        out, saved = EXACT_ATTENTION.forward(q, k, k, TABLE, 0.25)
+        found = EXACT_ATTENTION.backward(out, q, k, k, out, saved, TABLE, 0.25)
     assert [(x.shape, x.dtype, x.device.type) for x in found] == [(x.shape, dtype, "cuda") for x in (q, k, k)]
 
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
-@pytest.mark.parametrize("kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT_ATTENTION], ids=lambda kernel: kernel.name
+)
 def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
     monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
     monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
@@ -300,17 +303,17 @@ def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
         starts = (0, *table.query_starts[1:])
         own = [slice(a, a + s.num_tokens) for a, s in zip(table.key_starts, table.segments, strict=False)]
         wrong = kernels.SegmentTable(tuple(s._replace(start=0, end=s.num_tokens) for s in table.segments), starts, starts)
-        return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
+        return EXACT_ATTENTION.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
 
     assert (
-        kernels._relative_error(replace(EXACT, forward=forward), AttentionCase("cpu", torch.float32, 16, 4, 2))
+        kernels._relative_error(replace(EXACT_ATTENTION, forward=forward), AttentionCase("cpu", torch.float32, 16, 4, 2))
         > kernels._TOLERANCE
     )
 
 
 def test_the_proof_notices_a_log_sum_exp_of_other_heads():
     """Which a backward of all heads at once never sees."""
-    wrong = replace(EXACT, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
+    wrong = replace(EXACT_ATTENTION, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
     assert kernels._relative_error(wrong, AttentionCase("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
     assert kernels._relative_error(wrong, AttentionCase("cpu", torch.float32, 16, 4, 1)) == 0
 
@@ -318,7 +321,7 @@ def test_the_proof_notices_a_log_sum_exp_of_other_heads():
 @pytest.mark.parametrize("which", range(3))
 def test_the_proof_notices_a_gradient_that_is_not_a_number(which):
     def backward(*inputs):
-        return [x * float("nan") if i == which else x for i, x in enumerate(EXACT.backward(*inputs))]
+        return [x * float("nan") if i == which else x for i, x in enumerate(EXACT_ATTENTION.backward(*inputs))]
 
     case = AttentionCase("cpu", torch.float32, 16, 4, 2)
-    assert "nan" in kernels._failure(replace(EXACT, backward=backward), case)
+    assert "nan" in kernels._failed_verification(replace(EXACT_ATTENTION, backward=backward), case)

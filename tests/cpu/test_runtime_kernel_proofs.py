@@ -21,7 +21,7 @@ def test_exact_attention_holds_in_every_type_with_grouped_and_with_own_key_heads
 
 @pytest.mark.parametrize("damage", ["output", "gradient", "error"])
 def test_a_wrong_kernel_does_not_hold(monkeypatch, damage):
-    exact = kernels.EXACT
+    exact = kernels.EXACT_ATTENTION
 
     def forward(*inputs):
         out, saved = exact.forward(*inputs)
@@ -33,7 +33,7 @@ def test_a_wrong_kernel_does_not_hold(monkeypatch, damage):
         dq, dk, dv = exact.backward(*inputs)
         return dq, (dk.roll(1, 0) if damage == "gradient" else dk), dv
 
-    monkeypatch.setattr(kernels, "EXACT", replace(exact, forward=forward, backward=backward))
+    monkeypatch.setattr(kernels, "EXACT_ATTENTION", replace(exact, forward=forward, backward=backward))
     proofs = list(prove("cpu", 16, 4, 4, 24))
     assert not any(one.holds for one in proofs)
     assert all((one.error or 0) > one.tolerance for one in proofs) == (damage != "error")
@@ -42,13 +42,13 @@ def test_a_wrong_kernel_does_not_hold(monkeypatch, damage):
 
 def test_kernels_are_proven_without_tf32_and_the_setting_is_as_before(monkeypatch):
     """NVIDIA's containers begin with "high"."""
-    exact, seen = kernels.EXACT, []
+    exact, seen = kernels.EXACT_ATTENTION, []
 
     def forward(*inputs):
         seen.append(torch.get_float32_matmul_precision())
         return exact.forward(*inputs)
 
-    monkeypatch.setattr(kernels, "EXACT", replace(exact, forward=forward))
+    monkeypatch.setattr(kernels, "EXACT_ATTENTION", replace(exact, forward=forward))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

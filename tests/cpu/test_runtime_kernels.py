@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.runtime.attention.kernels import EXACT
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
@@ -36,8 +36,8 @@ def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, quer
     torch.manual_seed(0)
     q, grad = (torch.randn(table.num_tokens, query_heads, 8).to(dtype) for _ in range(2))
     k, v = (torch.randn(table.key_starts[-1], kv_heads, 8).to(dtype) for _ in range(2))
-    out, saved = EXACT.forward(q, k, v, table, SCALE)
-    grads = EXACT.backward(grad, q, k, v, out, saved, table, SCALE)
+    out, saved = EXACT_ATTENTION.forward(q, k, v, table, SCALE)
+    grads = EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, SCALE)
     assert [x.dtype for x in (out, *grads)] == [dtype] * 4
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -103,9 +103,9 @@ def test_strided_queries_keys_and_values_are_read_rightly():
     strided = projection.unbind(1)
     dense = [x.contiguous() for x in strided]
     grad = torch.randn(15, 2, 8, dtype=torch.float64)
-    out, saved = EXACT.forward(*strided, table, SCALE)
-    grads = EXACT.backward(grad.transpose(0, 1).contiguous().transpose(0, 1), *strided, out, saved, table, SCALE)
-    same_out, same_saved = EXACT.forward(*dense, table, SCALE)
-    same_grads = EXACT.backward(grad, *dense, same_out, same_saved, table, SCALE)
+    out, saved = EXACT_ATTENTION.forward(*strided, table, SCALE)
+    grads = EXACT_ATTENTION.backward(grad.transpose(0, 1).contiguous().transpose(0, 1), *strided, out, saved, table, SCALE)
+    same_out, same_saved = EXACT_ATTENTION.forward(*dense, table, SCALE)
+    same_grads = EXACT_ATTENTION.backward(grad, *dense, same_out, same_saved, table, SCALE)
     for actual, wanted in zip((out, *saved, *grads), (same_out, *same_saved, *same_grads), strict=True):
         torch.testing.assert_close(actual, wanted)

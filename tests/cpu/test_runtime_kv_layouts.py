@@ -67,7 +67,7 @@ def test_caches_take_what_the_layout_says(layout):
 def test_fused_kernels_refuse_values_of_another_width_than_keys(kernel):
     case = kernels.AttentionCase("cuda", torch.bfloat16, 192, 16, 16, 128)
     assert kernel.obstacle(case) == "values of 128 channels: it takes as many as keys have, 192"
-    assert kernels.choose(*(torch.zeros(2, 4, width) for width in (192, 192, 128))) is kernels.EXACT
+    assert kernels.choose(*(torch.zeros(2, 4, width) for width in (192, 192, 128))) is kernels.EXACT_ATTENTION
 
 
 def test_keys_and_values_are_cached_as_they_are():

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_epp.mcore.arguments.table import FIELDS, TRAINING
 from megatron_epp.plan import Action, Op, PlanError, simulate
+from megatron_epp.plan.errors import Remedy
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
 from tests.support.runtime.out_of_memory_runs import run_short
 from tests.support.runtime.rank_processes import run_until_exit
@@ -19,7 +21,7 @@ def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):
     assert "OutOfMemoryRunError: pipeline rank 1, step " in ended[1].stderr
     assert "action 1F1 failed: out of memory on stage 1, chunk 1: 8 tokens, 2 layers, recompute: none\n" in ended[1].stderr
     assert "in use: 3.00 GiB, 8.00 GiB reserved, and 2.00 GiB more wanted\n" in ended[1].stderr
-    assert "most likely to help: PYTORCH_ALLOC_CONF=expandable_segments:True or --epp-" in ended[1].stderr
+    assert "most likely to help: PYTORCH_ALLOC_CONF=expandable_segments:True or chunk_tokens=4\n" in ended[1].stderr
     assert "The above exception" not in ended[1].stderr
 
 
@@ -31,10 +33,10 @@ def hybrid(cap_bytes=None):
     return plan if cap_bytes is None else replace(plan, cap_bytes=(cap_bytes,) * plan.num_ranks)
 
 
-def text(error=None, usage=None, cap_bytes=None, **options):
+def text(error=None, usage=None, cap_bytes=None, names=TRAINING, **options):
     plan = hybrid(cap_bytes)
     action = next(a for a in plan.actions(1) if a.op is Op.B)
-    report = OutOfMemoryReport(usage=lambda _: usage, **options)
+    report = OutOfMemoryReport(usage=lambda _: usage, names=names, **options)
     return report.text(plan, 1, action, error or torch.OutOfMemoryError("no"))
 
 
@@ -82,9 +84,10 @@ def test_the_flags_named_follow_the_signs(monkeypatch):
 
 
 def test_other_pools_bring_their_own_words_and_flags():
-    error = HostMemoryError("the host gives no more than 3 GB", ("--some-flag 3",))
+    error = HostMemoryError("the host gives no more than 3 GB", Remedy("lower", "chunk_tokens"), Remedy("drop", "offload"))
     assert "\nthe host gives no more than 3 GB\n" in text(error)
-    assert advice(error)[0] == "--some-flag 3"
+    assert advice(error) == ["lower --epp-chunk-tokens", "leave out --epp-offload"]
+    assert advice(error, names=FIELDS, cuts_documents=False)[0] == "leave out offload"
 
 
 def test_planned_bytes_are_those_of_the_plans_own_account():
@@ -99,6 +102,7 @@ def test_planned_bytes_are_those_of_the_plans_own_account():
 
 
 def test_smaller_microbatches_are_advised_where_a_script_makes_them():
-    advised = text(cuts_documents=False).splitlines()[-1]
+    advised = text(cuts_documents=False, names=FIELDS).splitlines()[-1]
+    assert "memory_cap_gb=" in advised
     assert "microbatches of at most " in advised
-    assert "--epp-chunk-tokens" not in advised
+    assert "--" not in advised

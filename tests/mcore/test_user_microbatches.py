@@ -121,9 +121,9 @@ def test_flags_that_would_have_no_effect_are_named_together(tmp_path: Path) -> N
 
 
 def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
-    with pytest.raises(EppError, match="leave out --epp-slices 3"):
+    with pytest.raises(EppError, match=r"megatron_epp\.wrap runs the script's own model and data: leave out slices=3"):
         wrap(slices=3)
-    with pytest.raises(EppError, match="needs --epp-offload"):
+    with pytest.raises(EppError, match="host_memory_gb needs offload='on'"):
         wrap(host_memory_gb=3)
     with pytest.raises(EppError, match="no setting colour"):
         wrap(colour="red")
@@ -132,7 +132,7 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(EppError, match="offload is True; it must be one of on, off"):
         wrap(offload=True)
     for name, value in (("offload", "on"), ("split_weight_gradient", True)):
-        with pytest.raises(EppError, match=f"--epp-order given .* leave out --epp-{name.replace('_', '-')}"):
+        with pytest.raises(EppError, match=f"order='given' .* leave out {name}"):
             wrap(order="given", **{name: value})
 
 
@@ -165,7 +165,7 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
     ):
         with pytest.raises(EppError) as error:
             run.check_messages(*given)
-        assert str(error.value).startswith(f"--epp cannot honour {said}")
+        assert str(error.value).startswith(f"a plan cannot honour {said}")
     run.check_messages(None, None, None)
     run.check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
 

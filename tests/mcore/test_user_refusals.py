@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import Agreed
@@ -74,6 +75,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         learner=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
         _options=Options(),
+        names=FIELDS,
     )
     made = MicrobatchPipeline._make(pipeline, Agreed(SHAPES, (0, 0)), forward_only)
     assert made.order == (0, 1, 2, 3)
@@ -83,6 +85,6 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
             assert [action.chunk for action in actions if action.op is op] == [0, 1, 2, 3]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (is_done and cap_bytes == 1)
-    for line in told:  # flags that a script can give
-        assert "--epp-memory-cap-gb" in line
-        assert not any(other in line for other in ("vocab", "chunk", "slices", "cap_bytes"))
+    for line in told:  # settings that a script can give, by its names for them
+        assert "memory_cap_gb to " in line
+        assert not any(other in line for other in ("--", "vocab", "chunk", "slices", "cap_bytes"))

@@ -16,6 +16,7 @@ import torch
 from megatron_epp import wrap
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.microbatches import check_order
+from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
@@ -113,19 +114,23 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
 
 
 def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refused(refused: Refused) -> None:
-    assert "--overlap-moe-expert-parallel-comm" in refused({"overlap_moe_expert_parallel_comm": True}, {})
-    assert "--cuda-graph-impl local" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
-    assert "--fp8-format hybrid" in refused({"fp8": "hybrid"}, {})
-    assert "--num-distributed-optimizer-instances 2" in refused({}, {"num_distributed_optimizer_instances": 2})
-    assert "--moe-enable-routing-replay True" in refused({"moe_enable_routing_replay": True}, {})
-    assert "--dsa-indexer-topk-freq 2" in refused({"dsa_indexer_topk_freq": 2}, {})
+    said = refused({"overlap_moe_expert_parallel_comm": True}, {})
+    assert said.startswith("a plan cannot honour overlap_moe_expert_parallel_comm=True (leave it out")
+    assert "--" not in said
+    assert "cuda_graph_impl='local'" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
+    assert "fp8='hybrid'" in refused({"fp8": "hybrid"}, {})
+    assert "num_distributed_optimizer_instances=2" in refused({}, {"num_distributed_optimizer_instances": 2})
+    assert "moe_enable_routing_replay=True" in refused({"moe_enable_routing_replay": True}, {})
+    assert "dsa_indexer_topk_freq=2" in refused({"dsa_indexer_topk_freq": 2}, {})
     shared = {"tensor_model_parallel_size": 2, "gtp_weight_remat_size": 2}
-    assert "--tensor-parallel-num-weight-shards 4 on 2 tensor-parallel ranks" in refused(shared, {})
+    assert "tensor_parallel_num_weight_shards=4 on 2 tensor-parallel ranks" in refused(shared, {})
     for routers in ("global_aux_loss", ["aux_loss", "global_aux_loss"]):
-        assert "global_aux_loss: replicas have plans" in refused({"moe_router_load_balancing_type": routers}, {})
-    assert "--use-megatron-fsdp" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
+        assert "moe_router_load_balancing_type='global_aux_loss': replicas have plans" in refused(
+            {"moe_router_load_balancing_type": routers}, {}
+        )
+    assert "use_megatron_fsdp=True" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
     for name in ("hybrid", "dynamic"):
-        said = f"--{name}-context-parallel True (leave it out: its collectives join replicas, which have plans of their own)"
+        said = f"{name}_context_parallel=True (leave it out: its collectives join replicas, which have plans of their own)"
         assert said in refused({f"{name}_context_parallel": True}, {})
 
 
@@ -137,7 +142,7 @@ def test_router_replay_is_refused_by_the_names_that_frameworks_give_it_unless_th
     )
     names = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
     for name in names:
-        assert f"--{name.replace('_', '-')} True {order}" in refused({name: True}, {})
+        assert f"{name}=True {order}" in refused({name: True}, {})
     check_order(Namespace(**dict.fromkeys(names, True)), "given")
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
     assert f"ENABLE_ROUTING_REPLAY=1 in the environment {order}" in refused({}, {})
@@ -256,8 +261,8 @@ def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.M
 def test_offload_is_refused_where_plans_recompute_nothing() -> None:
     from megatron_epp.mcore.microbatches import pipeline
 
-    with pytest.raises(EppError, match="takes the place of recompute, and plans recompute no layers: a reason"):
-        pipeline._without_recompute(Options(offload=True), "a reason")
+    with pytest.raises(EppError, match=r"^offload takes the place of recompute, and plans recompute no layers: a reason"):
+        pipeline._without_recompute(Options(offload=True), "a reason", FIELDS)
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:

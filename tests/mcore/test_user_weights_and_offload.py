@@ -62,7 +62,7 @@ def test_a_model_without_layers_that_can_delay_is_refused() -> None:
     for num_split, allowed in ((1, nullcontext()), (0, pytest.raises(EppError, match="no layer of this model"))):
         stage = Namespace(split_weights=lambda found=num_split: (found, []))
         with allowed:
-            pipeline.MicrobatchPipeline._split_weights(Namespace(stages={0: stage}, links=links))
+            pipeline.MicrobatchPipeline._split_weights(Namespace(stages={0: stage}, links=links, names={}))
 
 
 def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:

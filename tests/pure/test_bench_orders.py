@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders import random_batches
-from scripts.bench.orders.bench import TIE, main
-from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims
+from scripts.bench.orders.bench import CASES, DRAWN, ORDERS, TIE, main
+from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims, with_tables
 from tests.support.seeds import some_by_default
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -20,6 +21,20 @@ def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
     orders = {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
     assert set(CLAIMS) == orders, "`CLAIMS` of scripts/bench/orders/page.py has a row for every order"
     assert claims() in PAGE.read_text()
+
+
+def test_the_page_of_schedules_has_the_words_of_the_script_that_writes_it():
+    """All but the figures of plans, which take long: their tables are taken from the page, and only their names looked at."""
+    page = PAGE.read_text()
+    planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
+    makespans, *peaks = re.findall(r"(?m)(?:^\|.*\n)+", planned)
+    assert page == with_tables(makespans.rstrip(), "\n".join(peaks).rstrip(), PAGE.with_suffix(".png").name, DRAWN)
+    cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
+    assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
+    for table in (makespans, *peaks):
+        names = re.findall(r"(?m)^\| `(.+?)` \|", table)
+        assert set(names) == set(ORDERS)
+        assert len(names) == len(ORDERS)
 
 
 def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
-from megatron_epp.mcore.arguments.table import TABLE
+from megatron_epp.mcore.arguments.table import TABLE, phrase
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.lazy import load
@@ -84,18 +84,33 @@ CONFLICTS = (
 )
 
 
-def check_conflicts(args: object, conflicts: Iterable[MegatronFlag] = CONFLICTS) -> None:
-    """Raise `ArgumentError` that names all given flags that cannot be honoured, with advice for each."""
-    clashes = [f"{one.flag} {getattr(args, one.attribute)} ({one.advice})" for one in conflicts if one.is_given(args)]
-    if clashes:
-        raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
-
-
-def check_weight_shards(settings: object) -> None:
-    """Raise `ArgumentError` if ranks share weights beyond tensor parallelism, which 0.19 and later can.
+def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLICTS, by_fields: bool = False) -> None:
+    """Raise `ArgumentError` that names all given settings that cannot be honoured, with advice for each.
 
     Args:
         settings: Megatron's arguments, or a model's configuration.
+        conflicts: flags to look for.
+        by_fields: name them by their fields, for a script that has no flags.
+    """
+    clashes = [
+        f"{phrase(one.attribute if by_fields else one.flag, getattr(settings, one.attribute))} ({one.advice})"
+        for one in conflicts
+        if one.is_given(settings)
+    ]
+    if clashes:
+        raise ArgumentError(f"{who_cannot(by_fields)} " + "; ".join(clashes))
+
+
+def who_cannot(by_fields: bool) -> str:
+    """Begin a refusal, of flags or of fields of a model's configuration."""
+    return "a plan cannot honour" if by_fields else "--epp cannot honour"
+
+
+def check_weight_shards(settings: object, by_fields: bool = False) -> None:
+    """Raise `ArgumentError` if ranks share weights beyond tensor parallelism, which 0.19 and later can.
+
+    Args:
+        settings, by_fields: as `check_conflicts` takes them.
     """
     tensor_ranks = getattr(settings, "tensor_model_parallel_size", 1)
     for prefix in ("", "expert_"):
@@ -103,10 +118,11 @@ def check_weight_shards(settings: object) -> None:
         shards = getattr(settings, f"{prefix}tensor_parallel_num_weight_shards", None) or ranks
         shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
         if shards > ranks:
+            field = f"{prefix}tensor_parallel_num_weight_shards"
+            name = field if by_fields else f"--{field.replace('_', '-')}"
             raise ArgumentError(
-                f"--epp cannot honour --{prefix.replace('_', '-')}tensor-parallel-num-weight-shards {shards} on {ranks} "
-                "tensor-parallel ranks: weights are gathered ahead in the order of the first iteration, which recompute "
-                "changes; leave it out"
+                f"{who_cannot(by_fields)} {phrase(name, shards)} on {ranks} tensor-parallel ranks: weights are gathered ahead "
+                "in the order of the first iteration, which recompute changes; leave it out"
             )
 
 

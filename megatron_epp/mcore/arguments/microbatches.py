@@ -7,12 +7,19 @@ import os
 from collections.abc import Mapping, Set
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import IN_ORDER, TWICE_REDUCED, check_conflicts, check_weight_shards
+from megatron_epp.mcore.arguments.consequences import (
+    IN_ORDER,
+    TWICE_REDUCED,
+    check_conflicts,
+    check_weight_shards,
+    who_cannot,
+)
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING
+from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING, phrase
 from megatron_epp.mcore.features import check_calls
 from megatron_epp.plan import EppError
+from megatron_epp.plan.errors import Names
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
@@ -71,10 +78,16 @@ _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 """Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
 
 
-def advice(error: EppError) -> str:
-    """Return an error of planning with the remedies that a script's own microbatches leave, by the names of flags."""
+def names_of(args: argparse.Namespace) -> Names:
+    """Return the names of settings for who started a run: flags, or what `megatron_epp.wrap` is given."""
+    names: Names = getattr(args, "epp_names", TRAINING)
+    return names
+
+
+def advice(error: EppError, names: Names) -> str:
+    """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
     rows = (ROWS[one.setting] for one in error.remedies if one.setting in ROWS)
-    return error.without(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(TRAINING)
+    return error.without(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(names)
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:
@@ -92,45 +105,52 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
 
 
-def check_order(settings: object, order: str) -> None:
+def check_order(settings: object, order: str, by_fields: bool = False) -> None:
     """Raise `ArgumentError` for router replay unless microbatches run in their own order.
 
     Args:
-        settings: Megatron's arguments, or a model's configuration.
+        settings, by_fields: as `check_conflicts` takes them.
         order: value of --epp-order.
     """
     if order == GIVEN:
         return
-    check_conflicts(settings, REPLAYS)
+    check_conflicts(settings, REPLAYS, by_fields)
     if os.environ.get(_REPLAY_VARIABLE) == "1":
-        raise ArgumentError(f"--epp cannot honour {_REPLAY_VARIABLE}=1 in the environment ({_QUEUES})")
+        raise ArgumentError(f"{who_cannot(by_fields)} {_REPLAY_VARIABLE}=1 in the environment ({_QUEUES})")
 
 
-def check_routers(settings: object) -> None:
+def check_routers(settings: object, by_fields: bool = False) -> None:
     """Raise `ArgumentError` if routers look at tokens of all replicas: then all would need to run the same plan.
 
     Args:
-        settings: Megatron's arguments, or a model's configuration.
+        settings, by_fields: as `check_conflicts` takes them.
     """
     given = getattr(settings, "moe_router_load_balancing_type", None) or ()
     if _OF_REPLICAS in ((given,) if isinstance(given, str) else given):
+        name = "moe_router_load_balancing_type" if by_fields else "--moe-router-load-balancing-type"
         raise ArgumentError(
-            f"--epp cannot honour --moe-router-load-balancing-type {_OF_REPLICAS}: replicas have plans of their own, and their "
-            "routers would wait for each other; use aux_loss or seq_aux_loss"
+            f"{who_cannot(by_fields)} {phrase(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
+            "wait for each other; use aux_loss or seq_aux_loss"
         )
 
 
-def check_settings(given: Mapping[str, object], more: Set[str] = frozenset()) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags have no effect; names have underscores, and flags in `more` have an effect."""
+def check_settings(given: Mapping[str, object], more: Set[str] = frozenset(), names: Names = TRAINING) -> None:
+    """Raise `ArgumentError` if `--epp-*` flags have no effect.
+
+    Args:
+        given: their values, by names with underscores.
+        more: further flags that have an effect.
+        names: of settings for who has given them.
+    """
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
-    if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
-        raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")
-    uses = [
-        f"--{name.replace('_', '-')}" for name in ("epp_offload", "epp_split_weight_gradient") if given[name] != defaults[name]
-    ]
+    if clashes := [phrase(names[row.setting], given[row.dest]) for row in rows if given[row.dest] != defaults[row.dest]]:
+        who = "--epp-microbatches user" if names is TRAINING else "a schedule of megatron_epp.wrap"
+        raise ArgumentError(f"{who} runs the script's own model and data: leave out {', '.join(clashes)}")
+    own = (ROWS["offload"], ROWS["split_weight"])
+    uses = [names[row.setting] for row in own if given[row.dest] != defaults[row.dest]]
     if given["epp_order"] == GIVEN and uses:
-        raise ArgumentError(f"--epp-order {GIVEN} frees memory by recompute alone: leave out {', '.join(uses)}")
+        raise ArgumentError(f"{phrase(names['order'], GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}")
     if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":
-        raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")
+        raise ArgumentError(f"{names['host_cap_bytes']} needs {phrase(names['offload'], 'on')}: add that, or leave this out")

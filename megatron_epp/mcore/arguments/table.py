@@ -374,3 +374,10 @@ ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}
 """The flag of each setting in a training run, for errors."""
+FIELDS: Names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if row.training}
+"""The name of each setting for a script that calls `megatron_epp.wrap`: a keyword of that, or a field of its configuration."""
+
+
+def phrase(name: str, value: object) -> str:
+    """Format a setting with its value, as a flag or as an assignment in Python."""
+    return f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"

@@ -49,6 +49,7 @@ from megatron_epp.mcore.run import Run
 from megatron_epp.mcore.training.caps import possible_on_device
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError, InfeasibleError, Op
+from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.planner import Options
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
@@ -95,7 +96,7 @@ class MicrobatchPipeline(Run):
         told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
         options = options_from(args, training=True)
         if obstacle := next((text for each in told for text in each if text), ""):
-            options = _without_recompute(options, obstacle)
+            options = _without_recompute(options, obstacle, self.names)
         self._options = options
         if options.split_weight:
             self._split_weights()
@@ -194,7 +195,7 @@ class MicrobatchPipeline(Run):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
                 stage.begin(call, microbatches, agreed.shapes, planned.order, first, last, kept)
             running = planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload
-            Executor(*running, OutOfMemoryReport(cuts_documents=False)).run()
+            Executor(*running, OutOfMemoryReport(cuts_documents=False, names=self.names)).run()
         if not call.forward_only:
             if self.learner.is_done:
                 assert self.watch is not None  # since `settle`
@@ -232,7 +233,8 @@ class MicrobatchPipeline(Run):
                     obstacles[0],
                 )
         if not any(self.links.control.from_each(total)):
-            raise EppError("--epp-split-weight-gradient: no layer of this model can delay its weight gradient; leave it out")
+            text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
+            raise EppError(text, remedy).within(names=self.names)
 
     def _make(self, agreed: Agreed, forward_only: bool) -> Planned:
         """Plan the microbatches, which ranks hold on their devices throughout."""
@@ -246,7 +248,7 @@ class MicrobatchPipeline(Run):
         try:
             return planned(agreed.shapes, problem, costs, self._options)
         except InfeasibleError as error:
-            logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error)))
+            logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return as_given(agreed.shapes, problem, costs, self._options)
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: Agreed) -> PipelineCosts:
@@ -296,10 +298,16 @@ class MicrobatchPipeline(Run):
         return plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
-def _without_recompute(options: Options, why: str) -> Options:
-    """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them."""
+def _without_recompute(options: Options, why: str, names: Names) -> Options:
+    """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them.
+
+    Args:
+        options: as given.
+        why: they cannot be recomputed.
+        names: of settings, for the error.
+    """
     if options.offload:
-        raise EppError(f"--epp-offload takes the place of recompute, and plans recompute no layers: {why}")
+        raise EppError(f"{names['offload']} takes the place of recompute, and plans recompute no layers: {why}")
     if dist.get_rank() == 0:
         logger.warning("plans recompute no layers: %s", why)
     return replace(options, recompute=0)

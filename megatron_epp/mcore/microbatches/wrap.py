@@ -15,7 +15,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.consequences import check_conflicts, check_weight_shards
 from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import TABLE
+from megatron_epp.mcore.arguments.table import FIELDS, TABLE
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.mcore.microbatches.stage import language_model_of
@@ -52,11 +52,11 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     for row in TABLE:
         if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
-    check_settings(given)
+    check_settings(given, names=FIELDS)
     features.check_calls()
     if not given["epp_allow_unknown_megatron"]:
         features.tell_untested()
-    given |= {"epp": True, "epp_microbatches": "user", "distributed_timeout_minutes": minutes}
+    given |= {"epp": True, "epp_microbatches": "user", "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
     return Schedule(lambda models: arguments_of(models, given), shape_of)
 
 
@@ -65,17 +65,17 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
 
     Args:
         models: the rank's model chunks.
-        given: values of the `--epp-*` flags.
+        given: values of the `--epp-*` flags, and as `epp_names` the names of settings for errors.
 
     Raises:
         EppError: the model's configuration asks for what a plan cannot honour.
     """
     config = get_model_config(models[0])
     for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
-        check_conflicts(settings, CONFLICTS)
-    check_order(config, given["epp_order"])
-    check_routers(config)
-    check_weight_shards(config)
+        check_conflicts(settings, CONFLICTS, by_fields=True)
+    check_order(config, given["epp_order"], by_fields=True)
+    check_routers(config, by_fields=True)
+    check_weight_shards(config, by_fields=True)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(

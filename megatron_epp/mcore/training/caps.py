@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.mcore.arguments.microbatches import names_of
 from megatron_epp.mcore.costs.stored import of_first, write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.plan.reading import parse_json, read_text, whole
@@ -127,7 +128,7 @@ def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
         logging.WARNING if asked else logging.INFO,
         "%s, %.2f GiB, is more than devices have left after set-up: plans fill %s GiB on pipeline ranks 0 to %d (free memory "
         "and what torch has reserved, less %.2f GiB)",
-        "--epp-memory-cap-gb" if asked else f"The default cap, {100 * DEVICE_SHARE:.0f}% of the device's memory",
+        names_of(args)["cap_bytes"] if asked else f"The default cap, {100 * DEVICE_SHARE:.0f}% of the device's memory",
         wanted / _GIB,
         ", ".join(f"{cap / _GIB:.2f}" for cap in caps),
         len(caps) - 1,
@@ -144,7 +145,8 @@ def host_cap_bytes(args: argparse.Namespace) -> int:
     share_bytes = _HOST_SHARE * limit_bytes / ranks
     if args.rank == 0:
         logger.info(
-            "--epp-offload may take %.1f GiB per rank: %.0f%% of %s, for %d ranks",
+            "%s may take %.1f GiB per rank: %.0f%% of %s, for %d ranks",
+            names_of(args)["offload"],
             share_bytes / _GIB,
             100 * _HOST_SHARE,
             source,

@@ -157,7 +157,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     assert batch.plan is not None
     program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
     uploaded = batch.prepared.inputs.upload.buffer
-    out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
+    out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto", names=session.names)
     vocabulary, host = session.vocabulary, session.host
     tied = None if vocabulary is None else vocabulary.tied
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own

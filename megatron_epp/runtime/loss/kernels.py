@@ -75,13 +75,13 @@ def explain(case: LossCase) -> tuple[LossKernel | None, str]:
     """
     obstacle = LIGER.obstacle(case)
     if not obstacle:
-        obstacle = _failure(LIGER, case)
+        obstacle = _failed_verification(LIGER, case)
         if obstacle:
             logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
     return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
 
 
-def _failure(kernel: LossKernel, case: LossCase) -> str:
+def _failed_verification(kernel: LossKernel, case: LossCase) -> str:
     """Return why a kernel fails verification; empty if it passes."""
     try:
         of_losses, of_gradient = errors(kernel, case)

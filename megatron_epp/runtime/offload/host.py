@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.errors import Remedy
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
@@ -147,9 +148,10 @@ class HostMemory:
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
-                f"what is offloaded needs {format_gib(wanted_bytes, self.cap_bytes)} of host memory and "
-                f"--epp-host-memory-gb allows {format_gib(self.cap_bytes, wanted_bytes)} per rank",
-                ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
+                f"what is offloaded needs {format_gib(wanted_bytes, self.cap_bytes)} of host memory, and a rank may take "
+                f"{format_gib(self.cap_bytes, wanted_bytes)}",
+                Remedy("raise", "host_cap_bytes"),
+                Remedy("lower", "chunk_tokens"),
             )
         try:
             with near(self._cpus):  # pinning touches all of the page, in this thread
@@ -157,8 +159,10 @@ class HostMemory:
         except RuntimeError as error:
             raise HostMemoryError(
                 f"the system gives this rank no more than {format_bytes(self.allocated_bytes)} of "
-                f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error})",
-                ("a lower --epp-chunk-tokens", "no --epp-offload"),
+                f"{'pinned ' * self._on_gpu}host memory for offload, of the {format_bytes(self.cap_bytes)} that it may take "
+                f"({error})",
+                Remedy("lower", "chunk_tokens"),
+                Remedy("drop", "offload"),
             ) from error
         self._free.add([Span(len(self._pages), 0, page_bytes)])
         self._pages.append(page)

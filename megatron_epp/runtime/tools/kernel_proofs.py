@@ -1,7 +1,8 @@
 """Proofs of the attention kernels of this machine: each against torch's own attention in fp64, one segment after the other.
 
-Training proves a kernel against this package's exact attention, on a small chunk, before it uses it. Here exact attention is
-proven too, and chunks are larger: packed sequences, a slice behind a prefix, both in one chunk, and a single token.
+For `megatron-epp first-run` and benchmarks. Training has a verification of its own (`runtime.attention.kernels`), of the one
+kernel that it is about to use, against this package's exact attention on a small chunk. Here exact attention is proven too, and
+chunks are larger: packed sequences, a slice behind a prefix, both in one chunk, and a single token.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
     for dtype, tolerance in TOLERANCES.items():
         case = kernels.AttentionCase(device, dtype, channels, query_heads, kv_heads)
         chosen, _ = kernels.explain(case)
-        for kernel in kernels.PREFERENCES["auto"] if device == "cuda" else (kernels.EXACT,):
+        for kernel in kernels.PREFERENCES["auto"] if device == "cuda" else (kernels.EXACT_ATTENTION,):
             error, obstacle = None, kernel.obstacle(case) or ""
             if not obstacle:
                 try:

@@ -277,7 +277,7 @@ class Backend(LocalSpecProvider):
 
 
 KERNEL = replace(
-    kernels.EXACT,
+    kernels.EXACT_ATTENTION,
     forward=lambda q, k, v, table, scale: ((found := ops.attention(q, k, v))[0], found[1:]),
     backward=lambda grad, q, k, v, out, saved, table, scale: ops.attention_backward(grad, q, k, v, out),
 )

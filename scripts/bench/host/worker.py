@@ -116,7 +116,11 @@ def count_actions(path: Path) -> None:
     from megatron_epp.runtime.attention import kernels
     from megatron_epp.runtime.executor import Executor
 
-    one = replace(kernels.EXACT, forward=_as_one(kernels.EXACT.forward), backward=_as_one(kernels.EXACT.backward))
+    one = replace(
+        kernels.EXACT_ATTENTION,
+        forward=_as_one(kernels.EXACT_ATTENTION.forward),
+        backward=_as_one(kernels.EXACT_ATTENTION.backward),
+    )
     kernels.choose = lambda *_: one
     perform = Executor._perform
 

@@ -82,14 +82,13 @@ counts.
 With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a microbatch take one unit of time each on a rank:
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
 are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
-since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0
-between a rank's ends"), so their claim is lower. Counted so, ZB-H2 has none here either, and ZB-V up to 3.5 on the first ranks;
-until the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of
-DualPipe for twice as many stages as ranks; there a forward and a backward overlap, which here run one after the other.
-PipeOffload, SPPO and ChronosPipe are without their copies. For HelixPipe half of each pass is attention, so that
-`t_pre + t_post` of a layer is a quarter; the formula is derived from its order.
-`tests/pure/test_schedules.py` and `tests/contrib` hold the
-formulas, for other sizes too, and what PipeOffload, SPPO and ChronosPipe keep with copies.
+since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
+a rank's ends"), so their claim is lower. Counted so, ZB-H2 has none here either, and ZB-V up to 3.5 on the first ranks; until
+the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of DualPipe for twice as many
+stages as ranks; there a forward and a backward overlap, which here run one after the other. PipeOffload, SPPO and ChronosPipe
+are without their copies. For HelixPipe half of each pass is attention, so that `t_pre + t_post` of a layer is a quarter; the
+formula is derived from its order. `tests/pure/test_schedules.py` and `tests/contrib` hold the formulas, for other sizes too,
+and what PipeOffload, SPPO and ChronosPipe keep with copies.
 
 The last rows are of planners that choose chunks, layouts or orders themselves, with the figures of
 `tests/contrib/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of
@@ -118,8 +117,8 @@ a third of its memory, so running it would gain nothing here: slices shorten the
 ```bash
 yes 131072 | head -16 > long.txt
 megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --pipeline-size 8 --tensor-model-parallel-size 8 \\
-  --sequence-parallel --data-parallel 8 --memory-gb 72 --planner helixpipe --planner greedy --planner interleaved \\
-  --planner 1f1b-sliced  # and the same with --slices 1
+  --sequence-parallel --data-parallel 8 --memory-gb 72 --layout even --planner helixpipe --planner greedy \\
+  --planner interleaved --planner 1f1b-sliced  # and the same with --slices 1
 ```
 
 Running it would take model chunks that begin and end inside attention, handlers of `A` and `G` that attend without a layer,
@@ -241,6 +240,17 @@ def page(rows: Sequence[dict[str, Any]], drawn: str, batches: Mapping[str, int])
 
     Args:
         rows: figures of all orders on all batches.
+        drawn, batches: as `with_tables` takes them.
+    """
+    return with_tables(gallery(rows), bubbles_and_peaks(rows), drawn, batches)
+
+
+def with_tables(makespans: str, peaks: str, drawn: str, batches: Mapping[str, int]) -> str:
+    """Return the whole page around the tables that take hours to plan.
+
+    Args:
+        makespans: as `gallery` formats them.
+        peaks: as `bubbles_and_peaks` formats them.
         drawn: name of the picture.
         batches: those that are drawn, with the memory cap in GiB.
     """
@@ -293,17 +303,17 @@ is with tensor parallel size 8, whose exchange STP hides, and the default planne
 the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. SlimPipe cuts every sequence that is as
 long as the longest into at least as many slices as there are ranks, however short: in the first four columns they have 1,024
 tokens, a fifth of whose forward is fixed time, and with TP 8 the host takes longer to launch a pass than the device to run it.
-`interleaved, 4` has four stages per
-rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of them is faster than another in the same
-column the ratios do not say, as their placements differ. [How it compares](comparison.md#against-the-best-there-is) has
-zero-bubble schedules and greedy against proven optima, which are what OptPipe looks for.
+`interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of
+them is faster than another in the same column the ratios do not say, as their placements differ. [How it
+compares](comparison.md#against-the-best-there-is) has zero-bubble schedules and greedy against proven optima, which are what
+OptPipe looks for.
 
-{gallery(rows)}
+{makespans}
 
 Bubble, the idle share of all ranks until the last one ends, and peak of the fullest rank in GiB, weights and optimizer
 included, by batch and cap. A small bubble is no fast plan where recompute fills it.
 
-{bubbles_and_peaks(rows)}
+{peaks}
 
 The same plans in pictures, under the middle cap, the fastest first, and without those that take half as long again. Titles have
 makespan, bubble, recompute and peak.
@@ -317,7 +327,10 @@ makespan, bubble, recompute and peak.
 zero-bubble fork of Megatron prints (`f0 sf0 b0 w0` with communication, `F0.1 BW0.1` or `F0-1 BW0-1` without), and proves them
 like plans: every forward and backward is there once, nothing runs before what it needs, the order of sends matches that of
 receives, and there is no deadlock, even with a GPU's in-order hardware queues. It prints the bubble if F, B and W take
-equally long, and the largest number of microbatches in flight on a rank. Communication, copies and recompute are left out:
-messages follow from the order. Other lines before and after the rows of zero-bubble and Primus are skipped. Where two stages
-of a rank may be looped or a V, the table does not say which; it is the one with fewer violations.
+equally long, and the largest number of microbatches in flight on a rank. Copies and recompute are left out. Sends and receives
+that a table of torch has (`0SEND_F1`, `1RECV_F1`) are proven as they stand: none is missing, each is after what it sends and
+before what needs it, both ends agree on the order, and no rank waits for another for ever on one hardware queue. In the other
+tables messages follow from the order of the passes. Torch's older notation, with `B` next to `W` for the part of a backward
+without weight gradients and `BW` for a whole one, is read too. Other lines before and after the rows of zero-bubble and Primus
+are skipped. Where two stages of a rank may be looped or a V, the table does not say which; it is the one with fewer violations.
 """

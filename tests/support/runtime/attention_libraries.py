@@ -9,7 +9,7 @@ import types
 import torch
 
 from megatron_epp.plan import Segment
-from megatron_epp.runtime.attention.kernels import EXACT
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.layout import SegmentTable
 
 
@@ -31,14 +31,16 @@ def exact_flash_attn(calls):
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
     ):  # fmt: skip
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, dropout_p))
-        out, (lse,) = EXACT.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
         return out, lse, None, None
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        found = EXACT_ATTENTION.backward(
+            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale
+        )
         for target, value in zip((dq, dk, dv), found, strict=True):
             target.copy_(value)
 
@@ -58,7 +60,7 @@ def exact_flash_attn_3(calls):
     ):  # fmt: skip
         assert k_new is v_new is qv is out_ is cu_seqlens_k_new is seqused_q is seqused_k is None
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, 0.0))
-        out, (lse,) = EXACT.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
         return out, lse, torch.tensor([]), torch.tensor([])
 
     def _flash_attn_backward(
@@ -70,7 +72,9 @@ def exact_flash_attn_3(calls):
         assert sequed_q is sequed_k is None
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k == cu_seqlens_k.diff().max()
-        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        found = EXACT_ATTENTION.backward(
+            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale
+        )
         for target, value in zip((dq, dk, dv), found, strict=True):
             target.copy_(value)
         return torch.empty(0)
@@ -95,7 +99,7 @@ def exact_transformer_engine(calls):
         torch.rand(1, generator=rng_gen)
         causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
-        out, (lse,) = EXACT.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_kv), attn_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_kv), attn_scale)
         return out, [lse.t().unsqueeze(-1), torch.zeros(2)]
 
     def fused_attn_bwd(
@@ -107,7 +111,7 @@ def exact_transformer_engine(calls):
         assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
         assert all(x.is_contiguous() for x in (q, k, v, o, d_o)), "it sees addresses only"
         table, lse = table_of(cu_seqlens_q, cu_seqlens_kv), aux_ctx_tensors[0][..., 0].t()
-        return *EXACT.backward(d_o, q, k, v, o, (lse,), table, attn_scale), None
+        return *EXACT_ATTENTION.backward(d_o, q, k, v, o, (lse,), table, attn_scale), None
 
     module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
     return module

@@ -4,6 +4,9 @@ A fused kernel is verified once per case, before it is used: on a small chunk wi
 gradients must equal exact attention's within a tolerance, with all key heads at once in backward and with one key head
 at a time. So a library whose interface has changed cannot corrupt results. Rank 0 logs the kernel chosen, and so does every
 rank on which a kernel fails verification: one machine may differ from the others.
+
+`runtime.tools.kernel_proofs` is not for training: it proves all kernels of a machine, exact attention too, against torch's own
+attention in fp64.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, backward_by_heads
-from megatron_epp.runtime.attention.kernels.exact import EXACT
+from megatron_epp.runtime.attention.kernels.exact import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
 __all__ = [
-    "EXACT",
+    "EXACT_ATTENTION",
     "FLASH_ATTN",
     "FLASH_ATTN_3",
     "PREFERENCES",
@@ -40,19 +43,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PREFERENCES: dict[str, tuple[Kernel, ...]] = {
-    "auto": (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH, EXACT),
+    "auto": (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH, EXACT_ATTENTION),
     "fused": (TRANSFORMER_ENGINE,),
     "flash": (FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH),
-    "unfused": (EXACT,),
-    "local": (EXACT,),
+    "unfused": (EXACT_ATTENTION,),
+    "local": (EXACT_ATTENTION,),
 }
-"""Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`.
+"""Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`, which alone chooses among these lists.
 
 cuDNN goes before FlashAttention 3, as in Transformer Engine's own choice on Hopper. `flash` asks for FlashAttention 3 by name,
 which builds no plans for new shapes.
 """
 
-_PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
+_SAMPLE = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
 """Chunk for verification: a slice behind a prefix, a single token, and a packed sequence; no length is a multiple of a tile."""
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
@@ -90,17 +93,17 @@ def explain(case: AttentionCase, preference: str = "auto") -> tuple[Kernel | Non
     Running out of memory is not such a reason: `torch.OutOfMemoryError` is raised.
     """
     obstacles: list[str] = []
-    for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT,):
-        obstacle = kernel.obstacle(case) or _failure(kernel, case)
+    for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT_ATTENTION,):
+        obstacle = kernel.obstacle(case) or _failed_verification(kernel, case)
         if obstacle is None:
             return kernel, obstacles
         obstacles.append(f"{kernel.name}: {obstacle}")
     return None, obstacles
 
 
-def _failure(kernel: Kernel, case: AttentionCase) -> str | None:
+def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:
     """Return why a kernel fails verification; None if it passes, as exact attention always does."""
-    if kernel is EXACT:
+    if kernel is EXACT_ATTENTION:
         return None
     try:
         difference = _relative_error(kernel, case)
@@ -114,7 +117,7 @@ def _failure(kernel: Kernel, case: AttentionCase) -> str | None:
 @torch.no_grad()
 def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
-    table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
+    table = SegmentTable.build(_SAMPLE, _SAMPLE.num_tokens)
     generator = torch.Generator().manual_seed(0)
 
     def random(tokens: int, heads: int, channels: int = case.channels) -> Tensor:
@@ -139,7 +142,7 @@ def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
             dq, *_ = backward_by_heads(kernel, grad, q, k, v, out, saved, table, scale, take, count)
             yield out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
 
-    exact = next(results(EXACT, *(x.float() for x in (grad, q, k, v))))
+    exact = next(results(EXACT_ATTENTION, *(x.float() for x in (grad, q, k, v))))
     found = results(kernel, grad, q, k, v)
     errors = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
     return float(torch.stack(errors).max())  # of floats, max would leave one out that is not a number
