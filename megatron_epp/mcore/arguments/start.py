@@ -247,7 +247,8 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
         return
     then = saved.get("args")
     if not args.use_checkpoint_args and then is not None:
-        other = [name for name in _MODEL if hasattr(then, name) and getattr(then, name) != getattr(args, name)]
+        own = {name: value for name in _MODEL if (value := getattr(args, name)) is not None}  # layers may follow from a pattern
+        other = [name for name, value in own.items() if hasattr(then, name) and getattr(then, name) != value]
         if other:
             words = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}, not {getattr(then, name)}" for name in other)
             yield f"the checkpoint in {folder} is of another model: this run has {words}"
