@@ -1,15 +1,28 @@
-"""Run with some release's patched `megatron/` on the path: says what of it is known, then trains.
+"""Trains with some release's patched `megatron/` on the path, and says what of it is known."""
 
-python -m tests.support.mcore.release_worker FOLDER, which holds the cases of `scripts/parity` in cases.json
-"""
+from __future__ import annotations
 
 import inspect
-import json
-import sys
 from pathlib import Path
+from typing import Any
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Compare the cases of `scripts/parity` in a folder's cases.json, whose figures are printed; train a hybrid model by stock
+    and by plans, and with every level of recompute.
+    """
+    found = known()  # ahead of all that could prepare Megatron
+    from scripts.parity import compare as parity
+    from tests.support.mcore.jobs import options, recompute_modes
+
+    assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"]) == 0
+    (place := folder / "levels").mkdir()
+    hybrid = options.run(folder, ("hybrid stock", "hybrid elastic"))
+    return {"known": found, "hybrid": hybrid, "levels": recompute_modes.run(place, ["dropout"])}
 
 
 def known() -> dict[str, object]:
+    """Return the release, and what of it the package does not know."""
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
 
@@ -26,17 +39,3 @@ def known() -> dict[str, object]:
         "not applied": [patch.target for patch in install.patches() if patch not in applied],
         "parameters": [list(stock.parameters), list(inspect.signature(forward_backward_elastic).parameters)],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(known()), flush=True)
-    from scripts.parity import compare as parity
-    from tests.support.mcore.figures import record_figures
-    from tests.support.mcore.jobs import options, recompute_modes
-
-    folder = Path(sys.argv[1])
-    code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
-    record_figures(options.run(folder, ("hybrid stock", "hybrid elastic")))
-    (place := folder / "levels").mkdir()
-    record_figures(recompute_modes.run(place, ["dropout"]))
-    sys.exit(code)
