@@ -18,7 +18,7 @@ PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 PLANS = ("--epp", "--epp-microbatches", "user")
 STAGES = ("--pipeline-model-parallel-size", "2")
 ITERATIONS = 6
-PIPELINES = [(2, UNEVEN), (4, EVEN)]
+PIPELINES = [pytest.param(2, UNEVEN, id="a stage per rank"), pytest.param(4, EVEN, id="two stages per rank")]
 TOLERANCE = 1e-5
 
 
