@@ -55,7 +55,7 @@ MORE_CELLS = {
     ),
     "multi-token prediction": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"),
 }
-"""In the set `slow`: the default set has them in `test_user_parity.py`, tensor by tensor."""
+"""In the set `slow`: the default set has them in `test_matrix.py`, tensor by tensor."""
 
 
 @pytest.fixture(params=[*CELLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CELLS)])

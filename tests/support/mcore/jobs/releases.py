@@ -8,17 +8,21 @@ from typing import Any
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Compare the cases of `scripts/parity` in a folder's cases.json, whose figures are printed; train a hybrid model by stock
-    and by plans, and with every level of recompute.
+    """Compare the cases of `scripts/parity` in a folder's cases.json, whose figures are printed, and train with every level of
+    recompute.
     """
     found = known()  # ahead of all that could prepare Megatron
     from scripts.parity import compare as parity
-    from tests.support.mcore.jobs import options, recompute_modes
+    from scripts.parity.worlds import load_megatron
+    from tests.support.mcore.jobs import recompute_modes
 
-    assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"]) == 0
+    load_megatron()
+    from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
+
+    local_hybrid.use_torch_norms()
+    assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "3", "--json"]) == 0
     (place := folder / "levels").mkdir()
-    hybrid = options.run(folder, ("hybrid stock", "hybrid elastic"))
-    return {"known": found, "hybrid": hybrid, "levels": recompute_modes.run(place, ["dropout"])}
+    return {"known": found, "levels": recompute_modes.run(place, ["dropout"])}
 
 
 def known() -> dict[str, object]:
