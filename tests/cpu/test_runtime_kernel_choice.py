@@ -116,10 +116,11 @@ def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(pl
     assert kernels._choose(ON_GPU, "unfused").name == EXACT_ATTENTION.name
 
 
-@pytest.mark.parametrize("preference", PREFERENCES)
-def test_on_a_cpu_everything_runs_in_exact_blocks(preference):
+@pytest.mark.parametrize("preference", [name for name, order in PREFERENCES.items() if order != (EXACT_ATTENTION,)])
+def test_on_a_cpu_everything_runs_in_exact_blocks_and_no_other_kernel_is_tried(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     assert kernels.choose(q, k, k, preference) is EXACT_ATTENTION
+    assert kernels.explain(ON_GPU._replace(device="cpu"), preference) == (EXACT_ATTENTION, [])
 
 
 @pytest.mark.parametrize(

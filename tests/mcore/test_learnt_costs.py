@@ -15,10 +15,9 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.launch.run_folder import LOCK
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan import EppError
-from tests.support.mcore.forked import launch, train
+from tests.support.mcore.forked import job, of_ranks, train
 
 LEARNING = WARM_UP + RECORDED
-WORKER = Path(__file__).parents[1] / "support" / "mcore" / "learnt_worker.py"
 SCRIPT = ("--pipeline-model-parallel-size", 2, "--epp", "--epp-microbatches", "user")
 LONGER = ("--override-opt-param-scheduler",)
 WHILE = "while costs are learnt"
@@ -58,23 +57,25 @@ def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def said() -> tuple[dict[str, Any], ...]:
-    finished = launch(2, WORKER, 2, "24,8,32,16,8,32")
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = job(2, "frameworks:learnt")
+    ranks = of_ranks(finished)
     assert "the device was another one and is cpu" in finished.output
-    return finished.figures
+    assert len(ranks) == 2
+    return ranks
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_framework_keeps_costs_by_the_state_of_its_schedule(said: tuple[dict[str, Any], ...], rank: int) -> None:
-    learning, resumed, elsewhere, late = (one for one in said if one["rank"] == rank)
+    learning, resumed, elsewhere = said[rank]["schedules"]
     assert [one["learns"] for one in (learning, resumed, elsewhere)] == [False, False, True]
     assert resumed["state"] == learning["state"]
     assert len(elsewhere["state"]["pipelines"]) == 1
-    assert "before the first call" in late["error"]
+    assert "before the first call" in said[rank]["late"]
 
 
 def test_all_ranks_have_the_same_state(said: tuple[dict[str, Any], ...]) -> None:
-    assert len({json.dumps(one["state"], sort_keys=True) for one in said[:2]}) == 1
+    states = [one["state"] for rank in said for one in rank["schedules"][:2]]
+    assert len({json.dumps(state, sort_keys=True) for state in states}) == 1
 
 
 def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:

@@ -18,6 +18,7 @@ from scripts.parity.cells import all_cells, all_rows, covering_rows, full_rows
 from tests.support.mcore import worker
 from tests.support.mcore.matrix import Matrix, Row, parameters
 from tests.support.mcore.rows import BY_DEFAULT, CHOICES, KINDS, PAIRS, ROWS
+from tests.support.mcore.script_rows import SCRIPT_ROWS, ScriptRow
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,11 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("row", parameters(ROWS))
 def test_it_trains_as_the_stock_schedule_does(matrix: Matrix, row: Row) -> None:
     matrix.check(row)
+
+
+@pytest.mark.parametrize("script", parameters(SCRIPT_ROWS))
+def test_a_scripts_own_microbatches_train_as_the_stock_schedule_does(script: ScriptRow) -> None:
+    script.check()
 
 
 def test_replicas_train_on_unequal_numbers_of_documents(matrix: Matrix) -> None:
@@ -80,5 +86,5 @@ def test_the_rows_bring_every_two_choices_together() -> None:
 
 
 def test_rows_have_names_of_their_own() -> None:
-    names = [row.name for row in ROWS]
+    names = [row.name for row in (*ROWS, *SCRIPT_ROWS)]
     assert len({*names}) == len(names)

@@ -79,13 +79,6 @@ def test_a_checkpoint_of_two_stages_goes_on_with_another_number_of_them(runs, na
     assert_same_training(whole, loaded)
 
 
-def test_a_hybrid_model_of_attention_and_mlp_layers_trains_as_with_megatrons_own_schedule(runs):
-    stock, elastic = runs["hybrid stock"], runs["hybrid elastic"]
-    assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in elastic["plans"])
-    assert {tuple(plan["recompute"]) for plan in elastic["plans"]} == {("some",)}
-    assert_same_training(stock, elastic)
-
-
 def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs):
     joint, split = runs["engine"], runs["engine, split, fused and overlapped"]
     assert not any(plan["weights"] for plan in joint["plans"])

@@ -10,12 +10,14 @@ import pytest
 
 from megatron_epp.mcore import features
 from tests.support.mcore.figures import FOLDER, recorded
+from tests.support.mcore.forked import command
+from tests.support.mcore.jobs.frameworks import UNEVEN
 from tests.support.mcore.launch import REPOSITORY, launch, run
 from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
+from tests.support.mcore.rows import HYBRID
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
-WORKER = "tests.support.mcore.release_worker"
 CASES = {
     "sliced": {
         "cell": {"pp": 2, "split": True},
@@ -36,6 +38,7 @@ CASES = {
         "both": ALL_STATISTICS,
         "alone": True,
     },
+    "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},
 }
 
 
@@ -54,10 +57,11 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     (recordings := tmp_path / "figures").mkdir()
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= {FOLDER: str(recordings)}
-    finished = run([sys.executable, "-m", WORKER, tmp_path], environment, timeout_s=300)
+    finished = run([sys.executable, *command("releases", {"folder": tmp_path})], environment, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
-    found, figures = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
-    hybrid, levels = recorded(recordings)
+    (figures,) = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    (told,) = recorded(recordings)
+    found = told["known"]
     assert found["version"] == wanted
     assert found["path"] == str(tmp_path / "megatron" / "training")
     assert found["unknown"] == []
@@ -65,19 +69,17 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     stock, ours = found["parameters"]
     assert ours == stock
     assert all(figures["cases"][name]["parameters"]["num_tensors"] > 0 for name in CASES)
-    losses = [hybrid[f"hybrid {schedule}"]["losses"] for schedule in ("stock", "elastic")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert [name for facts in levels["dropout"] for name, differing in facts["differ"].items() if differing] == []
+    assert [name for facts in told["levels"]["dropout"] for name, differing in facts["differ"].items() if differing] == []
 
 
 @pytest.mark.slow  # another release, which is outside the supported range
 def test_wrap_runs_on_0_16_whose_wheel_has_no_training_loop_and_whose_backward_takes_one_more_argument(tmp_path: Path) -> None:
     path = {"PYTHONPATH": f"{release('0.16.1')}:{REPOSITORY}", FOLDER: str(tmp_path)}
-    finished = launch(2, "-m", "tests.support.mcore.core_only_worker", 2, "24,8,32,16,8,32", env=path)
+    finished = launch(2, *command("frameworks:of_core_alone", {"stages": 2, "lengths": UNEVEN}), env=path)
     assert finished.returncode == 0, finished.output[-5000:]
     assert finished.output.count("megatron-core 0.16.1\n") == 2
     assert finished.output.count("megatron-core 0.16.1 is installed, and megatron-epp is tested with >=0.17,<0.20: ") == 1
-    differences = [run["worst"] for run in recorded(tmp_path) if "worst" in run]
+    differences = [run["worst"] for rank in recorded(tmp_path) for run in rank["runs"]]
     assert len(differences) == 12
     assert max(differences) < 1e-5
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_epp.cost.slowness import ITERATIONS, SLOWER
 from megatron_epp.mcore.costs import watch as watches
 from megatron_epp.plan import Action, Plan
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.plan.small_plans import one_f_one_b
 
@@ -37,7 +37,7 @@ def check_named(output: str) -> None:
 
 @pytest.mark.slow  # the other loop with the same watch
 def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
-    finished = launch(2, PROGRAMS / "slow_worker.py", 2, "24,8,32,16")
+    finished = job(2, "frameworks:slow")
     assert finished.returncode == 0, finished.output[-5000:]
     check_named(finished.output)
 

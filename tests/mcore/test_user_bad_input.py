@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, launch
 from tests.support.mcore.launch import TINY
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
-PROGRAM = PROGRAMS / "bad_input_worker.py"
-LENGTHS = "24,8,32,16,8,32"
 SECONDS = 120
 """Far less than any time limit of messages."""
 
@@ -29,7 +27,7 @@ DIFFER = (
     ],
 )
 def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, cause: str) -> None:
-    finished = launch(2, PROGRAM, 1 if "tensor" in case else 2, LENGTHS, case, timeout_s=SECONDS)
+    finished = job(2, "frameworks:wrong", case=case, timeout_s=SECONDS)
     assert finished.returncode == 1
     for rank in (0, 1):
         assert f"rank {rank}: weights are as they were" in finished.output
@@ -70,7 +68,7 @@ def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, c
     ],
 )
 def test_what_fails_on_one_rank_ends_the_other_with_its_cause(case: str, failing: int, cause: str) -> None:
-    finished = launch(2, PROGRAM, 1 if "tensor" in case else 2, LENGTHS, case, timeout_s=SECONDS)
+    finished = job(2, "frameworks:wrong", case=case, timeout_s=SECONDS)
     assert finished.returncode == 1
     place = f"pipeline rank {0 if 'tensor' in case else failing}, step"
     said = [line for line in finished.output.splitlines() if cause in line]

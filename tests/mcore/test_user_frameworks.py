@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import launch, train
+from tests.support.mcore.forked import job, launch, of_ranks, train
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.launch import TINY
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 PLANS = ("--epp", "--epp-microbatches", "user")
 STAGES = ("--pipeline-model-parallel-size", "2")
 ITERATIONS = 6
+PIPELINES = [pytest.param(2, UNEVEN, id="a stage per rank"), pytest.param(4, EVEN, id="two stages per rank")]
 TOLERANCE = 1e-5
 
 
@@ -82,56 +84,43 @@ def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
 
 def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replica_that_has_no_microbatches() -> None:
     """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""
-    finished = launch(4, PROGRAMS / "split_step_worker.py", 2, "24,8,32,16,8,32")
-    assert finished.returncode == 0, finished.output[-5000:]
-    said = [(one["rank"], one["overlap"], one["distributed"]) for one in finished.figures]
+    found = [*chain.from_iterable(of_ranks(job(4, "frameworks:split_step")))]
+    said = [(one["rank"], one["overlap"], one["distributed"]) for one in found]
     assert sorted(said) == sorted(2 * [*product(range(4), (False, True), (False, True))])
-    assert [one for one in finished.figures if one["worst"] > TOLERANCE] == []
+    assert [one for one in found if one["worst"] > TOLERANCE] == []
 
 
-@pytest.mark.parametrize(
-    ("stages", "lengths"),
-    [
-        (2, "24,8,32,16,8,32"),
-        (4, "24,24,24,24,24,24"),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
-    ],
-)
-def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given_order(stages: int, lengths: str) -> None:
-    finished = launch(2, PROGRAMS / "replay_worker.py", stages, lengths)
-    assert finished.returncode == 0, finished.output[-5000:]
-    refused = [one["refused"] for one in finished.figures if "refused" in one]
-    assert len(refused) == 2
-    for line in refused:
-        assert line.startswith("--epp cannot honour --moe-enable-routing-replay True (microbatches must run in their own order")
-    trained = [one for one in finished.figures if "worst" in one]
-    assert [one for one in trained if one["worst"] > TOLERANCE] == []
-    assert all(len(set(row)) == 1 for one in trained for row in one["recompute"])
+@pytest.mark.parametrize(("stages", "lengths"), PIPELINES)
+def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given_order(
+    stages: int, lengths: tuple[int, ...]
+) -> None:
+    ranks = of_ranks(job(2, "frameworks:replayed", stages=stages, lengths=lengths))
+    assert len(ranks) == 2
+    for rank in ranks:
+        said = "--epp cannot honour --moe-enable-routing-replay True (microbatches must run in their own order"
+        assert rank["refused"].startswith(said)
+        assert [one for one in rank["trained"] if one["worst"] > TOLERANCE] == []
+        assert all(len(set(row)) == 1 for one in rank["trained"] for row in one["recompute"])
+        assert all(found == rank["by stock"] for found in rank["recorded"])
+    trained = [one for rank in ranks for one in rank["trained"]]
     assert sum(any(map(any, one["recompute"])) for one in trained) == 2  # the last of each rank, under a cap
-    recorded = [one for one in finished.figures if "recorded" in one]
-    assert len(recorded) == 2
-    assert all(found == one["by stock"] for one in recorded for found in one["recorded"])
 
 
-@pytest.mark.parametrize(
-    ("stages", "lengths"),
-    [
-        (2, "24,8,32,16,8,32"),
-        (4, "24,24,24,24,24,24"),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
-    ],
-)
-def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_last(stages: int, lengths: str) -> None:
-    finished = launch(2, PROGRAMS / "get_next_worker.py", stages, lengths)
-    assert finished.returncode == 0, finished.output[-5000:]
-    said = finished.figures
-    runs, passes = [one for one in said if "worst" in one], [one for one in said if "samples" in one]
+@pytest.mark.parametrize(("stages", "lengths"), PIPELINES)
+def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_last(
+    stages: int, lengths: tuple[int, ...]
+) -> None:
+    finished = job(2, "frameworks:read_by_get_next", stages=stages, lengths=lengths)
+    ranks = of_ranks(finished)
+    runs = [run for rank in ranks for run in rank["runs"]]
     assert len(runs) == 12
-    for one in runs:
-        assert one["worst"] < TOLERANCE
-        assert one["offsets"] == [6] * (stages // 2)
-        for name in ("reward", "loss"):
-            assert [entry[name] for entry in one["results"]] == pytest.approx([entry[name] for entry in one["stock"]])
-    assert [entry["reward"] for entry in next(one["results"] for one in runs if one["results"])] == [1, 2, 3, 4, 5, 6]
-    for one in passes:
-        ours, theirs = ([*chain.from_iterable(one[name])] for name in ("samples", "samples by stock"))
+    for rank in ranks:
+        for run in rank["runs"]:
+            assert run["worst"] < TOLERANCE
+            assert run["offsets"] == [6] * (stages // 2)
+            for name in ("reward", "loss"):
+                assert [entry[name] for entry in run["results"]] == pytest.approx([entry[name] for entry in rank["stock"]])
+        ours, theirs = ([*chain.from_iterable(rank[name])] for name in ("samples", "samples by stock"))
         assert ours == pytest.approx(theirs)
+    assert [entry["reward"] for entry in next(run["results"] for run in runs if run["results"])] == [1, 2, 3, 4, 5, 6]
     assert "6 microbatches of 24 tokens: " in finished.output or "6 microbatches of 8 to 32 tokens: " in finished.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 
 from megatron_epp import wrap
 from megatron_epp.plan import EppError
-from tests.support.mcore.forked import launch, train
+from tests.support.mcore.forked import job, launch, of_ranks, train
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.launch import TINY, Finished
 
 PLANS = "--epp --epp-microbatches user"
@@ -55,7 +55,7 @@ MORE_CELLS = {
     ),
     "multi-token prediction": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"),
 }
-"""In the set `slow`: the default set has them in `test_user_parity.py`, tensor by tensor."""
+"""In the set `slow`: the default set has them in `test_matrix.py`, tensor by tensor."""
 
 
 @pytest.fixture(params=[*CELLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CELLS)])
@@ -106,7 +106,7 @@ def test_a_loss_of_the_scripts_own_really_runs(tmp_path: Path) -> None:
 
 
 def test_an_iterator_that_ends_early_ends_every_rank_with_the_count() -> None:
-    finished = launch(2, PROGRAMS / "wrap_worker.py", 2, UNEVEN, env={"MICROBATCHES": "7"})
+    finished = job(2, "frameworks:ending_early", count=7)
     assert finished.returncode != 0
     said = "rank 0: the data iterator ended after 6 of 7 microbatches; rank 1: the data iterator ended after 6 of 7"
     assert f"EppError: {said}" in finished.output
@@ -170,43 +170,48 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
     run.check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
 
 
-UNEVEN = "24,8,32,16,8,32"
-EVEN = "24,24,24,24,24,24"
 LOOPS = {
-    "one stage": (1, 1, UNEVEN),
-    "pipeline": (2, 2, UNEVEN),
-    "several stages per rank": (2, 4, EVEN),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
+    "one stage": (1, 1, UNEVEN, "somewhere"),
+    "pipeline": (2, 2, UNEVEN, None),
+    "several stages per rank": (2, 4, EVEN, None),
 }
+"""Ranks, stages, lengths of microbatches, and the attribute of another model that holds the model."""
 
 
 @pytest.fixture(scope="module", params=LOOPS)
 def wrapped(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
-    """Output of the ranks of a framework's own loop: one run by stock, six planned, one evaluation."""
-    ranks, *rest = LOOPS[request.param]
-    inside = {"INSIDE": "somewhere"} if request.param == "one stage" else {}
-    finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest, env=inside)
-    assert finished.returncode == 0, finished.output[-5000:]
+    """Figures of the ranks of a framework's own loop: one run by stock, six planned, one evaluation."""
+    ranks, stages, lengths, inside = LOOPS[request.param]
+    finished = job(ranks, "frameworks:compared", stages=stages, lengths=lengths, inside=inside)
     told = (
         "plans recompute no layers: Outer has no decoder with layers, nor a language_model with one, so its own settings decide"
     )
-    assert finished.output.count(told) == len(inside)
-    return finished.figures
+    found = of_ranks(finished)
+    assert finished.output.count(told) == (inside is not None)
+    assert len(found) == ranks
+    return found
+
+
+def worst_of(ranks: tuple[dict[str, Any], ...]) -> float:
+    """Return the largest relative difference of a gradient, over all planned runs of all ranks."""
+    return max(run["worst"] for rank in ranks for run in rank["runs"])
 
 
 def test_a_loop_without_megatrons_parser_gets_the_gradients_of_stock(wrapped: tuple[dict[str, Any], ...]) -> None:
-    assert max(one["worst"] for one in wrapped if "worst" in one) < TOLERANCE
+    assert worst_of(wrapped) < TOLERANCE
 
 
 def test_results_come_in_the_callers_order(wrapped: tuple[dict[str, Any], ...]) -> None:
     for one in wrapped:
-        results, stock = one.get("results", one.get("evaluated")), one["stock"]
-        assert [entry["tokens"] for entry in results] == [entry["tokens"] for entry in stock]
-        assert [entry["loss"] for entry in results] == pytest.approx([entry["loss"] for entry in stock], rel=TOLERANCE)
+        stock = one["stock"]
+        for results in (*(run["results"] for run in one["runs"]), one["evaluated"]):
+            assert [entry["tokens"] for entry in results] == [entry["tokens"] for entry in stock]
+            assert [entry["loss"] for entry in results] == pytest.approx([entry["loss"] for entry in stock], rel=TOLERANCE)
     assert any(one["stock"] for one in wrapped)
 
 
 def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: tuple[dict[str, Any], ...]) -> None:
-    seen = [(one["collected"], one["collected by stock"]) for one in wrapped if "collected" in one]
+    seen = [(one["collected"], one["collected by stock"]) for one in wrapped]
     for ours, theirs in seen:
         assert [entry["tokens"] for entry in ours] == [entry["tokens"] for entry in theirs]
         for mine, other in zip(ours, theirs, strict=True):
@@ -217,13 +222,13 @@ def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: tuple[d
 def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() -> None:
     """The model is a multimodal one, whose layers are those of the language model inside."""
     cap_bytes = 202_000  # weights, gradients and optimizer included, by formula
-    settings = {"SETTINGS": json.dumps({"memory_cap_gb": cap_bytes / 2**30}), "INSIDE": "language_model"}
-    finished = launch(2, PROGRAMS / "wrap_worker.py", 2, UNEVEN, env=settings)
-    assert finished.returncode == 0, finished.output[-5000:]
+    settings = {"memory_cap_gb": cap_bytes / 2**30}
+    finished = job(2, "frameworks:compared", stages=2, lengths=UNEVEN, settings=settings, inside="language_model")
+    said = of_ranks(finished)
     (share,) = re.findall(r"planned .* bubble [\d.]+%, ([\d.]+)% of layers recompute", finished.output)[1:2]
     assert 0 < float(share) < 100
-    said = finished.figures
-    assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
-    peaks = {rank: [one["peak_bytes"] for one in said if one["rank"] == rank and "peak_bytes" in one] for rank in (0, 1)}
+    assert worst_of(said) < TOLERANCE
+    peaks = {one["rank"]: [run["peak_bytes"] for run in one["runs"]] for one in said}
+    assert peaks.keys() == {0, 1}
     for of_rank in peaks.values():  # the first iteration runs without plans for the cap, the last with one
         assert of_rank[-1] < min(of_rank[0], cap_bytes)

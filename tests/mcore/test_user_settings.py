@@ -7,6 +7,7 @@ import contextlib
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,22 @@ from megatron_epp.mcore.training import reduction
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError
 from megatron_epp.planner import Options
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 
-PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "honoured_worker.py"
 TOLERANCE = 1e-5
 Refused = Callable[[Mapping[str, object], Mapping[str, object]], str]
 PIPELINES = {
-    "a stage per rank": (2, "24,8,32,16,8,32"),
-    "two stages per rank, no token trained": (4, "24,24,24,24,24,24"),
+    "a stage per rank": (2, UNEVEN),
+    "two stages per rank, no token trained": (4, EVEN),
 }
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
 def cases(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
-    """Output of every rank for every case."""
-    finished = launch(2, PROGRAM, *PIPELINES[request.param])
-    assert finished.returncode == 0, finished.output[-5000:]
-    return finished.figures
+    """Figures of every rank for every case."""
+    stages, lengths = PIPELINES[request.param]
+    return (*chain.from_iterable(of_ranks(job(2, "frameworks:honoured", stages=stages, lengths=lengths))),)
 
 
 def of(cases: tuple[dict[str, Any], ...], name: str) -> list[dict[str, Any]]:

@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from megatron_epp.plan import EppError
-from tests.mcore.test_user_microbatches import EVEN, PLANS, PROGRAMS, TOLERANCE, UNEVEN, check_equal
-from tests.support.mcore.forked import launch, train
+from tests.mcore.test_user_microbatches import PLANS, TOLERANCE, check_equal, worst_of
+from tests.support.mcore.forked import job, of_ranks, train
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 
-TIMES = {"US_PER_TOKEN": json.dumps({"forward": 100.0, "backward": 200.0, "weight": 100.0})}
-"""Times of a layer; measured times of such tiny layers are mostly noise."""
+TIMES = {"forward": 100.0, "backward": 200.0, "weight": 100.0}
+"""Times of a layer per token, in us; measured times of such tiny layers are mostly noise."""
 PLANNED = re.compile(
     r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions "
     r"of their own, microbatches take ([\d.]+) MiB"
 )
 
 
-def planned_by(ranks: int, stages: int, lengths: str, env: dict[str, str], **settings: object) -> list[tuple[float, ...]]:
+def planned_by(
+    ranks: int, stages: int, lengths: Sequence[int], settings: dict[str, object], times: object = TIMES, **given: object
+) -> list[tuple[float, ...]]:
     """Run a loop with settings of `wrap`, check its gradients, and return the figures of each plan in the log."""
-    finished = launch(ranks, PROGRAMS / "wrap_worker.py", stages, lengths, env={"SETTINGS": json.dumps(settings), **env})
-    assert finished.returncode == 0, finished.output[-5000:]
-    said = finished.figures
-    assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
+    given |= {"stages": stages, "lengths": lengths, "settings": settings, "us_per_token": times}
+    finished = job(ranks, "frameworks:compared", **given)
+    assert worst_of(of_ranks(finished)) < TOLERANCE
     return [tuple(map(float, found)) for found in PLANNED.findall(finished.output)]
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, UNEVEN), (4, EVEN)], ids=["one stage per rank", "two stages per rank"])
-def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: str) -> None:
-    learning, planned, evaluation = planned_by(2, stages, lengths, TIMES, split_weight_gradient=True)
+def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: tuple[int, ...]) -> None:
+    learning, planned, evaluation = planned_by(2, stages, lengths, {"split_weight_gradient": True})
     assert learning[2] == 6 * stages  # each is measured
     assert 0 < planned[2] <= 6 * stages
     assert evaluation[2] == 0
 
 
 def test_weight_gradients_wait_in_layers_that_recompute() -> None:
-    cheap_forward = {"US_PER_TOKEN": json.dumps({"forward": 20.0, "backward": 200.0, "weight": 100.0})}
-    planned = planned_by(2, 2, EVEN, cheap_forward, split_weight_gradient=True, memory_cap_gb=240_000 / 2**30)[1]
+    settings = {"split_weight_gradient": True, "memory_cap_gb": 240_000 / 2**30}
+    planned = planned_by(2, 2, EVEN, settings, TIMES | {"forward": 20.0})[1]
     assert planned[0] > 0
     assert planned[2] > 0
 
 
 def test_memory_of_the_microbatches_themselves_counts_under_the_cap() -> None:
-    cap_gb, pixels = 500_000 / 2**30, 50_000  # in each of six microbatches, which ranks hold throughout the iteration
-    small = planned_by(2, 2, EVEN, TIMES, memory_cap_gb=cap_gb)[1]
-    large = planned_by(2, 2, EVEN, TIMES | {"PIXELS": str(pixels)}, memory_cap_gb=cap_gb)[1]
+    settings = {"memory_cap_gb": 500_000 / 2**30}
+    pixels = 50_000  # in each of six microbatches, which ranks hold throughout the iteration
+    small = planned_by(2, 2, EVEN, settings)[1]
+    large = planned_by(2, 2, EVEN, settings, pixels=pixels)[1]
     assert large[3] - small[3] == pytest.approx(6 * pixels / 2**20, abs=0.1)
     assert small[0] == 0
     assert large[0] > 0
@@ -66,10 +69,9 @@ def test_a_model_without_layers_that_can_delay_is_refused() -> None:
 
 
 def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:
-    fast_link = {"HOST_LINK": "[0.1, 1e-6]"}
     cap_gb = 160_000 / 2**30  # room for a little more than two of the four microbatches that the first rank has in flight
-    eight = ",".join(["24"] * 8)
-    planned = planned_by(4, 4, eight, TIMES | fast_link, offload="on", host_memory_gb=1, memory_cap_gb=cap_gb)[1]
+    settings = {"offload": "on", "host_memory_gb": 1, "memory_cap_gb": cap_gb}
+    planned = planned_by(4, 4, [24] * 8, settings, host_link=[0.1, 1e-6])[1]
     assert planned[1] > 0
 
 

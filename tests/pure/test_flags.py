@@ -11,7 +11,6 @@ from megatron_epp.mcore.arguments.parser import add_epp_args, options_from
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.planner import Options
 
-TRAINING_ONLY = {"epp", "schedule", "placement", "costs", "fp32_kv_gradients", "lookahead", "wait_limit_seconds", "report_dir"}
 BATCH = ["plan", "--lengths", "9,5"]
 GIVEN = [
     ("chunk-tokens", "64", "chunk_tokens", 64),
@@ -54,7 +53,12 @@ def test_a_flag_of_megatron_of_the_same_name_is_no_setting_of_the_planner():
 def test_every_option_that_users_may_set_has_a_row():
     assert {field.name for field in dataclasses.fields(Options)} - set(ROWS) == {"kv_offload", "wide_windows"}
     assert len(ROWS) == len(TABLE)
-    assert all(ROWS[setting].short == "" for setting in TRAINING_ONLY)
+
+
+def test_commands_take_the_settings_that_have_a_flag_there_and_no_others():
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    actions = [action for command in commands.choices.values() for action in command._actions]
+    assert {action.setting for action in actions if hasattr(action, "setting")} == {row.setting for row in TABLE if row.short}
 
 
 def test_a_row_is_all_that_a_new_setting_needs(monkeypatch):

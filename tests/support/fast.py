@@ -345,7 +345,6 @@ LONG: tuple[str, ...] = (
     "mcore/test_options.py",
     "mcore/test_ways_in.py",
     "mcore/test_bench_host.py",
-    "mcore/test_user_parity.py",
     "mcore/test_recompute_modes.py",
     "mcore/test_docs.py",
     "mcore/test_releases.py",

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,29 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
 def job(
     num_processes: int, name: str, /, *, env: dict[str, str] | None = None, timeout_s: float = 180, **given: Any
 ) -> Finished:
-    """Run a job by its name (`jobs`) on fresh ranks, with arguments that JSON can hold, or paths.
+    """Run a job (`jobs`), `module` or `module:function`, on fresh ranks, with arguments that JSON can hold, or paths.
 
     What it returns on a rank, and what it records, are the figures of what finished. The rest is as for `launch`.
     """
-    function, arguments = f"tests.support.mcore.jobs.{name}:run", json.dumps(given, default=str)
-    return launch(num_processes, "-m", worker.MODULE, function, arguments, env=env, timeout_s=timeout_s)
+    return launch(num_processes, *command(name, given), env=env, timeout_s=timeout_s)
+
+
+def command(name: str, given: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the worker's command, without the interpreter, for a job and its arguments."""
+    module, _, function = name.partition(":")
+    job = f"tests.support.mcore.jobs.{module}:{function or 'run'}"
+    return "-m", worker.MODULE, job, json.dumps(given, default=str)
+
+
+def of_ranks(finished: Finished) -> tuple[Any, ...]:
+    """Return what the ranks of a job have returned. Raises AssertionError with its output if it failed."""
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished.figures
 
 
 def returned(finished: Finished) -> Any:
     """Return what the job's only rank has returned. Raises AssertionError with its output if it failed."""
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    (found,) = of_ranks(finished)
     return found
 
 

@@ -21,6 +21,7 @@ from scripts.parity.runs import Run, compare
 from scripts.random_documents import write_documents
 from tests.support.mcore import worker
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, answers_only, check_closeness, masked_documents
+from tests.support.mcore.script_rows import ScriptRow
 
 FOLDER = "FOLDER"
 """Stands in the flags of a row for a folder of its own."""
@@ -56,6 +57,11 @@ class Row:
     prepare: Callable[[Path], None] = lambda _: None
     is_slow: bool = False
 
+    @property
+    def num_processes(self) -> int:
+        """Ranks of the run with plans."""
+        return self.case.cell.num_processes
+
     def common(self, documents: Path) -> tuple[str, ...]:
         """Return the flags of both runs."""
         flags = common_flags(self.iterations, CONTEXT, self.batch, validates=True)
@@ -71,9 +77,9 @@ def case(cell: dict[str, Any], model: str, plan: str, **more: Any) -> Case:
     return Case(Cell(**cell), model, plan, **more)
 
 
-def parameters(rows: Iterable[Row]) -> list[Any]:
+def parameters(rows: Iterable[Row | ScriptRow]) -> list[Any]:
     """Return rows as values of pytest's `parametrize`, so that ranks seldom change: those of few ranks come first."""
-    ordered = sorted(rows, key=lambda row: row.case.cell.num_processes)
+    ordered = sorted(rows, key=lambda row: row.num_processes)
     return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in ordered]
 
 
@@ -129,7 +135,7 @@ class Matrix:
         flags = [flag.replace(FOLDER, str(self.folder(row))) for flag in row.case.elastic_flags(row.common(self._documents))]
         if row.case.loads:
             flags += ["--load", str(self._saved(wanted)), "--finetune"]
-        elastic = train(row.case.cell.num_processes, flags, limit_s=900)
+        elastic = train(row.num_processes, flags, limit_s=900)
         return compare(stock, elastic) | {"num_processes": len(elastic)}
 
     def _train_stock(self, wanted: tuple[int, tuple[str, ...], bool]) -> list[Run] | AssertionError:

@@ -7,7 +7,8 @@ first.
 from functools import partial
 
 from megatron_epp.mcore import entry
-from tests.support.mcore import recorded_training, tensors_training
+from tests.support.mcore import recorded_training
+from tests.support.mcore.trainings import reversed_orders
 
 ODD_ITERATIONS = (2, 3, 5)
 
@@ -38,8 +39,8 @@ def main():
             return output, partial(validated, loss_func)
 
         gpt.forward_step = forward_step
-        tensors_training.reverse()
-        recorded_training.main()
+        with reversed_orders():
+            recorded_training.main()
 
 
 if __name__ == "__main__":

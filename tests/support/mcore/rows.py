@@ -374,6 +374,25 @@ def _vocabularies(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row
     ]
 
 
+# ---- hybrid models ---------------------------------------------------------------------------------------------------
+
+HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+
+
+def _check_hybrid(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+    assert all(plan["recompute"] == ["some"] for plan in plans_of(figures))
+
+
+_HYBRID = Row(
+    name="hybrid model of attention and MLP layers",
+    case=case({"pp": 2}, "llama", "--epp-slices 3 --epp-recompute 1", both=HYBRID),
+    check=_check_hybrid,
+    iterations=3,
+    batch=BATCH,
+)
+
+
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
 
 LOOKAHEAD = 1
@@ -404,6 +423,7 @@ ROWS = (
     *_masks(),
     *_layouts(2, LAYOUTS),
     *_vocabularies(2, VOCABULARIES),
+    _HYBRID,
     *_learnt(),
     *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),

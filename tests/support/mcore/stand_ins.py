@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -77,9 +78,9 @@ class DecayingSums(MegatronModule):
         return self.out_proj(torch.einsum("tsc,sbc->tbc", decay, entering) * torch.sigmoid(gate))
 
 
-def use_plain_attention():
-    """Let all layers that need no Transformer Engine have `PlainAttention`."""
-    backends.LocalSpecProvider.core_attention = lambda self: PlainAttention
+def plain_attention():
+    """Return a context in which all layers that need no Transformer Engine have `PlainAttention`."""
+    return mock.patch.object(backends.LocalSpecProvider, "core_attention", return_value=PlainAttention)
 
 
 def _hybrid():

@@ -183,11 +183,13 @@ def serve(path: str) -> None:
 
 
 def forget_training() -> None:
-    """Take down what is global of a training: Megatron's settings, calculators and groups, our session, and torch's groups."""
+    """Take down what is global of a training: Megatron's settings, calculators, losses, groups, our session, torch's groups."""
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
 
     from megatron_epp.mcore.training import session
@@ -196,6 +198,8 @@ def forget_training() -> None:
     global_vars.destroy_global_vars()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
     mpu.destroy_model_parallel()
     gc.collect()
     if dist.is_initialized():

@@ -1,1 +1,1 @@
-"""Jobs that the worker runs (`worker`): each module has a function `run`, which the ranks of a job call."""
+"""Jobs that the worker runs (`worker`): the ranks of a job call a function of a module, `run` where none is named."""

@@ -11,7 +11,6 @@ from typing import Any
 ITERATIONS, SAVED = 3, 1
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
-HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 ENGINE = "--transformer-impl transformer_engine"
 SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
@@ -30,8 +29,6 @@ RUNS = {
     "dropout, recompute": (2, f"{DROPOUT} --epp-recompute 2"),
     "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
-    "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
-    "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "engine": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {ELASTIC}"),
     "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
     "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
@@ -57,9 +54,8 @@ def run(folder: Path, names: Collection[str] = ()) -> dict[str, Any]:
     from scripts.random_documents import write_documents
 
     load_megatron()
-    from tests.support.mcore import engine_stand_in, local_hybrid  # these import Megatron, which has to be prepared
+    from tests.support.mcore import engine_stand_in  # it imports Megatron, which has to be prepared
 
-    local_hybrid.use_torch_norms()
     engine_stand_in.pretend()
     common = [
         *common_flags(ITERATIONS, 64, 8, validates=False),
