@@ -97,7 +97,7 @@ def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given
     ranks = of_ranks(job(2, "frameworks:replayed", stages=stages, lengths=lengths))
     assert len(ranks) == 2
     for rank in ranks:
-        said = "--epp cannot honour --moe-enable-routing-replay True (microbatches must run in their own order"
+        said = "a plan cannot honour moe_enable_routing_replay=True (microbatches must run in their own order"
         assert rank["refused"].startswith(said)
         assert [one for one in rank["trained"] if one["worst"] > TOLERANCE] == []
         assert all(len(set(row)) == 1 for one in rank["trained"] for row in one["recompute"])
