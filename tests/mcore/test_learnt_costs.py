@@ -81,5 +81,5 @@ def test_all_ranks_have_the_same_state(said: tuple[dict[str, Any], ...]) -> None
 def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:
     wrap(costs="learn")
     for other in ("measure", "costs.json"):
-        with pytest.raises(EppError, match=f"leave out --epp-costs {other}"):
+        with pytest.raises(EppError, match=f"leave out costs={other!r}"):
             wrap(costs=other)
