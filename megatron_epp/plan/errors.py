@@ -20,6 +20,11 @@ type Names = Mapping[str, str]
 _VERBS = {"drop": "leave out"}
 
 
+def phrase(name: str, value: object) -> str:
+    """Format a setting with its value, as a flag or as an assignment in Python."""
+    return f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """A change of one setting that helps.

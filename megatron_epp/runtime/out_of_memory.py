@@ -13,7 +13,7 @@ import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
-from megatron_epp.plan.errors import Names
+from megatron_epp.plan.errors import Names, phrase
 from megatron_epp.plan.units import format_bytes
 
 LEAST_SHARE = 0.05
@@ -112,15 +112,15 @@ class OutOfMemoryReport:
         if self.recompute_is_fixed:
             found.append(self._setting("recompute", "auto"))
         if lower is not None:
-            found.append(self._setting("cap_bytes", f"{lower / 2**30:.4g}"))
+            gib = float(f"{lower / 2**30:.4g}")
+            found.append(self._setting("cap_bytes", int(gib) if gib.is_integer() else gib))
         tokens = max(1, plan.padded_tokens(action.chunk) // 2)
-        own = self._setting("chunk_tokens", str(tokens))
+        own = self._setting("chunk_tokens", tokens)
         found.append(own if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
         return [*found, "more pipeline stages"][:2]
 
-    def _setting(self, setting: str, value: str) -> str:
-        name = self.names.get(setting, setting)
-        return f"{name} {value}" if name.startswith("--") else f"{name}={value}"
+    def _setting(self, setting: str, value: object) -> str:
+        return phrase(self.names.get(setting, setting), value)
 
 
 def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:

@@ -59,7 +59,7 @@ class Watchdog:
         limit_s: float,
         on_expiry: Callable[[str], None] | None = None,
         failures: FailureBoard | None = None,
-        limit_name: str = "--epp-wait-limit-seconds",
+        limit_name: str = "wait_limit_seconds",
     ) -> None:
         self.limit_s, self.limit_name = limit_s, limit_name
         self._on_expiry = on_expiry or self._end_process

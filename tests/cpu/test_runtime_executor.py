@@ -128,7 +128,7 @@ def test_a_hanging_action_is_named():
     plan = one_rank()
     Executor(plan, 0, stages_of(plan, Hanging), watchdog=Watchdog(0.5, on_expiry)).run()
     assert messages[-1].startswith("pipeline rank 0, step 1, action 0F1 has not finished after 0.5 s")
-    assert "--epp-wait-limit-seconds), in compute or in a collective of its own" in messages[-1]
+    assert "wait_limit_seconds), in compute or in a collective of its own" in messages[-1]
     assert messages[-1].endswith(to_grid(plan))
 
 

@@ -44,10 +44,10 @@ def test_an_error_on_the_last_of_four_ranks_ends_all(tmp_path):
         pytest.param(  # waits for 4 seconds, the same the other way
             0,
             "F1",
-            "action 1F1 has not finished after 4 s (--epp-wait-limit-seconds), waiting for 0F1 of rank 0",
+            "action 1F1 has not finished after 4 s (wait_limit_seconds), waiting for 0F1 of rank 0",
             marks=pytest.mark.slow,
         ),
-        (1, "B1", "action 0B1 has not finished after 4 s (--epp-wait-limit-seconds), waiting for 1B1 of rank 1"),
+        (1, "B1", "action 0B1 has not finished after 4 s (wait_limit_seconds), waiting for 1B1 of rank 1"),
     ],
 )
 def test_a_rank_that_waits_too_long_says_for_what_and_ends(tmp_path, faulty_rank, action, message):

@@ -48,7 +48,7 @@ def test_a_finalisation_of_gradients_that_stands_still_ends_the_run(ours: Run, m
     config = SimpleNamespace(finalize_model_grads_func=hang, calculate_per_token_loss=False)
     monkeypatch.setattr(run, "get_model_config", lambda model: config)
     ours.finish_gradients([torch.nn.Module()], torch.ones(()), "groups", False)
-    assert said == ["rank 3 waits for gradient finalisation (--epp-wait-limit-seconds)"]
+    assert said == ["rank 3 waits for gradient finalisation (wait_limit_seconds)"]
     config.finalize_model_grads_func = None
     ours.finish_gradients([torch.nn.Module()], torch.ones(()), None, False)
 

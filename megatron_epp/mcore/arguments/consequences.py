@@ -11,9 +11,10 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
-from megatron_epp.mcore.arguments.table import TABLE, phrase
+from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
+from megatron_epp.plan.errors import Names, phrase
 from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
@@ -84,33 +85,33 @@ CONFLICTS = (
 )
 
 
-def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLICTS, by_fields: bool = False) -> None:
+def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLICTS, names: Names = TRAINING) -> None:
     """Raise `ArgumentError` that names all given settings that cannot be honoured, with advice for each.
 
     Args:
         settings: Megatron's arguments, or a model's configuration.
         conflicts: flags to look for.
-        by_fields: name them by their fields, for a script that has no flags.
+        names: of settings for who has given them.
     """
     clashes = [
-        f"{phrase(one.attribute if by_fields else one.flag, getattr(settings, one.attribute))} ({one.advice})"
+        f"{phrase(one.flag if names is TRAINING else one.attribute, getattr(settings, one.attribute))} ({one.advice})"
         for one in conflicts
         if one.is_given(settings)
     ]
     if clashes:
-        raise ArgumentError(f"{who_cannot(by_fields)} " + "; ".join(clashes))
+        raise ArgumentError(f"{refusal(names)} " + "; ".join(clashes))
 
 
-def who_cannot(by_fields: bool) -> str:
-    """Begin a refusal, of flags or of fields of a model's configuration."""
-    return "a plan cannot honour" if by_fields else "--epp cannot honour"
+def refusal(names: Names) -> str:
+    """Begin the refusal of settings that plans cannot honour, for who calls settings by these names."""
+    return "--epp cannot honour" if names is TRAINING else "a plan cannot honour"
 
 
-def check_weight_shards(settings: object, by_fields: bool = False) -> None:
+def check_weight_shards(settings: object, names: Names = TRAINING) -> None:
     """Raise `ArgumentError` if ranks share weights beyond tensor parallelism, which 0.19 and later can.
 
     Args:
-        settings, by_fields: as `check_conflicts` takes them.
+        settings, names: as `check_conflicts` takes them.
     """
     tensor_ranks = getattr(settings, "tensor_model_parallel_size", 1)
     for prefix in ("", "expert_"):
@@ -118,10 +119,9 @@ def check_weight_shards(settings: object, by_fields: bool = False) -> None:
         shards = getattr(settings, f"{prefix}tensor_parallel_num_weight_shards", None) or ranks
         shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
         if shards > ranks:
-            field = f"{prefix}tensor_parallel_num_weight_shards"
-            name = field if by_fields else f"--{field.replace('_', '-')}"
+            name = called(f"{prefix}tensor_parallel_num_weight_shards", names)
             raise ArgumentError(
-                f"{who_cannot(by_fields)} {phrase(name, shards)} on {ranks} tensor-parallel ranks: weights are gathered ahead "
+                f"{refusal(names)} {phrase(name, shards)} on {ranks} tensor-parallel ranks: weights are gathered ahead "
                 "in the order of the first iteration, which recompute changes; leave it out"
             )
 

@@ -12,14 +12,14 @@ from megatron_epp.mcore.arguments.consequences import (
     TWICE_REDUCED,
     check_conflicts,
     check_weight_shards,
-    who_cannot,
+    refusal,
 )
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING, phrase
+from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING, called
 from megatron_epp.mcore.features import check_calls
 from megatron_epp.plan import EppError
-from megatron_epp.plan.errors import Names
+from megatron_epp.plan.errors import Names, phrase
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
@@ -105,31 +105,31 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
     args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
 
 
-def check_order(settings: object, order: str, by_fields: bool = False) -> None:
+def check_order(settings: object, order: str, names: Names = TRAINING) -> None:
     """Raise `ArgumentError` for router replay unless microbatches run in their own order.
 
     Args:
-        settings, by_fields: as `check_conflicts` takes them.
+        settings, names: as `check_conflicts` takes them.
         order: value of --epp-order.
     """
     if order == GIVEN:
         return
-    check_conflicts(settings, REPLAYS, by_fields)
+    check_conflicts(settings, REPLAYS, names)
     if os.environ.get(_REPLAY_VARIABLE) == "1":
-        raise ArgumentError(f"{who_cannot(by_fields)} {_REPLAY_VARIABLE}=1 in the environment ({_QUEUES})")
+        raise ArgumentError(f"{refusal(names)} {_REPLAY_VARIABLE}=1 in the environment ({_QUEUES})")
 
 
-def check_routers(settings: object, by_fields: bool = False) -> None:
+def check_routers(settings: object, names: Names = TRAINING) -> None:
     """Raise `ArgumentError` if routers look at tokens of all replicas: then all would need to run the same plan.
 
     Args:
-        settings, by_fields: as `check_conflicts` takes them.
+        settings, names: as `check_conflicts` takes them.
     """
     given = getattr(settings, "moe_router_load_balancing_type", None) or ()
     if _OF_REPLICAS in ((given,) if isinstance(given, str) else given):
-        name = "moe_router_load_balancing_type" if by_fields else "--moe-router-load-balancing-type"
+        name = called("moe_router_load_balancing_type", names)
         raise ArgumentError(
-            f"{who_cannot(by_fields)} {phrase(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
+            f"{refusal(names)} {phrase(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
             "wait for each other; use aux_loss or seq_aux_loss"
         )
 

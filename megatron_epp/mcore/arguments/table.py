@@ -378,6 +378,6 @@ FIELDS: Names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if 
 """The name of each setting for a script that calls `megatron_epp.wrap`: a keyword of that, or a field of its configuration."""
 
 
-def phrase(name: str, value: object) -> str:
-    """Format a setting with its value, as a flag or as an assignment in Python."""
-    return f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
+def called(attribute: str, names: Names) -> str:
+    """Return the name of a setting of Megatron's, for who calls settings by these names: a flag, or a configuration's field."""
+    return f"--{attribute.replace('_', '-')}" if names is TRAINING else attribute

@@ -72,10 +72,10 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     """
     config = get_model_config(models[0])
     for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
-        check_conflicts(settings, CONFLICTS, by_fields=True)
-    check_order(config, given["epp_order"], by_fields=True)
-    check_routers(config, by_fields=True)
-    check_weight_shards(config, by_fields=True)
+        check_conflicts(settings, CONFLICTS, names=FIELDS)
+    check_order(config, given["epp_order"], names=FIELDS)
+    check_routers(config, names=FIELDS)
+    check_weight_shards(config, names=FIELDS)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(

@@ -47,7 +47,7 @@ def watched_save(args: Namespace) -> AbstractContextManager[None]:
 
 @cache
 def _watchdog(limit_s: float) -> Watchdog:
-    return Watchdog(limit_s)
+    return Watchdog(limit_s, limit_name="--epp-save-limit-seconds")
 
 
 def settle(args: Namespace) -> None:
