@@ -37,7 +37,7 @@ PIPELINES = {
 def cases(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
     """Figures of every rank for every case."""
     stages, lengths = PIPELINES[request.param]
-    return (*chain.from_iterable(of_ranks(job(2, "frameworks:honoured", stages=stages, lengths=lengths))),)
+    return (*chain.from_iterable(of_ranks(job(2, "config_functions:honoured", stages=stages, lengths=lengths))),)
 
 
 def of(cases: tuple[dict[str, Any], ...], name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,214 @@
+"""Jobs of `test_user_settings.py`: the functions of a model's configuration, called by stock and by plans."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step
+
+Events = list[list[Any]]
+
+
+def honoured(stages: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Run a loop with a model configuration's functions set in several ways, by stock and by a plan.
+
+    Returns for each way what was called, in order, and the largest relative difference of gradients. Nothing of
+    `megatron.training` can be imported, as with a wheel that does not have it.
+    """
+    loop = begin(lengths, stages)
+    without_training()
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+
+    config = loop.models[0].config
+    schedules = {"stock": get_forward_backward_func(), "planned": megatron_epp.wrap()}
+    told = []
+    for case in HONOURED:
+        found = {}
+        for name, schedule in schedules.items():
+            before = dict(vars(config))
+            found[name] = case(schedule, loop, config)
+            vars(config).clear()
+            vars(config).update(before)
+        (ours, events), (theirs, others) = found["planned"], found["stock"]
+        worst = apart(ours, theirs) if ours or theirs else 0.0
+        finite = all(bool(one.isfinite().all()) for one in ours)
+        said = {"case": case.__name__, "worst": worst, "finite": finite, "planned": events, "stock": others}
+        told.append({"rank": dist.get_rank(), "world": len(loop.models)} | said)
+    return told
+
+
+def without_training() -> None:
+    """Let imports of `megatron.training` fail, and let this package be imported again, which the process did beforehand.
+
+    Patches for the training loop are undone, as a framework that calls `wrap` has none.
+    """
+    from megatron_epp.mcore.patches import environment, install, patching
+
+    patching.revert((*environment.patches(), *install.patches()))
+    for name in list(sys.modules):
+        if name.startswith(("megatron.training", "megatron_epp.mcore.")) and not name.startswith("megatron_epp.mcore.patches"):
+            del sys.modules[name]
+    sys.modules["megatron.training"] = None  # type: ignore[assignment]
+
+
+def _gradients(model: Any) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def watched(models: Sequence[Any], config: Any) -> Events:
+    """Set all functions of a configuration to ones that note their calls, and whether gradients change after a reduction."""
+    events: Events = []
+    reduced: dict[int, list[Tensor | None]] = {}
+
+    @contextlib.contextmanager
+    def no_sync(number: int) -> Iterator[None]:
+        events.append(["held", number])
+        yield
+        events.append(["released", number])
+
+    def reduce(number: int, _: Any) -> None:
+        events.append(["gradients", number])
+        reduced[number] = _gradients(models[number])
+
+    def finalize(chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: Any = None) -> None:
+        for number, kept in reduced.items():
+            now = _gradients(models[number])
+            same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+            events.append(["complete" if same else "incomplete", number])
+        there = pg_collection is not None
+        events.append(["finalize", len(chunks), None if num_tokens is None else int(num_tokens), there, force_all_reduce])
+
+    numbers = range(len(models))
+    config.no_sync_func = [lambda n=n: no_sync(n) for n in numbers]
+    config.grad_sync_func = [lambda parameters, n=n: reduce(n, parameters) for n in numbers]
+    config.param_sync_func = [lambda parameters, n=n: events.append(["parameters", n]) for n in numbers]
+    config.finalize_model_grads_func = finalize
+    if len(models) == 1:
+        for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+            setattr(config, name, getattr(config, name)[0])
+    return events
+
+
+def synchronised(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    events = watched(loop.models, config)
+    return loop.run(schedule, force_all_reduce=True)[1], events
+
+
+def synchronised_by_hooks(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    """Without a function that starts reductions, hooks of the model start them: nothing holds them in the last backward."""
+    events = watched(loop.models, config)
+    config.grad_sync_func = None
+    held = dict.fromkeys(range(len(loop.models)), 0)
+    hooks = []
+    for number, model in enumerate(loop.models):
+        hooks += [p.register_post_accumulate_grad_hook(lambda _, n=number: note(n)) for p in list(model.parameters())[-1:]]
+
+    def note(number: int) -> None:
+        entered = sum(1 for event in events if event == ["held", number])
+        held[number] = entered - sum(1 for event in events if event == ["released", number])
+
+    _, found = loop.run(schedule)
+    for hook in hooks:
+        hook.remove()
+    return found, [["held in the last backward", held[number]] for number in held]
+
+
+def scaled(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    config.grad_scale_func = lambda loss: loss * 1024.0
+    return loop.run(schedule)[1], []
+
+
+def step_of_parts(loop: Loop) -> Callable[..., Any]:
+    """Return a forward step whose loss is a sum beside its number of tokens, of which the third length has none."""
+
+    def step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        return forward_step(data_iterator, model)[0], parts
+
+    def parts(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
+        trained = 0 if losses.shape[-1] == loop.lengths[2] else losses.numel()
+        mask = torch.full_like(losses, float(trained > 0))
+        return (losses * mask).sum(), torch.tensor(trained, dtype=torch.int), {"tokens": trained}
+
+    return step
+
+
+def three_parts(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    events = watched(loop.models, config)
+    _, found = loop.run(schedule, forward_step_func=step_of_parts(loop))
+    return found, [event for event in events if event[0] == "finalize"]
+
+
+def per_token(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    events = watched(loop.models, config)
+    config.calculate_per_token_loss = True
+    _, found = loop.run(schedule, forward_step_func=step_of_parts(loop))
+    return found, [event for event in events if event[0] == "finalize"]
+
+
+def autocast(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    """Note the autocast on a GPU that Megatron asks for."""
+    real, seen = torch.autocast, []
+
+    def noted(device: str, **named: Any) -> contextlib.nullcontext[None]:
+        seen.append([device, str(named["dtype"])])
+        return contextlib.nullcontext()
+
+    torch.autocast = noted  # type: ignore[assignment, misc]
+    try:
+        config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
+        return loop.run(schedule)[1], seen
+    finally:
+        torch.autocast = real  # type: ignore[misc]
+
+
+def forward_only(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    events = watched(loop.models, config)
+    with torch.no_grad():
+        loop.run(schedule, forward_only=True)
+    return [], [event for event in events if event[0] not in ("held", "released")]
+
+
+def own_groups(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    """Give the schedule the process groups of the parallel state, and Megatron's communicator of its pipeline."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    communicator = P2PCommunicator(mpu.get_pipeline_model_parallel_group(), config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return loop.run(schedule, p2p_communicator=communicator, pg_collection=groups)[1], []
+
+
+def old_backward(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
+    """Let the plan call a backward that takes the type of the model, as that of 0.16 does."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+
+    if not hasattr(schedule, "state_dict"):  # stock's own calls its own
+        return loop.run(schedule)[1], []
+    new, kinds = schedules.backward_step, []
+
+    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> Any:
+        kinds.append(model_type)
+        return new(input_tensor, output_tensor, output_tensor_grad, config)
+
+    schedules.backward_step = backward_step
+    try:
+        found = loop.run(schedule)[1], []
+    finally:
+        schedules.backward_step = new
+    assert set(kinds) == {ModelType.encoder_or_decoder}
+    return found
+
+
+HONOURED = (synchronised, synchronised_by_hooks, scaled, three_parts, per_token, autocast, forward_only)
+HONOURED += (own_groups, old_backward)
