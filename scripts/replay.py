@@ -50,11 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="JSON file of digests by seed")
     parser.add_argument("--compare", action="store_true", help="compare with the file instead of writing it")
-    parser.add_argument("--first", type=int, default=CASES, metavar="N", help=f"plan the first N cases (default {CASES})")
+    parser.add_argument("--first", type=int, default=CASES, metavar="N", help=f"plan N cases (default {CASES})")
+    parser.add_argument("--start", type=int, default=0, metavar="SEED", help="begin with this case (default 0)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that plan (default 2)")
     args = parser.parse_args(argv)
     with ProcessPoolExecutor(args.jobs) as pool:
-        found = dict(enumerate(pool.map(digest_of, range(args.first), chunksize=5)))
+        seeds = range(args.start, args.start + args.first)
+        found = dict(zip(seeds, pool.map(digest_of, seeds, chunksize=5), strict=True))
     plans = sum(not digest.startswith(("infeasible", "refused")) for digest in found.values())
     print(f"{len(found)} cases: {plans} plans, {len(found) - plans} refusals")
     if not args.compare:

@@ -227,6 +227,15 @@ def test_a_checkpoint_of_another_model_is_refused(asked: Asked, monkeypatch: pyt
     ]
 
 
+def test_layers_that_follow_from_a_pattern_are_not_compared_before_megatron_counts_them(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = checkpoint(asked, tmp_path, monkeypatch)
+    args = asked.args(f"--load {folder}")
+    args.num_layers = None
+    assert list(start._unlike(args, folder)) == []
+
+
 def test_a_checkpoint_that_cannot_be_read_is_left_to_who_loads_it(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / start.TRACKER).write_text("10")
     assert asked.problems(f"--load {tmp_path}") == []
