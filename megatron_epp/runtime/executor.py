@@ -323,8 +323,7 @@ class Executor:
     def _overdue(self) -> str:
         assert self.watchdog is not None
         point = self._progress.point()
-        limit = f"has not finished after {self.watchdog.limit_s:.3g} s ({self.watchdog.limit_name})"
-        return self._describe(point, f"{limit}, {self._waits_for(point)}")
+        return self._describe(point, f"has not finished after {self.watchdog.limit()}, {self._waits_for(point)}")
 
     def _waits_for(self, point: ProgressPoint | None) -> str:
         if point is None or point.position == len(self._actions):

@@ -51,7 +51,7 @@ class Watchdog:
         limit_s: limit of an activity without progress, in seconds.
         on_expiry: called with the message instead of ending the process, for tests.
         failures: where other ranks say that they failed. This process ends then too, from its first activity on.
-        limit_name: setting of the limit, for messages.
+        limit_name: setting of the limit, for messages; empty if no user has set it.
     """
 
     def __init__(
@@ -130,7 +130,11 @@ class Watchdog:
             return activity.describe()
         except Exception as error:
             failure = activity.failure or error
-            return f"no progress for {activity.limit_s:g} s ({self.limit_name}): {type(failure).__name__}: {failure}"
+            return f"no progress for {self.limit(activity.limit_s)}: {type(failure).__name__}: {failure}"
+
+    def limit(self, limit_s: float | None = None) -> str:
+        """Format a limit, by default the watchdog's own, with the setting that changes it."""
+        return f"{self.limit_s if limit_s is None else limit_s:g} s" + f" ({self.limit_name})" * bool(self.limit_name)
 
     @staticmethod
     def _end_process(message: str) -> None:

@@ -126,7 +126,7 @@ def check_queues(
             )
         except EppError as error:
             reasons = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
-            told = [reason.partition("\n")[0].replace(" (--epp-wait-limit-seconds)", "") for reason in reasons]
+            told = [reason.partition("\n")[0] for reason in reasons]
             raise EppError("; ".join([str(error), *told])) from error
     return [
         QueueRun(
@@ -218,7 +218,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
     links.connect(device)
     if exchanging is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=exchanging)  # makes the communicator, before any plan needs it
-    watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")))
+    watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")), limit_name="")
     found = []
     for plan in plans:
         times_us, wrong = [], 0

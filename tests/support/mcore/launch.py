@@ -94,5 +94,5 @@ def free_port() -> int:
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(20000, 32768)
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))  # on all addresses, as the server that will listen there
             return port
