@@ -145,7 +145,7 @@ PLANNERS = Planners(
         "1f1b-packed": PlannerEntry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
         "seq1f1b": PlannerEntry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True),
     },
-    ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers"),
+    ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table"),
 )
 """Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here.
 
