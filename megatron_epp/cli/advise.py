@@ -17,11 +17,11 @@ from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import OPTIMIZER_FLAGS, SHAPE_FLAGS, add_optimizer, add_shape, cap_of, flags_of
+from megatron_epp.cli.inputs import OPTIMIZER_FLAGS, SHAPE_FLAGS, add_optimizer, add_shape, cap_of, flags_of, of_model
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
-from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
+from megatron_epp.cost.library import check_formulas, find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
@@ -176,6 +176,8 @@ def question_of(args: argparse.Namespace) -> Question:
     sample = sampled(args.lengths, args, args.global_batch_size)
     context = args.context or max(sample)
     flags = flags_of(args)
+    with of_model(args):
+        check_formulas(flags)
     if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
         raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
     asked = Question(

@@ -14,6 +14,7 @@ from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
+    check_formulas,
     layers_of,
     load_cluster,
     load_costs,
@@ -193,6 +194,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
     flags = flags_of(args)
     if args.costs is None:
         with of_model(args):
+            check_formulas(flags)
             shape = shape_of(flags | {"seq_length": args.context or longest})
         return analytic_profile(shape, _rates(args, shape)), shape.num_layers
     stored = load_costs(args.costs)

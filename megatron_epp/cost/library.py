@@ -1,7 +1,8 @@
 """Models and clusters as YAML files, by path or by the name of one that ships with the package.
 
-A model file holds Megatron's own flags under ``megatron:``; a cluster file holds `Rates` and the memory of a device. YAML is
-read within limits: aliases that repeat without end, or contain themselves, are refused.
+A model file holds Megatron's own flags under ``megatron:``, or is the ``config.json`` of a Hugging Face model; a cluster file
+holds `Rates` and the memory of a device. YAML is read within limits: aliases that repeat without end, or contain themselves,
+are refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
+from megatron_epp.cost.huggingface import flags_of_config
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
@@ -53,6 +55,8 @@ MOST_RATE = 1e30
 """Largest rate, per second."""
 MOST_YAML_BYTES = 1 << 20
 """Largest size of a file: settings are small, and reading YAML is slow."""
+CONFIG = "config.json"
+"""Name of the file that describes a Hugging Face model."""
 DEVICES_PER_NODE = 8
 """Devices per node if a cluster file does not set them."""
 
@@ -155,8 +159,18 @@ def find(kind: str, name: str) -> Path:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a model, a dictionary with underscores in the names. Raises `EppError`."""
-    path = find("models", name)
+    """Megatron's flags of a model, a dictionary with underscores in the names.
+
+    Args:
+        name: of a shipped model, of a YAML file, of a Hugging Face ``config.json``, or of the folder that holds one.
+
+    Raises:
+        EppError: there is no such file, or it does not describe a model.
+    """
+    path = Path(name) / CONFIG if os.path.isfile(Path(name) / CONFIG) else find("models", name)
+    if path.suffix == ".json":
+        with naming(path):
+            return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
     body = read_yaml(path)
     if not isinstance(flags := body.get("megatron"), dict):
         raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{found_as('megatron', body)}")
@@ -271,6 +285,22 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         expert_parallel=expert_ranks,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+_NO_FORMULA = ("multi_latent_attention", "mtp_num_layers", "window_size", "experimental_attention_variant")
+"""Flags of layers whose times and bytes no formula says."""
+
+
+def check_formulas(flags: dict[str, Any]) -> None:
+    """Raise `EppError` for a model with layers that formulas would take for others."""
+    given = [name for name in _NO_FORMULA if flags.get(name)]
+    pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
+    given += [f"layers {symbol}" for symbol in sorted(set(pattern) & set("MGDE"))]
+    if given:
+        raise EppError(
+            f"there is no formula for {', '.join(given)}: models of grouped-query attention with an MLP or experts are planned "
+            "by formula"
+        )
 
 
 def layers_of(flags: dict[str, Any]) -> int:

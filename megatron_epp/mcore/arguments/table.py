@@ -333,7 +333,8 @@ OPTIMIZER = (
 """Flags of Megatron's optimizer that change its bytes, by the names that they have in training."""
 _COSTS = (
     Flag("model", "", "--model", metavar="NAME|FILE").described(
-        f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)."
+        f"YAML of Megatron's flags, or a Hugging Face config.json, or its folder; shipped: {', '.join(shipped('models'))} "
+        "(default: like llama3-8b)."
     ),
     Flag("cluster", "", "--cluster", metavar="NAME|FILE").described(
         f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)."

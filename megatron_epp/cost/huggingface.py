@@ -1,0 +1,422 @@
+"""Megatron's flags of a model that a Hugging Face ``config.json`` describes.
+
+A row of `ARCHITECTURES` says which parts a kind of model is made of; each part is a function that reads its keys and returns
+its flags. Names of keys and their defaults are those of the `transformers` classes (release 5.24). Tokenizers, weights and
+settings of inference are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import MOST_LAYERS, nearest, number, shown, told, whole
+
+MOST_SIZE = (1 << 31) - 1
+type Flags = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The values of a config, under one of several names each.
+
+    Attributes:
+        body: as the file has it.
+    """
+
+    body: Mapping[str, Any]
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first name that the config has; None if it has none, or says null."""
+        return next((self.body[name] for name in names if self.body.get(name) is not None), None)
+
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_SIZE) -> int:
+        """Return a whole number.
+
+        Args:
+            names: under which the number may stand; the first one that does counts.
+            default: if there is none.
+            least, most: limits.
+
+        Raises:
+            EppError: it is missing and has no default, or is no whole number within the limits.
+        """
+        value = self.get(*names)
+        if value is None:
+            if default is None:
+                raise EppError(f"there is no {' or '.join(names)}")
+            return default
+        try:
+            return whole(value, least, most)
+        except EppError as error:
+            raise EppError(f"{self._name(names)}: {error}") from None
+
+    def number(self, *names: str, default: float) -> float:
+        """Return a number, or the default. Raises `EppError` for anything else."""
+        value = self.get(*names)
+        try:
+            return default if value is None else number(value)
+        except EppError as error:
+            raise EppError(f"{self._name(names)}: {error}") from None
+
+    def switch(self, *names: str, default: bool = False) -> bool:
+        """Return a truth value, or the default. Raises `EppError` for anything else."""
+        value = self.get(*names)
+        if value is not None and type(value) is not bool:
+            raise EppError(f"{self._name(names)} is {shown(value)}, neither true nor false")
+        return default if value is None else value
+
+    def section(self, *names: str) -> Config:
+        """Return the object under a name; an empty one if there is none."""
+        value = self.get(*names)
+        if value is not None and not isinstance(value, dict):
+            raise EppError(f"{self._name(names)} is {shown(value)}, not an object")
+        return Config(value or {})
+
+    def layers(self, *names: str) -> list[str]:
+        """Return the kind of every layer; empty if the config does not list them.
+
+        Raises:
+            EppError: it is no list of names, or has another number of layers than the config says.
+        """
+        value = self.get(*names)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
+            raise EppError(f"{self._name(names)} is {shown(value)}, not a list of names")
+        count = self.get("num_hidden_layers")
+        if count is not None and count != len(value):
+            raise EppError(f"{self._name(names)} lists {len(value):,} layers, where num_hidden_layers says {told(count)}")
+        return value
+
+    def _name(self, names: Sequence[str]) -> str:
+        return next((name for name in names if self.body.get(name) is not None), names[0])
+
+
+type Part = Callable[[Config], Flags]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A kind of model.
+
+    Attributes:
+        parts: functions that read it; the flags of later ones replace those of earlier ones.
+        always: flags that every model of the kind has.
+    """
+
+    parts: tuple[Part, ...]
+    always: Flags = field(default_factory=dict)
+
+
+def flags_of_config(body: Any) -> Flags:
+    """Convert a Hugging Face config to Megatron's flags, with underscores in the names.
+
+    Args:
+        body: of ``config.json``.
+
+    Raises:
+        EppError: it is no object, the architecture is unknown (the message names the nearest), a size is missing or out of
+            its range, or the config contradicts itself.
+    """
+    if not isinstance(body, dict):
+        raise EppError(f"a Hugging Face config is an object, not {shown(body)}")
+    kind = body.get("model_type")
+    if "text_config" in body and kind not in ARCHITECTURES:
+        raise EppError(f"{told(kind)} is a model of several modalities; give the object under its text_config as a file")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise EppError(f"model_type is {shown(kind)}{nearest(str(kind), ARCHITECTURES)}; known are {known}")
+    architecture, config = ARCHITECTURES[kind], Config(body)
+    flags: Flags = {}
+    for part in architecture.parts:
+        flags |= part(config)
+    return flags | architecture.always
+
+
+def trunk(config: Config) -> Flags:
+    """Read the width, the vocabulary and the norms."""
+    flags = {
+        "hidden_size": config.size("hidden_size"),
+        "vocab_size": config.size("vocab_size"),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=1e-6),
+        "init_method_std": config.number("initializer_range", default=0.02),
+        "hidden_dropout": 0.0,
+        "bf16": True,
+    }
+    if not config.switch("tie_word_embeddings"):
+        flags["untie_embeddings_and_output_weights"] = True
+    return flags
+
+
+def count(config: Config) -> Flags:
+    """Read the number of layers."""
+    return {"num_layers": config.size("num_hidden_layers", most=MOST_LAYERS)}
+
+
+def heads(config: Config) -> Flags:
+    """Read query heads, and the heads of keys and values that they share.
+
+    Raises:
+        EppError: the heads do not divide evenly.
+    """
+    queries, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    groups = config.size("num_key_value_heads", default=queries)
+    if queries % groups:
+        raise EppError(f"num_attention_heads {queries} cannot share num_key_value_heads {groups} evenly")
+    if config.get("head_dim") is None and hidden % queries:
+        raise EppError(f"hidden_size {hidden} is not a multiple of num_attention_heads {queries}, and there is no head_dim")
+    flags: Flags = {
+        "num_attention_heads": queries,
+        "kv_channels": config.size("head_dim", default=hidden // queries),
+        "attention_dropout": config.number("attention_dropout", default=0.0),
+    }
+    if groups != queries:
+        flags |= {"group_query_attention": True, "num_query_groups": groups}
+    if config.switch("attention_bias"):
+        flags["add_qkv_bias"] = True
+    return flags
+
+
+def rotation(config: Config) -> Flags:
+    """Read how positions turn queries and keys: the base, the share of a head's width, and how long contexts are reached."""
+    rope = config.section("rope_parameters", "rope_scaling")
+    base = rope.number("rope_theta", default=config.number("rope_theta", default=10_000.0))
+    share = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+    flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base)}
+    if share != 1.0:
+        flags["rotary_percent"] = share
+    if rope.get("rope_type", "type") == "llama3":
+        flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", default=8.0)}
+    return flags
+
+
+def gated_mlp(config: Config) -> Flags:
+    """Read an MLP of two input projections.
+
+    Raises:
+        EppError: its nonlinearity is none that Megatron has a flag for.
+    """
+    act = config.get("hidden_act") or "silu"
+    if act != "silu":
+        raise EppError(f"hidden_act is {shown(act)}; only silu, of a gated MLP, is known")
+    flags: Flags = {"swiglu": True, "ffn_hidden_size": config.size("intermediate_size")}
+    if not config.switch("mlp_bias"):
+        flags["disable_bias_linear"] = True
+    return flags
+
+
+def experts(config: Config) -> Flags:
+    """Read the experts of a layer, how a token is routed to them, and which layers have them.
+
+    Raises:
+        EppError: a token passes more experts than there are, or their groups are not of one size.
+    """
+    number_of = config.size("num_experts", "num_local_experts", "n_routed_experts")
+    passed = config.size("num_experts_per_tok")
+    if passed > number_of:
+        raise EppError(f"num_experts_per_tok {passed} is more than the {number_of} experts")
+    flags: Flags = {
+        "num_experts": number_of,
+        "moe_router_topk": passed,
+        "moe_ffn_hidden_size": config.size("moe_intermediate_size", "intermediate_size"),
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": config.number("router_aux_loss_coef", "aux_loss_alpha", default=0.0),
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return flags | _shared_expert(config) | _expert_layers(config)
+
+
+def _shared_expert(config: Config) -> Flags:
+    """Read the expert that all tokens pass, if any: as wide as several routed ones, or of a width of its own."""
+    width = config.size("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0)
+    several = config.size("n_shared_experts", default=0, least=0)
+    width = width or several * config.size("moe_intermediate_size", default=0)
+    return {"moe_shared_expert_intermediate_size": width} if width else {}
+
+
+def _expert_layers(config: Config) -> Flags:
+    """Read which layers have experts; all do if the config does not say.
+
+    Raises:
+        EppError: it names layers that the model does not have.
+    """
+    layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", default=0, least=0)
+    only, every = config.get("mlp_only_layers") or [], config.size("decoder_sparse_step", default=1)
+    if dense > layers:
+        raise EppError(f"first_k_dense_replace {dense} is more than the {layers} layers")
+    if not isinstance(only, list) or not all(type(layer) is int and 0 <= layer < layers for layer in only):
+        raise EppError(f"mlp_only_layers is {shown(only)}, not a list of layers from 0 to {layers - 1}")
+    has = [int(layer >= dense and layer not in only and (layer + 1) % every == 0) for layer in range(layers)]
+    return {} if all(has) else {"moe_layer_freq": runs(has)}
+
+
+def runs(values: Sequence[int]) -> str:
+    """Write numbers as Megatron reads them, equal neighbours together: ``([0]*3+[1]*58)``."""
+    found: list[tuple[int, int]] = []
+    for value in values:
+        if found and found[-1][0] == value:
+            found[-1] = (value, found[-1][1] + 1)
+        else:
+            found.append((value, 1))
+    return f"({'+'.join(f'[{value}]*{times}' for value, times in found)})"
+
+
+def sigmoid_router(config: Config) -> Flags:
+    """Read a router that scores experts apart from each other and balances them by a bias, within groups of experts."""
+    groups, chosen = config.size("n_group", default=1), config.size("topk_group", default=1)
+    number_of = config.size("n_routed_experts", "num_local_experts", "num_experts")
+    if number_of % groups or chosen > groups:
+        raise EppError(f"{number_of} experts in n_group {groups} groups, of which topk_group {chosen} count, do not add up")
+    flags: Flags = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": config.number("aux_loss_alpha", default=1e-4),
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", default=1.0),
+    }
+    if groups > 1:
+        flags |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return flags
+
+
+def latents(config: Config) -> Flags:
+    """Read multi-latent attention: ranks of what queries, keys and values are made from, and widths of a head."""
+    flags: Flags = {
+        "multi_latent_attention": True,
+        "num_attention_heads": config.size("num_attention_heads"),
+        "kv_lora_rank": config.size("kv_lora_rank"),
+        "qk_head_dim": config.size("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
+        "v_head_dim": config.size("v_head_dim"),
+        "qk_layernorm": True,
+        "attention_dropout": config.number("attention_dropout", default=0.0),
+    }
+    if config.get("q_lora_rank") is not None:
+        flags["q_lora_rank"] = config.size("q_lora_rank")
+    return flags | _yarn(config)
+
+
+def _yarn(config: Config) -> Flags:
+    """Read how rotated positions of latent attention reach longer contexts; plain rotation if the config does not say."""
+    rope = config.section("rope_scaling", "rope_parameters")
+    if rope.get("type", "rope_type") != "yarn":
+        return {"rope_type": "rope"}
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.number("factor", default=40.0),
+        "original_max_position_embeddings": rope.size("original_max_position_embeddings", default=4096),
+        "beta_fast": rope.number("beta_fast", default=32.0),
+        "beta_slow": rope.number("beta_slow", default=1.0),
+        "mscale": rope.number("mscale", default=1.0),
+        "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
+    }
+
+
+def extra_prediction(config: Config) -> Flags:
+    """Read the layers that predict tokens further ahead; none if the config does not say."""
+    depths = config.size("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0, least=0)
+    return {"mtp_num_layers": depths} if depths else {}
+
+
+def windows(config: Config) -> Flags:
+    """Read in which layers a token attends to its last `sliding_window` tokens alone."""
+    kinds, width = config.layers("layer_types"), config.size("sliding_window", default=0, least=0)
+    layers = config.size("num_hidden_layers")
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise EppError(f"layer_types has {shown(sorted(unknown)[0])}; known are sliding_attention and full_attention")
+    narrow = [int(kind == "sliding_attention") for kind in kinds]
+    if not width or (kinds and not any(narrow)):
+        return {}
+    flags: Flags = {"window_size": f"({width - 1},0)"}
+    if not kinds or all(narrow):
+        return flags
+    every = next(number for number, is_narrow in enumerate(narrow, start=1) if not is_narrow)
+    is_regular = narrow == [int(number % every != 0) for number in range(1, layers + 1)]
+    return flags | {"window_attn_skip_freq": every if is_regular else runs(narrow)}
+
+
+def alternating_windows(config: Config) -> Flags:
+    """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
+    if config.get("layer_types") is not None:
+        return windows(config)
+    return {"window_size": f"({config.size('sliding_window', default=128) - 1},0)", "window_attn_skip_freq": 2}
+
+
+def gated_delta(config: Config) -> Flags:
+    """Read layers of gated delta nets between layers of attention: every fourth layer attends, if the config does not say."""
+    kinds, layers = config.layers("layer_types"), config.size("num_hidden_layers")
+    every = config.size("full_attention_interval", default=4)
+    linear = [int(kind == "linear_attention") for kind in kinds] or [int((layer + 1) % every != 0) for layer in range(layers)]
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": runs(linear),
+        "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim", default=4),
+        "linear_key_head_dim": config.size("linear_key_head_dim", default=128),
+        "linear_value_head_dim": config.size("linear_value_head_dim", default=128),
+        "linear_num_key_heads": config.size("linear_num_key_heads", default=16),
+        "linear_num_value_heads": config.size("linear_num_value_heads", default=32),
+        "attention_output_gate": True,
+        "moe_shared_expert_gate": True,
+    }
+
+
+SYMBOLS = {"mamba": "M", "M": "M", "attention": "*", "*": "*", "mlp": "-", "-": "-", "moe": "E", "E": "E"}
+"""Symbols of `--hybrid-layer-pattern` by the config's names, and by those of its older pattern."""
+
+
+def hybrid(config: Config) -> Flags:
+    """Read a pattern of Mamba-2, attention, MLP and expert layers.
+
+    Raises:
+        EppError: a layer is of no known kind.
+    """
+    pattern: Sequence[str] = config.get("hybrid_override_pattern") or config.layers("layers_block_type", "layer_types")
+    if not pattern:
+        raise EppError("there is no hybrid_override_pattern or layers_block_type")
+    if unknown := sorted(set(pattern) - set(SYMBOLS)):
+        raise EppError(f"its layers have {shown(unknown[0])}; known are {', '.join(SYMBOLS)}")
+    flags: Flags = {
+        "hybrid_layer_pattern": "".join(SYMBOLS[kind] for kind in pattern),
+        "num_layers": len(pattern),
+        "mamba_state_dim": config.size("ssm_state_size", default=128),
+        "mamba_head_dim": config.size("mamba_head_dim", default=64),
+        "mamba_num_groups": config.size("n_groups", default=8),
+        "mamba_num_heads": config.size("mamba_num_heads", default=128),
+        "ffn_hidden_size": config.size("intermediate_size"),
+        "squared_relu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "none",
+    }
+    if "E" in flags["hybrid_layer_pattern"]:
+        flags |= experts(Config({"num_hidden_layers": len(pattern), **config.body})) | sigmoid_router(config)
+    return flags
+
+
+_GQA = (trunk, count, heads, rotation, gated_mlp)
+_QK_NORM: Flags = {"qk_layernorm": True}
+_QKV_BIAS: Flags = {"add_qkv_bias": True}
+_LATENT = (trunk, count, rotation, gated_mlp, latents, experts, sigmoid_router, extra_prediction)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_GQA),
+    "mistral": Architecture((*_GQA, windows)),
+    "qwen2": Architecture(_GQA, _QKV_BIAS),
+    "qwen3": Architecture(_GQA, _QK_NORM),
+    "olmo3": Architecture((*_GQA, windows), _QK_NORM),
+    "mixtral": Architecture((*_GQA, experts, windows)),
+    "qwen3_moe": Architecture((*_GQA, experts), _QK_NORM),
+    "minimax_m2": Architecture((*_GQA, experts, sigmoid_router), _QK_NORM),
+    "glm4_moe": Architecture((*_GQA, experts, sigmoid_router, extra_prediction)),
+    "deepseek_v3": Architecture(_LATENT),
+    "kimi_k2": Architecture(_LATENT),
+    "gpt_oss": Architecture((*_GQA, experts, alternating_windows), {"softmax_type": "learnable", "add_qkv_bias": True}),
+    "qwen3_next": Architecture((*_GQA, experts, gated_delta, extra_prediction), _QK_NORM),
+    "nemotron_h": Architecture((trunk, heads, hybrid)),
+}
+"""By ``model_type``."""

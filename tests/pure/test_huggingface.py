@@ -1,0 +1,145 @@
+"""A Hugging Face config says Megatron's flags, or in one line what is wrong with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost.huggingface import ARCHITECTURES, flags_of_config
+from megatron_epp.cost.library import check_formulas, load_flags
+from megatron_epp.plan import EppError
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1,
+    "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "vocab_size": 129280, "num_nextn_predict_layers": 1, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+NARROW: dict[str, Any] = {
+    "model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+    "num_experts_per_tok": 4, "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+GATED_DELTA: dict[str, Any] = {
+    "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "partial_rotary_factor": 0.25,
+}  # fmt: skip
+STATES: dict[str, Any] = {
+    "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 21504, "hybrid_override_pattern": "M-M-M-M*-M-", "num_hidden_layers": 11,
+}  # fmt: skip
+
+
+def test_grouped_queries_and_a_gated_mlp_become_flags():
+    flags = flags_of_config(DENSE)
+    assert flags["num_layers"] == 36
+    assert flags["ffn_hidden_size"] == 12288
+    assert flags["kv_channels"] == 128
+    assert flags["group_query_attention"]
+    assert flags["num_query_groups"] == 8
+    assert flags["rotary_base"] == 1_000_000
+    assert flags["swiglu"]
+    assert flags["qk_layernorm"]
+    assert flags["untie_embeddings_and_output_weights"]
+    assert "num_experts" not in flags
+    assert "window_size" not in flags
+
+
+def test_latent_attention_with_dense_layers_first_becomes_flags():
+    flags = flags_of_config(LATENT)
+    assert flags["multi_latent_attention"]
+    assert flags["kv_lora_rank"] == 512
+    assert flags["qk_pos_emb_head_dim"] == 64
+    assert flags["moe_layer_freq"] == "([0]*3+[1]*58)"
+    assert flags["moe_shared_expert_intermediate_size"] == 2048
+    assert flags["moe_router_num_groups"] == 8
+    assert flags["moe_router_topk_scaling_factor"] == 2.5
+    assert flags["mtp_num_layers"] == 1
+    assert flags["rotary_scaling_factor"] == 40
+
+
+def test_windows_of_every_second_layer_become_the_layers_that_have_none():
+    flags = flags_of_config(NARROW)
+    assert (flags["window_size"], flags["window_attn_skip_freq"]) == ("(127,0)", 2)
+    unlisted = {name: value for name, value in NARROW.items() if name != "layer_types"}
+    assert flags_of_config(unlisted) == flags
+    kinds = ["full_attention", *["sliding_attention"] * 35]
+    assert flags_of_config(NARROW | {"layer_types": kinds})["window_attn_skip_freq"] == "([0]*1+[1]*35)"
+
+
+def test_gated_delta_nets_stand_between_layers_of_attention():
+    flags = flags_of_config(GATED_DELTA)
+    assert flags["experimental_attention_variant"] == "gated_delta_net"
+    assert flags["rotary_percent"] == 0.25
+    assert flags["linear_attention_freq"].startswith("([1]*3+[0]*1+[1]*3")
+
+
+def test_a_pattern_of_states_and_attention_is_taken_as_it_is():
+    flags = flags_of_config(STATES)
+    assert flags["hybrid_layer_pattern"] == "M-M-M-M*-M-"
+    assert flags["num_layers"] == 11
+    assert flags["squared_relu"]
+    listed = {name: value for name, value in STATES.items() if name != "hybrid_override_pattern"}
+    kinds = ["mamba", "mlp"] * 3 + ["mamba", "attention", "mlp", "mamba", "mlp"]
+    assert flags_of_config(listed | {"layers_block_type": kinds}) == flags
+
+
+def test_a_folder_and_a_file_are_taken_where_a_model_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    assert load_flags(str(tmp_path)) == load_flags(str(tmp_path / "config.json")) == flags_of_config(DENSE)
+
+
+@pytest.mark.parametrize(
+    ("body", "change", "said"),
+    [
+        (DENSE, {"model_type": "qwen4"}, "did you mean 'qwen"),
+        (DENSE, {"model_type": None}, "known are llama"),
+        (DENSE, {"num_key_value_heads": 7}, "num_attention_heads 32 cannot share num_key_value_heads 7"),
+        (DENSE, {"head_dim": None, "hidden_size": 4100}, "not a multiple of num_attention_heads 32"),
+        (DENSE, {"num_hidden_layers": "36"}, "num_hidden_layers: '36' is not a whole number"),
+        (DENSE, {"vocab_size": None}, "there is no vocab_size"),
+        (DENSE, {"hidden_act": "gelu"}, "only silu"),
+        (DENSE, {"tie_word_embeddings": "no"}, "neither true nor false"),
+        (DENSE, {"rope_scaling": 4}, "rope_scaling is 4, not an object"),
+        (LATENT, {"num_experts_per_tok": 300}, "num_experts_per_tok 300 is more than the 256 experts"),
+        (LATENT, {"first_k_dense_replace": 62}, "first_k_dense_replace 62 is more than the 61 layers"),
+        (LATENT, {"n_group": 7}, "256 experts in n_group 7 groups"),
+        (LATENT, {"kv_lora_rank": 0}, "kv_lora_rank: 0 is not a whole number from 1"),
+        (NARROW, {"layer_types": ["full_attention"]}, "layer_types lists 1 layers, where num_hidden_layers says 36"),
+        (NARROW, {"layer_types": ["chunked_attention"] * 36}, "layer_types has 'chunked_attention'"),
+        (STATES, {"hybrid_override_pattern": "MX*"}, "its layers have 'X'"),
+        (DENSE, {"model_type": "qwen3_vl", "text_config": {}}, "a model of several modalities"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_is_refused_in_one_line(body: dict[str, Any], change: dict[str, Any], said: str):
+    with pytest.raises(EppError) as error:
+        flags_of_config(body | change)
+    assert said in error.value.message
+    assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("body", [LATENT, NARROW, GATED_DELTA, STATES])
+def test_layers_without_a_formula_are_not_planned_as_others(body: dict[str, Any]):
+    with pytest.raises(EppError, match="there is no formula for"):
+        check_formulas(flags_of_config(body))
+
+
+def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(EppError, match=r"config\.json: a Hugging Face config is an object, not \[\]"):
+        load_flags(str(tmp_path))
+
+
+def test_every_architecture_is_a_sequence_of_parts():
+    assert all(architecture.parts for architecture in ARCHITECTURES.values())
