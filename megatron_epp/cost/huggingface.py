@@ -307,12 +307,9 @@ def _yarn(config: Config) -> Flags:
     rope = config.section("rope_scaling", "rope_parameters")
     if rope.get("type", "rope_type") != "yarn":
         return {"rope_type": "rope"}
-    return {
+    return {  # Megatron has no flags for the length before the extension and the two betas: they are 4096, 32 and 1
         "rope_type": "yarn",
         "rotary_scaling_factor": rope.number("factor", default=40.0),
-        "original_max_position_embeddings": rope.size("original_max_position_embeddings", default=4096),
-        "beta_fast": rope.number("beta_fast", default=32.0),
-        "beta_slow": rope.number("beta_slow", default=1.0),
         "mscale": rope.number("mscale", default=1.0),
         "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
     }

@@ -95,10 +95,10 @@ def test_one_problem_of_every_kind_is_told_at_once():
 
 
 def test_several_refused_flags_are_named_in_one_message():
-    flags = ["--multi-latent-attention", "--mtp-num-layers", 1, "--tp-comm-overlap"]
+    flags = ["--window-size", "8,0", "--mtp-num-layers", 1, "--tp-comm-overlap"]
     with pytest.raises(ArgumentError) as refusal:
         prepare_epp_args(arguments(*flags))
-    assert all(str(flag) in str(refusal.value) for flag in flags)
+    assert all(str(flag) in str(refusal.value) for flag in flags if str(flag).startswith("--"))
 
 
 @pytest.mark.parametrize(

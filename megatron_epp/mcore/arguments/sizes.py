@@ -14,7 +14,6 @@ _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
     "G": "gated delta net",
     "D": "sparse attention (DSA)",
-    "+": "multi-latent attention",
     "E": "mixture-of-experts",
     "/": "multi-token prediction",
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -55,6 +56,9 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     # In copies: Megatron's specs may be constants of a module, which models without plans use, too.
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
     model_chunks.check_stage(call.arguments["config"], args, vp_stage)
+    # Its fused rotation reads angles by a token's place in the batch, not by its position in the sequence.
+    if getattr(call.arguments["config"], "multi_latent_attention", False):
+        call.arguments["config"].apply_rope_fusion = False
     layers = model_chunks.cut_layers(args, vp_stage)
     if layers is not None:
         spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]
@@ -116,9 +120,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     check_layers(model)
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is not None:
-        model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
+    _place_rotary(model)
     if shards_vocabulary(args):
         divide_output_layer(model, args, vp_stage)
     elif args.epp_placement != "looped":
@@ -126,6 +128,20 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
         split_weight_gradients([model])
     model.has_relay = True
+
+
+def _place_rotary(model: Any) -> None:
+    """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    latents = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
+    if rotary is None and not latents:
+        return
+    group = context_parallel.of_group(mpu.get_context_parallel_group())
+    if rotary is not None:
+        model.rotary_pos_emb = PositionedRotary(rotary, group)
+    shared = PositionedRotary(latents[0].rotary_pos_emb, group, by_row=False) if latents else None
+    for module in latents:
+        module.rotary_pos_emb = shared
 
 
 def relayed(spec: Any) -> Any:
@@ -167,11 +183,16 @@ class PositionedRotary(torch.nn.Module):
 
     A slice starts at its offset in the sequence, a packed sequence at zero. Megatron calls it in two steps:
     `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
+
+    Args:
+        rotary: the embedding.
+        context_parallel: how ranks share the chunk's tokens.
+        by_row: queries have a dimension for rows of a batch, which latent attention leaves out.
     """
 
-    def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED) -> None:
+    def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED, by_row: bool = True) -> None:
         super().__init__()
-        self.rotary, self.context_parallel = rotary, context_parallel
+        self.rotary, self.context_parallel, self.by_row = rotary, context_parallel, by_row
         self._table: tuple[Tensor, tuple[Any, ...]] | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,13 +201,16 @@ class PositionedRotary(torch.nn.Module):
         return self.rotary.get_rotary_seq_len(*args, **kwargs) if params is None else params
 
     def forward(self, length: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module."""
+        """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module.
+
+        Without `by_row` they are ``[tokens / shards, 1, channels]``.
+        """
         if not isinstance(length, ChunkParams):
             return self.rotary(length, *args, **kwargs)
         table = length.context.table
         pieces = table.part(self.context_parallel.shard(table.num_tokens))
         parts, more = zip(*(self._angles(piece.start, piece.num_tokens) for piece in pieces), strict=True)
-        angles = torch.cat(parts)
+        angles = torch.cat(parts) if self.by_row else torch.cat(parts)[:, 0]
         return (angles, *more[0]) if more[0] else angles  # YaRN returns a scale too
 
     def _angles(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:

@@ -46,6 +46,8 @@ class RelayAttention(torch.nn.Module):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,  # what else a release gives its attention, as `cp_comm_type`
     ) -> None:
@@ -54,8 +56,9 @@ class RelayAttention(torch.nn.Module):
             raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
         self.config = config
         self.layer_number = layer_number
-        channels = config.kv_channels
+        channels = k_channels or config.kv_channels
         assert channels is not None
+        self.channels, self.value_channels = channels, v_channels or channels
         self.preference = config.attention_backend.name
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
         group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
@@ -72,15 +75,16 @@ class RelayAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the attention output of a chunk's tokens on this rank, ``[tokens, 1, query_heads * channels]``.
+        """Return the attention output of a chunk's tokens on this rank, ``[tokens, 1, query_heads * value_channels]``.
 
-        `query` is ``[tokens, 1, query_heads, channels]``, `key` and `value` are ``[tokens, 1, kv_heads, channels]``, and
-        `packed_seq_params` is a `ChunkParams`.
+        `query` and `key` are ``[tokens, 1, heads, channels]``, `value` is ``[tokens, 1, kv_heads, value_channels]``; latent
+        attention leaves the second dimension out. `packed_seq_params` is a `ChunkParams`.
         """
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
-        cached = key[:, 0], value[:, 0]  # a chunk is one row: the batch dimension is 1
+        # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
+        query, *cached = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         options = self.scale, self.context_parallel, self.preference
-        out = chunk_attention(query[:, 0], cached, context, self.layer_number, *options)
+        out = chunk_attention(query, cached, context, self.layer_number, *options)
         return out.reshape(out.shape[0], 1, -1)

@@ -138,8 +138,14 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     if args.num_experts is not None:
         return get_gpt_decoder_block_spec(config, use_te, normalization=args.normalization, vp_stage=vp_stage)
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
+        )
+    return get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm,
+        multi_latent_attention=args.multi_latent_attention,
+        normalization=args.normalization,
+    )
 
 
 def pretrain() -> None:

@@ -27,11 +27,12 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         Heads(
             query_heads,
             shape.kv_heads_on_rank,
-            part.config.kv_channels,
+            part.channels,
             part.config.params_dtype,
             device,
             part.scale,
             part.preference,
+            part.value_channels,
         ): None
         for stage in stages
         for part in stage.decoder.modules()

@@ -35,10 +35,11 @@ class Heads:
 
     Attributes:
         query_heads, kv_heads: numbers of heads on this rank, inside attention.
-        channels: width of a head.
+        channels: width of a head of queries and keys.
         dtype, device: of queries, keys and values.
         scale: factor on the scores.
         preference: preference of kernels, a key of `kernels.PREFERENCES`.
+        value_channels: width of a head of values; 0 if it is the same.
     """
 
     query_heads: int
@@ -48,16 +49,21 @@ class Heads:
     device: torch.device
     scale: float
     preference: str = "auto"
+    value_channels: int = 0
 
     def ones(self, tokens: int, heads: int) -> Tensor:
-        """Return ones, ``[tokens, heads, channels]``."""
+        """Return ones for queries or keys, ``[tokens, heads, channels]``."""
         return torch.ones(tokens, heads, self.channels, dtype=self.dtype, device=self.device)
+
+    def values(self, keys: Tensor) -> Tensor:
+        """Return ones for the values of some keys, ``[keys, heads, value_channels]``."""
+        return keys[..., : self.value_channels or self.channels].contiguous()
 
     @property
     def kernel(self) -> kernels.Kernel:
         """Kernel of the calls."""
         q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
-        return kernels.choose(q, k, k, self.preference)
+        return kernels.choose(q, k, self.values(k), self.preference)
 
 
 @dataclass(slots=True)
@@ -146,13 +152,14 @@ def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> Non
     kernel = heads.kernel
     q = heads.ones(table.num_tokens, heads.query_heads // parts)
     k = heads.ones(table.key_starts[-1], heads.kv_heads // parts)
+    v, grad = heads.values(k), heads.values(q)
     with torch.no_grad():
-        out, saved = kernel.forward(q, k, k, table, heads.scale)
+        out, saved = kernel.forward(q, k, v, table, heads.scale)
 
     def backward() -> None:
         if repeats:
-            kernel.forward(q, k, k, table, heads.scale)
-        backward_by_heads(kernel, q, q, k, k, out, saved, table, heads.scale, take)
+            kernel.forward(q, k, v, table, heads.scale)
+        backward_by_heads(kernel, grad, q, k, v, out, saved, table, heads.scale, take)
 
     def take(dk: Tensor, dv: Tensor, heads: slice | None) -> Tensors:
         return dk[: len(q)], dv[: len(q)]

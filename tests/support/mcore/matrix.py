@@ -112,7 +112,8 @@ class Matrix:
     def check(self, row: Row) -> None:
         """Assert that a row trains as Megatron's schedule does, and what its plans contain."""
         figures = self.figures(row)
-        check_closeness(figures)
+        is_latent = "--multi-latent-attention" in row.case.both
+        check_closeness(figures, "PlainAttention" if is_latent else "DotProductAttention")
         assert figures["num_losses"] == [row.iterations, 1]
         row.check(figures, self.folder(row))
 

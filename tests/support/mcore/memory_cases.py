@@ -23,6 +23,10 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
+LATENT = (
+    f"{LLAMA} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 20 --rope-type rope --no-rope-fusion"
+)
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
@@ -44,6 +48,7 @@ PIPELINES = {
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
+        "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
     },
@@ -63,6 +68,8 @@ MORE = {
         "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
         "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
+        "latent attention": f"{LATENT} --epp-slices 3",
+        "latent attention, weights apart": f"{LATENT} --epp-slices 3 --epp-split-weight-gradient",
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",

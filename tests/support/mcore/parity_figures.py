@@ -48,10 +48,10 @@ def answers_only() -> list[np.ndarray]:
     return [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
 
 
-def check_closeness(figures: Figures) -> None:
+def check_closeness(figures: Figures, stock_attention: str = "DotProductAttention") -> None:
     """Nothing is further apart than rounding makes it, and nothing was left out."""
     assert "error" not in figures, figures["error"]
-    assert figures["attention"] == ["DotProductAttention, RelayAttention"]
+    assert figures["attention"] == [f"{stock_attention}, RelayAttention"]
     assert figures["losses"] <= TOLERANCE
     assert figures["validation"] <= TOLERANCE
     for key in ("gradients", "last_gradients", "parameters"):

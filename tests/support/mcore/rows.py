@@ -175,6 +175,56 @@ def _anything(figures: Figures, _: Path) -> None:
     """Ask nothing more."""
 
 
+# ---- latent attention ------------------------------------------------------------------------------------------------
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+    "--qk-layernorm --rope-type rope --no-rope-fusion"
+)
+_YARN = LATENT.replace("--rope-type rope", "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.8")
+_WIDE = LATENT.replace("--q-lora-rank 16 ", "").replace("--v-head-dim 12", "--v-head-dim 20").replace("--qk-layernorm ", "")
+LATENTS: dict[str, dict[str, Any]] = {
+    "weights apart": {"cell": {"pp": 2, "split": True}, "both": LATENT, "plan": "--epp-slices 3"},
+    "offload": {"cell": {"pp": 2}, "both": _WIDE, "plan": "--epp-slices 7 --epp-memory-cap-gb 0.00052 --epp-offload"},
+    "there and back, capped": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "both": _YARN,
+        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-recompute-modes all",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "both": _WIDE,
+        "plan": "--epp-slices 3 --epp-recompute 1",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "both": _YARN,
+        "plan": "--epp-slices 3",
+        "optimizer": OVERLAPPED,
+    },
+}
+
+
+def _check_latents(name: str, figures: Figures, _: Path) -> None:
+    plans = plans_of(figures)
+    assert kinds_of(figures) & {"split", "hybrid"}
+    assert splits_weights(figures) == (name == "weights apart")
+    assert any(plan["copies"] for plan in plans) == any(plan["kv_offload"] for plan in plans) == (name == "offload")
+    assert any(plan["modes"] for plan in plans) == (name not in ("weights apart", "context parallel, experts"))
+
+
+def _latents() -> list[Row]:
+    return [
+        Row(
+            name=f"latent attention: {name}",
+            case=case(**{"model": "llama"} | given),
+            check=functools.partial(_check_latents, name),
+            batch=BATCH,
+        )
+        for name, given in LATENTS.items()
+    ]
+
+
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
 
 
@@ -420,6 +470,7 @@ ROWS = (
     *_cuts(ITERATIONS, CASES),
     *KINDS,
     *_routers(),
+    *_latents(),
     *_masks(),
     *_layouts(2, LAYOUTS),
     *_vocabularies(2, VOCABULARIES),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, backward_by_heads
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, backward_by_heads, of_narrow_values
 from megatron_epp.runtime.attention.kernels.exact import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
@@ -78,7 +78,7 @@ def _choose(case: AttentionCase, preference: str) -> Kernel:
     if chosen is None:
         raise EppError(f"--attention-backend {preference}: {'; '.join(obstacles)}. Leave it at auto")
     rank = os.environ.get("RANK", "0")
-    failed = any(k.obstacle(case) is None for k in takewhile(lambda k: k is not chosen, PREFERENCES[preference]))
+    failed = any(k.obstacle(case) is None for k in takewhile(lambda k: k is not chosen, _candidates(case, preference)))
     if case.device == "cuda" and (rank == "0" or failed):
         passed_over = f" ({'; '.join(obstacles)})" if obstacles else ""
         level = logging.WARNING if failed else logging.INFO
@@ -93,12 +93,23 @@ def explain(case: AttentionCase, preference: str = "auto") -> tuple[Kernel | Non
     Running out of memory is not such a reason: `torch.OutOfMemoryError` is raised.
     """
     obstacles: list[str] = []
-    for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT_ATTENTION,):
+    for kernel in _candidates(case, preference):
         obstacle = kernel.obstacle(case) or _failed_verification(kernel, case)
         if obstacle is None:
             return kernel, obstacles
         obstacles.append(f"{kernel.name}: {obstacle}")
     return None, obstacles
+
+
+_OF_NARROW_VALUES = {kernel: of_narrow_values(kernel) for kernel in PREFERENCES["auto"] if kernel is not EXACT_ATTENTION}
+"""Fused kernels take values as wide as keys; exact attention takes any."""
+
+
+def _candidates(case: AttentionCase, preference: str) -> tuple[Kernel, ...]:
+    if case.device != "cuda":
+        return (EXACT_ATTENTION,)
+    kernels = PREFERENCES[preference]
+    return kernels if not case.value_channels else tuple(_OF_NARROW_VALUES.get(kernel, kernel) for kernel in kernels)
 
 
 def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,35 @@ def needs_half_precision_on_a_gpu(case: AttentionCase) -> str | None:
     if case.value_channels not in (0, case.channels):
         return f"values of {case.value_channels} channels: it takes as many as keys have, {case.channels}"
     return None
+
+
+def of_narrow_values(kernel: Kernel) -> Kernel:
+    """Return a kernel for values narrower than keys, by one that takes values as wide as keys: with zeros behind every value.
+
+    The zeros add nothing to scores or gradients; what they make of the output is cut off. It costs the products of the zeros.
+    """
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+        out, saved = kernel.forward(q, k, _widened(v, k.shape[2]), table, scale)
+        return out[..., : v.shape[2]].contiguous(), saved
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide_grad, wide_v, wide_out = (_widened(x, k.shape[2]) for x in (grad, v, out))
+        dq, dk, dv = kernel.backward(wide_grad, q, k, wide_v, wide_out, saved, table, scale)
+        return dq, dk, dv[..., : v.shape[2]]
+
+    def obstacle(case: AttentionCase) -> str | None:
+        if case.value_channels > case.channels:
+            return f"values of {case.value_channels} channels: it takes at most as many as keys have, {case.channels}"
+        return kernel.obstacle(case._replace(value_channels=0))
+
+    return replace(kernel, forward=forward, backward=backward, obstacle=obstacle)
+
+
+def _widened(x: Tensor, channels: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, channels - x.shape[2]))
 
 
 def backward_by_heads(
