@@ -21,6 +21,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
 _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
@@ -65,6 +66,8 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     ),
     "megatron.core.distributed.finalize_model_grads:_get_shared_word_embedding_weight": ("862c0ffef65a",),
     "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca", "eceb93d8c2a7"),
+    f"{_LATENT}:MultiLatentAttention.forward": ("49a5a948c69c", "0e7f38820035", "b0d8e69892f3", "d0c12b439a67"),
+    f"{_LATENT}:MLASelfAttention.get_query_key_value_tensors": ("bf7980d17485", "b57ff9fdfb15", "e19fa46a2a0b", "0e0b9e37d17c"),
     "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6", "797a0aac5e02"),
     "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
     "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": ("4ae592221f4f", "de4dbfb0d7d4", "41700c5f809c"),

@@ -22,6 +22,7 @@ from scripts.random_documents import write_documents
 from tests.support.mcore import worker
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures, answers_only, check_closeness, masked_documents
 from tests.support.mcore.script_rows import ScriptRow
+from tests.support.mcore.stand_ins import has_stand_in
 
 FOLDER = "FOLDER"
 """Stands in the flags of a row for a folder of its own."""
@@ -112,8 +113,7 @@ class Matrix:
     def check(self, row: Row) -> None:
         """Assert that a row trains as Megatron's schedule does, and what its plans contain."""
         figures = self.figures(row)
-        is_latent = "--multi-latent-attention" in row.case.both
-        check_closeness(figures, "PlainAttention" if is_latent else "DotProductAttention")
+        check_closeness(figures, "PlainAttention" if has_stand_in(row.case.both.split()) else "DotProductAttention")
         assert figures["num_losses"] == [row.iterations, 1]
         row.check(figures, self.folder(row))
 

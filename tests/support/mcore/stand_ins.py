@@ -83,6 +83,13 @@ def plain_attention():
     return mock.patch.object(backends.LocalSpecProvider, "core_attention", return_value=PlainAttention)
 
 
+def has_stand_in(flags):
+    """Return True if a model's values have another width than its keys, which Megatron's attention cannot run without
+    Transformer Engine.
+    """
+    return "--multi-latent-attention" in flags and "--kv-channels" not in flags
+
+
 def _hybrid():
     """Return a spec of attention, MLP, state-space and expert layers."""
     spec = local_hybrid.stack_spec

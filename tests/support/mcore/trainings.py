@@ -19,15 +19,13 @@ from scripts.parity.runs import Run, record, train
 def recorded(flags: Sequence[str], checkpoint: str | None = None) -> Run:
     """Train with these flags of Megatron. Saves a checkpoint ahead of the first step, if a place for it is named.
 
-    Megatron's own attention without Transformer Engine knows no values of another width than keys, so its schedule runs latent
-    attention with a stand-in.
+    Megatron's own schedule may need a stand-in for its attention (`stand_ins.has_stand_in`).
     """
     from tests.support.mcore import local_hybrid, stand_ins
 
     local_hybrid.use_torch_norms()
     share_planner()
-    is_stand_in = "--multi-latent-attention" in flags and "stock" in flags
-    with stand_ins.plain_attention() if is_stand_in else nullcontext():
+    with stand_ins.plain_attention() if "stock" in flags and stand_ins.has_stand_in(flags) else nullcontext():
         return record(flags, None if checkpoint is None else Path(checkpoint))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -13,14 +14,16 @@ def run(folder: Path) -> dict[str, Any]:
     """
     found = known()  # ahead of all that could prepare Megatron
     from scripts.parity import compare as parity
+    from scripts.parity import worlds
     from scripts.parity.worlds import load_megatron
     from tests.support.mcore.jobs import recompute_modes
 
     load_megatron()
-    from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
+    from tests.support.mcore import local_hybrid, trainings  # they import Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()
-    assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "3", "--json"]) == 0
+    with mock.patch.object(worlds, "record", trainings.recorded):
+        assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "3", "--json"]) == 0
     (place := folder / "levels").mkdir()
     return {"known": found, "levels": recompute_modes.run(place, ["dropout"])}
 
