@@ -17,7 +17,6 @@ from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
 from tests.support.mcore.rows import HYBRID, LATENT
 
-NARROW = LATENT.removesuffix(" --kv-channels 12")  # older releases have no attention of their own for it
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 CASES = {
     "sliced": {
@@ -39,7 +38,7 @@ CASES = {
         "both": ALL_STATISTICS,
         "alone": True,
     },
-    "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": NARROW},
+    "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
     "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},
 }
 

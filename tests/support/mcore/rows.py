@@ -179,16 +179,10 @@ def _anything(figures: Figures, _: Path) -> None:
 
 LATENT = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
-    "--qk-layernorm --rope-type rope --no-rope-fusion --kv-channels 12"
+    "--qk-layernorm --rope-type rope --no-rope-fusion"
 )
-"""Without Transformer Engine, attention of 0.19 runs it where keys and values are as wide as `--kv-channels` says."""
 _YARN = LATENT.replace("--rope-type rope", "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.8")
-_WIDE = (
-    LATENT.replace("--q-lora-rank 16 ", "")
-    .replace("--v-head-dim 12", "--v-head-dim 20")
-    .replace("--qk-layernorm ", "")
-    .replace(" --kv-channels 12", "")
-)
+_WIDE = LATENT.replace("--q-lora-rank 16 ", "").replace("--v-head-dim 12", "--v-head-dim 20").replace("--qk-layernorm ", "")
 LATENTS: dict[str, dict[str, Any]] = {
     "weights apart": {"cell": {"pp": 2, "split": True}, "both": LATENT, "plan": "--epp-slices 3"},
     "offload": {"cell": {"pp": 2}, "both": _WIDE, "plan": "--epp-slices 7 --epp-memory-cap-gb 0.00052 --epp-offload"},

@@ -84,10 +84,8 @@ def plain_attention():
 
 
 def has_stand_in(flags):
-    """Return True if a model's values have another width than its keys, which Megatron's attention cannot run without
-    Transformer Engine.
-    """
-    return "--multi-latent-attention" in flags and "--kv-channels" not in flags
+    """Return True for latent attention, which Megatron's attention cannot run without Transformer Engine."""
+    return "--multi-latent-attention" in flags
 
 
 def _hybrid():
