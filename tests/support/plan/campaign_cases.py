@@ -113,7 +113,7 @@ def _costs(draw: random.Random, placement: Placement) -> PipelineCosts:
 
 def _exchanging(costs: PipelineCosts) -> PipelineCosts:
     """Return costs of which a part of every layer's pass is exchange between tensor-parallel ranks."""
-    stages = (replace(own, exchange=Line(0.0, EXCHANGED * own.forward.per_token_us)) for own in costs.stages)
+    stages = (own.changed(LAYER, exchange=Line(0.0, EXCHANGED * own.layers.forward.per_token_us)) for own in costs.stages)
     return replace(costs, stages=tuple(stages))
 
 

@@ -1,0 +1,97 @@
+"""Files of costs of version 1, in which a stage is its layers, with its other work in fields of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import number, printable, shown
+
+_KV = {
+    "kv_bytes_per_token": "bytes_per_token",
+    "kv_gradient_bytes_per_token": "gradient_bytes_per_token",
+    "many_kv_gradient_bytes_per_token": "many_gradient_bytes_per_token",
+    "kv_heads": "heads",
+    "queries_per_key": "queries_per_key",
+}
+_LAYER = {
+    "num_layers": "count",
+    "layer_bytes_per_token": "bytes_per_token",
+    "recomputed_layer_bytes_per_token": "input_bytes_per_token",
+} | {
+    name: name
+    for name in (
+        *("forward", "backward", "weight", "exchange", "recompute", "attended_bytes_per_token", "apart_bytes_per_token"),
+        *("apart_attended_bytes_per_token", "weight_bytes_per_token", "full_bytes_per_token", "working_bytes_per_token"),
+        "first_mlp_bytes_per_token",
+    )
+}
+_ENDS = {
+    "extra_forward": "forward",
+    "extra_backward": "backward",
+    "extra_weight": "weight",
+    "extra_weight_bytes_per_token": "weight_bytes_per_token",
+    "workspace_bytes": "workspace_bytes",
+}
+_NEEDED = {
+    "num_layers",
+    "forward",
+    "backward",
+    "layer_bytes_per_token",
+    "recomputed_layer_bytes_per_token",
+    "kv_bytes_per_token",
+}
+_OTHERS = {"half", "static", "extra_bytes_per_token", "head_bytes_per_token"}
+_KNOWN = {*_KV, *_LAYER, *_ENDS, *_OTHERS}
+
+
+def of_version_1(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of version 2. Raises `EppError` if stages have other fields than version 1 knows, or too few."""
+    stages = body.get("stages")
+    if not isinstance(stages, list):
+        return body
+    each = [(stage, f"stages[{at}]", at == len(stages) - 1) for at, stage in enumerate(stages)]
+    return body | {"stages": [stage_of(*one) if isinstance(one[0], dict) else one[0] for one in each]}
+
+
+def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
+    """Return the fields of a stage.
+
+    Args:
+        old: its fields in version 1, in which the embedding's and the head's are one: they are the head's on the last stage.
+        where: path of the stage in the file, for errors.
+        is_last: of the pipeline.
+
+    Raises:
+        EppError: a field is missing, unknown or no number.
+    """
+    old = {name: value for name, value in old.items() if value is not None}
+    for wrong, what in ((old.keys() - _KNOWN, "unknown"), (_NEEDED - old.keys(), "missing")):
+        if wrong:
+            raise EppError(f"{where}.{printable(min(wrong))} is {what}")
+    layers, kv, ends = ({new: old[name] for name, new in names.items() if name in old} for names in (_LAYER, _KV, _ENDS))
+    kept, of_head = (
+        _bytes(old.get(name, 0.0), f"{where}.{name}") for name in ("extra_bytes_per_token", "head_bytes_per_token")
+    )
+    half = old.get("half", {})
+    if not isinstance(half, dict):
+        raise EppError(f"{where}.half is {shown(half)}, which is not a JSON object")
+    blocks = [layers | {"kind": LAYER, "kv": kv}]
+    if half.get("kind"):
+        has_attention = half["kind"] == ATTENTION
+        shared = ("working_bytes_per_token", *(("input_bytes_per_token",) if has_attention else ()))
+        more = {name: layers[name] for name in shared if name in layers} | ({"kv": kv} if has_attention else {})
+        blocks.insert(has_attention, half | more)
+    of_ends = is_last and any(any(one.values()) if isinstance(one, dict) else one for one in ends.values())
+    blocks.insert(0, {"kind": INPUT, "bytes_per_token": kept - of_head} | ({} if of_ends else ends))
+    if of_head or of_ends:
+        blocks.append({"kind": HEAD, "bytes_per_token": of_head} | (ends if of_ends else {}))
+    return {"blocks": blocks} | ({"static": old["static"]} if "static" in old else {})
+
+
+def _bytes(value: Any, where: str) -> float:
+    try:
+        return number(value, 0)
+    except EppError as error:
+        raise EppError(f"{where}: {error}") from None
