@@ -188,6 +188,11 @@ class StageCosts:
         """The input and the head."""
         return self._of_group(2)
 
+    @property
+    def ends_bytes_per_token(self) -> float:
+        """Bytes that they keep from forward to backward."""
+        return sum(block.bytes_per_token for block in self.ends)
+
     def _of_group(self, group: int) -> tuple[Block, ...]:
         return tuple(block for block in self.blocks if block.group == group)
 

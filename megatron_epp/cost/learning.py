@@ -246,7 +246,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     A layer keeps its input at least, which is what it keeps if it recomputes in full.
     """
     own, inner = stage.layers, sum(block.bytes_per_token for block in stage.inner)
-    rest = sum(block.bytes_per_token for block in stage.ends) + inner
+    rest = stage.ends_bytes_per_token + inner
     of_layers = max(kept_per_token - rest, stage.num_layers * own.input_bytes_per_token) if stage.num_layers else 0.0
     left = max(0.0, kept_per_token - of_layers)
     known = stage.changed(working_bytes_per_token=0.0).changed(HEAD, bytes_per_token=0.0)

@@ -303,7 +303,7 @@ class PipelineCosts:
         largest = max((one.bytes_per_token for one in own.inner), default=own.layers.bytes_per_token)
         of_layer = own.layers.bytes_per_token if own.num_layers else largest
         more = sum((one.kept_bytes(work) for one in own.inner), 0.0 * work.tokens)
-        return self._whole_bytes((of_layer + sum(one.bytes_per_token for one in own.ends)) * work.tokens + more)
+        return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 
     def static_items(self, stage: int) -> dict[str, int]:
         """Bytes held throughout, by item. The workspace is counted as static too, because a pass of the last stage peaks while

@@ -17,7 +17,7 @@ import pytest
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.group_costs import GroupCosts
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost import Line, PipelineCosts, causal_pairs
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
@@ -26,6 +26,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.orders.warm_up import run_ahead, slice_groups
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
+from tests.support.plan.stages import stage_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -189,7 +190,7 @@ def sharing(stages: int, ranks: int = 8) -> PipelineCosts:
         each = share / LAYERS
         return Line(FIXED_US * each, LINEAR / ranks * each + EXCHANGES[-1], 2 * QUADRATIC / ranks * each)
 
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=LAYERS,
         forward=passing(1 / 3),
         backward=passing(2 / 3),
@@ -249,7 +250,7 @@ def uneven(layout: Layout) -> PipelineCosts:
     one, two, four = (Line(0.0, count / TOKENS) for count in (1, 2, 4))
     kept = ("layer", "full", "weight", "recomputed_layer")
     stages = [
-        StageCosts(
+        stage_of(
             num_layers=halves // 2,
             forward=one,
             backward=two,

@@ -105,8 +105,8 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
     found = one_rank(args)
     assert [(stage.kv_heads, stage.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
     for stage in found.stages:
-        sums = stage.kv_gradient_bytes_per_token, stage.many_kv_gradient_bytes_per_token
-        assert sums == tuple(size * stage.kv_bytes_per_token for size in times)
+        sums = stage.kv.gradient_bytes_per_token, stage.kv.many_gradient_bytes_per_token
+        assert sums == tuple(size * stage.kv.bytes_per_token for size in times)
     assert replace(found, stages=HERE.stages) == HERE
 
 

@@ -36,7 +36,7 @@ def totals(costs: PipelineCosts) -> list[float]:
     return [
         float(sum(column(stage, WORK).sum() for stage in stages))
         for column in (costs.forward_us, costs.backward_us, costs.weight_us, costs.cache_bytes, costs.gradient_bytes)
-    ] + [sum(stage.half.bytes_per_token + stage.num_layers * stage.layer_bytes_per_token for stage in costs.stages)]
+    ] + [sum(stage.half.bytes_per_token + stage.num_layers * stage.layers.bytes_per_token for stage in costs.stages)]
 
 
 @pytest.mark.parametrize("layers", CUTS)
@@ -56,10 +56,10 @@ def test_a_stage_counts_an_mlp_at_its_start_and_an_attention_at_its_end_as_one_l
     assert (first.num_layers, first.half.kind, first.num_cached_layers) == (1, "attention", 2)
     assert (middle.num_layers, middle.half.kind, middle.num_cached_layers) == (1, "", 1)
     assert (last.num_layers, last.half.kind, last.num_cached_layers) == (1, "mlp", 1)
-    assert middle.stage_forward == PROFILE.costs([1, 1, 2]).stages[1].stage_forward
+    assert middle.line("forward") == PROFILE.costs([1, 1, 2]).stages[1].line("forward")
     assert first.half.forward.per_pair_us == PROFILE.layer.forward.per_pair_us
     assert last.half.forward.per_pair_us == 0.0
-    assert 0 < middle.first_mlp_bytes_per_token < middle.layer_bytes_per_token
+    assert 0 < middle.layers.first_mlp_bytes_per_token < middle.layers.bytes_per_token
 
 
 def test_only_an_attention_half_caches_keys_and_values_and_neither_recomputes():
@@ -123,7 +123,7 @@ def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_reco
     costs = on_device(PROFILE.costs([1.5, 2, 0.5]))
     problem = Problem((150, 64), (0, 1, 2), (UNLIMITED_BYTES,) * 3)
     tables = tabulate(CHUNKS, problem, costs, modes=("full",))
-    assert costs.stages[1].first_mlp_bytes_per_token > 0
+    assert costs.stages[1].layers.first_mlp_bytes_per_token > 0
     more = replace(tables, first_mlp=[[10**6] * 3] * 3)
     peaks = [backward_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
     assert (peaks[1] > peaks[0] + 500_000) == stays
@@ -147,11 +147,11 @@ def test_learnt_times_are_shared_with_the_half():
     times = {
         (stage, op): [Timed(*size, 2 * line.time_us(*size)) for size in sizes]
         for stage, own in enumerate(base.stages)
-        for op, line in ((Op.F, own.stage_forward), (Op.B, own.stage_backward))
+        for op, line in ((Op.F, own.line("forward")), (Op.B, own.line("backward")))
     }
     learnt = fitted_costs(base, [Learnt(times)])
     for own, then in zip(learnt.stages, base.stages, strict=True):
-        assert own.stage_forward.time_us(100, 5050) == pytest.approx(2 * then.stage_forward.time_us(100, 5050), rel=1e-3)
+        assert own.line("forward").time_us(100, 5050) == pytest.approx(2 * then.line("forward").time_us(100, 5050), rel=1e-3)
         assert own.half.forward.per_token_us == pytest.approx(2 * then.half.forward.per_token_us, rel=0.02)
     assert [*pairwise(learnt.num_halves)] == [(5, 3)]
     assert learnt.activation_bytes(0, WORK, NO_RECOMPUTE).min() > 0

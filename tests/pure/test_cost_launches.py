@@ -81,7 +81,7 @@ def test_plans_are_proven_and_no_action_is_below_its_launches(split: bool):
         op, stage, _ = step.action
         own = BOUND.stages[stage]
         is_split = any(s.action == step.action._replace(op=Op.W) for row in made.ranks for s in row)
-        line = own.stage_input if op is Op.B and is_split else getattr(own, f"stage_{names[op]}")
+        line = own.line("split") if op is Op.B and is_split else getattr(own, f"stage_{names[op]}")
         assert step.time_us >= line.launch_us * (1 - 1e-9)
 
 

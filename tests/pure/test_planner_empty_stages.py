@@ -65,7 +65,7 @@ def asked_of(seed: int) -> tuple[list[Problem], PipelineCosts, Options]:
     longest = draw.choice((2000, 20000))
     batches = [tuple(round(longest ** draw.random()) for _ in range(draw.randint(1, 6))) for _ in range(replicas)]
     static = max(sum(costs.static_bytes(s) for s in range(len(placement)) if placement[s] == rank) for rank in once)
-    per_token = sum(s.num_layers * s.layer_bytes_per_token + s.extra_bytes_per_token for s in costs.stages) / ranks
+    per_token = sum(s.num_layers * s.layers.bytes_per_token + s.ends_bytes_per_token for s in costs.stages) / ranks
     cap = UNLIMITED_BYTES if draw.random() < 0.2 else static + int(draw.random() ** 3 * per_token * sum(batches[0]))
     rest = {"token_multiple": draw.choice((1, 8)), "forward_only": draw.random() < 0.2}
     rest["host_cap_bytes"] = draw.choice((UNLIMITED_BYTES, UNLIMITED_BYTES, 10**6))

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, work_of
+from megatron_epp.cost import Line, ModeCosts, PipelineCosts, Static, work_of
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
@@ -23,6 +23,7 @@ from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
@@ -48,7 +49,7 @@ def small_case(seed: int):
 
 
 def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=2,
         forward=Line(1.0, draw.random()),
         backward=Line(1.0, draw.random()),
@@ -97,7 +98,7 @@ def test_nothing_is_recomputed_where_memory_is_loose():
 
 
 def recompute_us(made: Plan) -> float:
-    costs = {s: pipeline(made.num_stages).stages[s].stage_backward for s in range(made.num_stages)}
+    costs = {s: pipeline(made.num_stages).stages[s].line("backward") for s in range(made.num_stages)}
     base = 0.0
     for steps in made.ranks:
         for (op, stage, c), *_ in steps:
@@ -226,12 +227,12 @@ def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backwar
     made = plan(problem((8192,), 1), costs, Options(slices=2))
     stage = costs.stages[0]
     steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv_bytes_per_token * 8192)
+    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
     kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
     assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
     assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
     assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layer_bytes_per_token - stage.kv_bytes_per_token) + stage.extra_bytes_per_token
+    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
     assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
@@ -240,7 +241,7 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     """Three layers of odd sizes, and every step on the ladder of recompute."""
     draw = random.Random(seed)
     costs = small_costs(draw, draw.choice([1, 2]))
-    own, kv = costs.stages[0], costs.stages[0].kv_bytes_per_token
+    own, kv = costs.stages[0], costs.stages[0].kv.bytes_per_token
     whole, linear, *sizes = sorted(draw.randint(0, 20) for _ in range(5))  # a level that recomputes more keeps less
     mlp, attended, layer = (kv + size for size in sizes)
     own = replace(

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import PLANNERS, Options, Problem, plan

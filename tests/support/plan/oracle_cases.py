@@ -16,6 +16,7 @@ from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import problem
+from tests.support.plan.stages import stage_of
 
 
 def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
@@ -29,7 +30,7 @@ def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
         for start, end in itertools.pairwise(itertools.accumulate(row, initial=0))
     )
     stages = tuple(
-        StageCosts(
+        stage_of(
             num_layers=1,
             forward=Line(draw.random() * 3, draw.random() + 0.2),
             backward=Line(draw.random() * 3, 2 * draw.random() + 0.2),
