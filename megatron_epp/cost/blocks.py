@@ -123,7 +123,7 @@ class Block(PartCosts):
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
         """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
         full, attended = self._peaks_per_token(mode, split)
-        in_cache, prefix = self._in_cache(work), self._prefix_bytes(work)
+        in_cache, prefix = self._in_cache(work), self.prefix_bytes(work)
         gradient = np.where(work.last, self.kv_gradient_bytes(work), 0.0)
         early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
         comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
@@ -134,12 +134,13 @@ class Block(PartCosts):
         gradients are split off the gradient of its output, which is as large as its input.
         """
         deferred = self.input_bytes_per_token if self.weight_bytes_per_token else 0.0
-        return deferred * work.tokens + self._prefix_bytes(work)
+        return deferred * work.tokens + self.prefix_bytes(work)
 
     def _in_cache(self, work: ChunkWork) -> TimeColumn:
         return np.where(work.sliced, 0.0 if self.kv is None else self.kv.bytes_per_token, 0.0)
 
-    def _prefix_bytes(self, work: ChunkWork) -> TimeColumn:
+    def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`); 0 if memory of passes is not counted."""
         if self.kv is None or not self.working_bytes_per_token:
             return np.zeros(len(work.tokens))
         return self.kv.prefix_bytes(work)

@@ -18,6 +18,7 @@ from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import Line, PipelineCosts, causal_pairs
+from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
@@ -46,7 +47,7 @@ def on_ranks(units: Sequence[float], ranks: int, cap: int = UNLIMITED_BYTES) -> 
 def equal(ranks: int, kept: float = 0.1) -> PipelineCosts:
     """Costs of stages of one layer, of whose bytes recompute keeps a share."""
     costs = unit_costs(ranks)
-    return replace(costs, stages=tuple(replace(one, recomputed_layer_bytes_per_token=kept) for one in costs.stages))
+    return replace(costs, stages=tuple(one.changed(LAYER, input_bytes_per_token=kept) for one in costs.stages))
 
 
 def text_of(made: Plan) -> str:
@@ -260,7 +261,7 @@ def uneven(layout: Layout) -> PipelineCosts:
         )
         for halves in layout.halves
     ]
-    stages[-1] = replace(stages[-1], extra_forward=two, extra_backward=four, extra_weight=two)
+    stages[-1] = stages[-1].changed(HEAD, forward=two, backward=four, weight=two)
     return PipelineCosts("uneven", tuple(stages), hidden_bytes_per_token=0.0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import CPU, Line, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, fitted_costs, of_whole_microbatches, size_of
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Plan, Recompute, Segment
 from tests.support.plan.small_plans import one_f_one_b
@@ -49,7 +50,7 @@ def first_stage(learner: Learner) -> StageCosts:
 
 
 def only_layers(stage: StageCosts) -> StageCosts:
-    return replace(stage, extra_forward=Line(), extra_backward=Line(), extra_weight=Line())
+    return stage.changed(INPUT, HEAD, forward=Line(), backward=Line(), weight=Line())
 
 
 def same(found: Line, expected: Line) -> bool:
@@ -63,16 +64,16 @@ def test_a_backward_is_learnt_without_the_forward_that_layers_run_again() -> Non
     stage = first_stage(learner_of(plan, again_us=LAYER))
     assert same(stage.line("forward"), FORWARD)
     assert same(stage.line("backward"), BACKWARD)
-    assert same(stage.forward, LAYER)
+    assert same(stage.layers.forward, LAYER)
 
 
 def test_other_recompute_modes_change_as_the_forward_does() -> None:
-    before, stage = FORMULAS.stages[0].recompute, first_stage(learner_of(plan_of()))
-    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.recompute.items()}
+    before, stage = FORMULAS.stages[0].layers.recompute, first_stage(learner_of(plan_of()))
+    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.layers.recompute.items()}
     assert factors
     assert len({round(factor, 9) for factor in factors.values()}) == 1
     assert factors.popitem()[1] != pytest.approx(1.0, rel=0.1)
-    assert of_whole_microbatches(FORMULAS).stages[0].recompute == {}
+    assert of_whole_microbatches(FORMULAS).stages[0].layers.recompute == {}
 
 
 def test_split_weight_gradients_are_a_part_of_the_backward() -> None:
@@ -84,14 +85,17 @@ def test_split_weight_gradients_are_a_part_of_the_backward() -> None:
 def test_weight_gradients_that_were_not_split_keep_their_share_of_the_backward() -> None:
     before, after = FORMULAS.stages[0], first_stage(learner_of(plan_of()))
     assert after.line("weight").per_token_us > 0
-    assert after.weight == after.weight.within(after.backward)
+    assert after.layers.weight == after.layers.weight.within(after.layers.backward)
     assert after.line("weight").per_token_us != pytest.approx(before.line("weight").per_token_us, rel=0.1)
 
 
 @pytest.mark.parametrize("sizes", [(700,), (700, 900), (700, 800, 900, 1000, 1100)])
 def test_nearly_equal_sizes_scale_the_formulas(sizes: tuple[int, ...]) -> None:
     before, after = only_layers(FORMULAS.stages[0]), first_stage(learner_of(plan_of(sizes)))
-    assert same(after.forward, before.forward.scaled(after.forward.per_token_us / before.forward.per_token_us))
+    assert same(
+        after.layers.forward,
+        before.layers.forward.scaled(after.layers.forward.per_token_us / before.layers.forward.per_token_us),
+    )
     assert after.line("forward").time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
         FORWARD.time_us(*size_of(plan_of(sizes), 0)), rel=0.15
     )
@@ -109,7 +113,7 @@ def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> 
 def test_stages_without_layers_have_their_time_in_the_rest() -> None:
     costs = analytic_profile(SHAPE, CPU).costs((0, 4))
     stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
-    assert stage.forward == Line()
+    assert stage.layers.forward == Line()
     assert same(stage.line_of_ends("forward"), FORWARD)
 
 

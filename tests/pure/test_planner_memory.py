@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 from megatron_epp.cost import Line, ModeCosts, PipelineCosts, Static, work_of
+from megatron_epp.cost.blocks import INPUT, LAYER
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
@@ -155,8 +156,8 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
-    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.recompute.items()}
-    costs = replace(pipeline(2), stages=(replace(plain, recompute=modes),) * 2)
+    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.layers.recompute.items()}
+    costs = replace(pipeline(2), stages=(plain.changed(LAYER, recompute=modes),) * 2)
     free = plan(problem((16384,) * 4, 2), costs, Options(slices=1))
     static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)
     made = plan(problem((16384,) * 4, 2, int(static + share * (peak - static))), costs, Options(slices=1))
@@ -189,7 +190,9 @@ FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Op
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)
     if not wide_sums:
-        costs = replace(costs, stages=tuple(replace(s, many_kv_gradient_bytes_per_token=None) for s in costs.stages))
+        costs = replace(
+            costs, stages=tuple(s.changed(LAYER, kv=replace(s.kv, many_gradient_bytes_per_token=None)) for s in costs.stages)
+        )
     cap = least_cap(WHALE, 4, options, costs)
     fits = plan(problem(WHALE, 4, cap), costs, options)
     peak = max(fits.predicted.peak_bytes)
@@ -244,21 +247,22 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     own, kv = costs.stages[0], costs.stages[0].kv.bytes_per_token
     whole, linear, *sizes = sorted(draw.randint(0, 20) for _ in range(5))  # a level that recomputes more keeps less
     mlp, attended, layer = (kv + size for size in sizes)
-    own = replace(
-        own,
-        num_layers=3,
-        layer_bytes_per_token=layer,
+    own = own.changed(
+        LAYER,
+        count=3,
+        bytes_per_token=layer,
         attended_bytes_per_token=draw.choice([None, attended]),
-        kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
+        kv=replace(own.kv, gradient_bytes_per_token=draw.choice([None, 2 * kv])),
         weight_bytes_per_token=(weight := draw.randint(0, 20)),
-        extra_weight_bytes_per_token=draw.randint(0, 9),
         apart_bytes_per_token=draw.choice([None, layer + weight // 2]),
-        recomputed_layer_bytes_per_token=whole,
+        input_bytes_per_token=whole,
         recompute={
-            "selective": replace(own.recompute["selective"], bytes_per_token=linear),
-            "mlp": replace(own.recompute["mlp"], bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
+            "selective": replace(own.layers.recompute["selective"], bytes_per_token=linear),
+            "mlp": replace(
+                own.layers.recompute["mlp"], bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))
+            ),
         },
-    )
+    ).changed(INPUT, weight_bytes_per_token=draw.randint(0, 9))
     costs = replace(costs, stages=(own,) * len(costs.stages))
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
     tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, RECOMPUTE_MODES)
