@@ -164,43 +164,35 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
-        modes = ((count, self._known_mode(stage, name)) for name, count in recompute.by_mode())
+        modes = ((count, self._known_mode(stage, name)[0]) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
-        per_token, more = self._kept(stage, work, recompute)
-        return self._whole_bytes(sum(per_token.values(), 0.0 * work.tokens) * work.tokens + sum(more.values()))
+        none = np.zeros(len(work.tokens), dtype=np.int64)
+        return sum(self.activation_items(stage, work, recompute).values(), none)
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
-        """Bytes of `activation_bytes` by item; their sum is `activation_bytes`."""
-        items: dict[str, IntColumn] = {}
-        per_token = more = 0.0 * work.tokens
-        before = np.zeros(len(work.tokens), dtype=np.int64)
-        each, besides = self._kept(stage, work, recompute)
-        for name in each:
-            per_token, more = per_token + each[name], more + besides[name]
+        """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
+        own, kept, more = self.stages[stage], {}, 0.0 * work.tokens
+        kept[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
+        for name, count in recompute.by_mode():
+            kept[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, *self._known_mode(stage, name))
+        for block in (*own.ends, *own.inner):
+            kept[block.item] = kept.get(block.item, 0.0) + block.kept_per_token(work)
+        items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
+        for name, each in kept.items():
+            per_token = per_token + each
+            more = more + sum(block.kept_bytes(work) for block in own.inner if block.item == name)
             after = self._whole_bytes(per_token * work.tokens + more)
             items[name], before = after - before, after
         return items
 
-    def _kept(self, stage: int, work: ChunkWork, recompute: Recompute) -> tuple[dict[str, TimeColumn], dict[str, TimeColumn]]:
-        """Bytes per token, and bytes whatever the tokens, by item."""
-        costs, none = self.stages[stage], 0.0 * work.tokens
-        per_token = {LAYERS: (costs.num_layers - recompute.num_layers) * costs.layers.kept_per_token(work)}
-        for name, count in recompute.by_mode():
-            kept = costs.layers.kept_per_token(work, self._known_mode(stage, name), MODES[name].keeps_kv)
-            per_token[RECOMPUTE_MODE_ITEMS[name]] = count * kept
-        more = dict.fromkeys(per_token, none)
-        for block in (*costs.ends, *costs.inner):
-            per_token[block.item] = per_token.get(block.item, 0.0) + block.kept_per_token(work)
-            more[block.item] = more.get(block.item, 0.0) + block.kept_bytes(work)
-        return per_token, more
-
-    def _known_mode(self, stage: int, name: str) -> ModeCosts:
+    def _known_mode(self, stage: int, name: str) -> tuple[ModeCosts, bool]:
+        """Return the costs of a mode, and whether it keeps keys and values."""
         if (mode := self.stages[stage].layers.mode(name)) is None:
             raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
-        return mode
+        return mode, MODES[name].keeps_kv
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
@@ -245,7 +237,7 @@ class PipelineCosts:
 
     def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
-        known = (self._known_mode(stage, mode), MODES[mode].keeps_kv) if mode else ()
+        known = self._known_mode(stage, mode) if mode else ()
         return self._freed_bytes(self.stages[stage].layers.kept_per_token(work, *known) * work.tokens)
 
     def layer_peak_bytes(self, stage: int, work: ChunkWork, mode: str = "", *, split: bool = False) -> LayerPeak:
