@@ -44,8 +44,7 @@ class Account:
         static: held throughout, by rank.
         takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
             `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
-        order: names of the items that are not static, as reports list them; others follow. The last one is the allocator's
-            loss.
+        order: names of the items that are not static, as reports list them. The last one is the allocator's loss.
         loss_share: that loss, as a share of all other items that are not static; `takes` and `gives` include it in every item,
             and it is separated here.
     """
@@ -65,8 +64,7 @@ class Account:
         there = {name for items in changes for name, size in items.items() if size}
         if self.loss_share and any(self.takes.values()):
             there.add(self.order[-1])
-        known = *self.static[0], *self.order
-        return [name for name in (*known[:-1], *sorted(there.difference(known)), known[-1]) if name in there]
+        return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
         """Return a rank's memory at the start and after every change; the sums equal `Timeline.live_bytes`."""

@@ -1,4 +1,4 @@
-"""A stage is a list of blocks: what it takes is their sum, a half layer is a part of a layer, and others add blocks of their own."""
+"""A stage is a list of blocks: it takes their sum, a half layer is a part of a layer, and others add blocks of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.report.memory import peak_table
+from megatron_epp.report.memory import item_colours, peak_table
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)
@@ -24,7 +24,7 @@ LENGTHS = (150, 64)
 CHUNKS = [Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),)), Chunk((Segment(1, 0, 64),))]
 WORK = work_of(CHUNKS, LENGTHS)
 CUTS = [[4], [2, 2], [2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [0, 2.5, 0, 1.5]]
-STATE_BYTES = 5000
+STATE_BYTES = 20_000
 STATES = "states between slices"
 
 
@@ -129,4 +129,7 @@ def test_such_a_block_is_planned_checked_simulated_and_explained(layers: list[fl
     assert first.op is Op.F
     assert STATES in account.items
     assert account.takes[first][STATES] == pytest.approx(STATE_BYTES * (1 + costs.fragmentation_share), abs=1)
-    assert any(STATES in row for row in peak_table(account))
+    assert any(STATES in moment.items for moment in account.moments(0))
+    assert STATES in item_colours(account)
+    sliced = made(costs, **options | {"slices": 2, "recompute": 2})
+    assert any(STATES in row for row in peak_table(account_of(sliced, costs)))
