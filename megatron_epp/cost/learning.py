@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, Block, StageCosts
-from megatron_epp.cost.learning_shards import fitted_shards
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to
+from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
@@ -140,7 +141,7 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
         base,
         name="learnt",
         stages=tuple(stages),
-        vocabulary=None if base.vocabulary is None else fitted_shards(base.vocabulary, everyone),
+        vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
         offloadable_share=min(shares, default=base.offloadable_share),
     )
 
@@ -256,6 +257,50 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
     of_layer = of_layers / max(1, stage.num_layers)
     return known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **unknown)
+
+
+def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
+    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays.
+
+    Args:
+        base: costs by formula, whose shares and bytes stay.
+        everyone: measurements of every rank.
+    """
+    return replace(
+        base,
+        logits=_fitted_pass(base, Op.S, base.logits, everyone),
+        gradient=_fitted_pass(base, Op.T, base.gradient, everyone),
+        spread=fitted_line(base.spread, _collectives(Op.SPREAD, len(base.shares), everyone), pairs=False),
+        gather=fitted_line(base.gather, _collectives(Op.GATHER, len(base.shares), everyone), pairs=False),
+    )
+
+
+def _fitted_pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Learnt]) -> Line:
+    """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
+
+    A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
+    """
+    found, tokens = [], []
+    for rank in range(len(shards.shares)):
+        times = [timed for one in everyone for timed in one.times.get((rank, op), ())]
+        if times:
+            found.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
+            tokens += [timed.tokens for timed in times]
+    return max(found, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)
+
+
+def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
+    """Return the time of every collective: the least of its pipeline's ranks.
+
+    The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
+    Collectives that some rank has not measured are left out.
+    """
+    found: dict[tuple[int, int, int], list[Timed]] = {}
+    for one in everyone:
+        for (name, iteration, chunk), timed in one.collectives.items():
+            if name is op:
+                found.setdefault((one.pipeline, iteration, chunk), []).append(timed)
+    return [min(times, key=lambda timed: timed.time_us) for times in found.values() if len(times) == num_ranks]
 
 
 class CostDeviation(NamedTuple):
