@@ -20,6 +20,7 @@ INPUT, LAYER, ATTENTION, MLP, HEAD = "input", "layer", "attention", "mlp", "head
 """Kinds of blocks: the stage's input, with the embedding that makes it; layers; attention at the stage's end or an MLP at its
 start, whose other half another stage has; final norm, logits and loss."""
 KINDS = (INPUT, LAYER, ATTENTION, MLP, HEAD)
+_GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
 
 
@@ -89,7 +90,7 @@ class Block(PartCosts):
     @property
     def group(self) -> int:
         """Position of its times in `StageCosts.lines`."""
-        return {LAYER: 0, INPUT: 2, HEAD: 2}.get(self.kind, 1)
+        return _GROUPS.get(self.kind, 1)
 
     @property
     def item(self) -> str:
@@ -103,12 +104,8 @@ class Block(PartCosts):
         return self.recompute.get(name)
 
     def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
-        """Bytes per token kept from forward to backward, without keys and values that are in a sequence's cache.
-
-        Args:
-            work: of the chunks.
-            mode: in which it recomputes; None if it keeps everything.
-            keeps_kv: the mode keeps keys and values.
+        """Bytes per token kept from forward to backward in a recompute mode, or by a layer that keeps everything. Keys and
+        values in a sequence's cache do not count; `keeps_kv` says that the mode keeps them.
         """
         return (self if mode is None else mode).bytes_per_token - self._in_cache(work) * keeps_kv
 
@@ -182,20 +179,17 @@ class StageCosts:
     @property
     def inner(self) -> tuple[Block, ...]:
         """Blocks that are neither layers nor ends: halves of layers, and any that others add."""
-        return self._of_group(1)
+        return tuple(block for block in self.blocks if block.group == 1)
 
     @property
     def ends(self) -> tuple[Block, ...]:
         """The input and the head."""
-        return self._of_group(2)
+        return tuple(block for block in self.blocks if block.group == 2)
 
     @property
     def ends_bytes_per_token(self) -> float:
         """Bytes that they keep from forward to backward."""
         return sum(block.bytes_per_token for block in self.ends)
-
-    def _of_group(self, group: int) -> tuple[Block, ...]:
-        return tuple(block for block in self.blocks if block.group == group)
 
     @property
     def behind(self) -> tuple[Block, ...]:
@@ -256,20 +250,18 @@ class StageCosts:
 
     def with_lines(self, name: str, layer: Line, inner: Line, ends: Line) -> StageCosts:
         """Return the stage with other times of a pass, see `lines`. The last of several inner blocks, or ends, has all."""
-        found, last = [], {block.group: at for at, block in enumerate(self.blocks)}
-        for at, block in enumerate(self.blocks):
-            line = (layer, inner, ends)[block.group] if last[block.group] == at else NO_TIME
-            found.append(replace(block, **{name: line}))  # type: ignore[arg-type]
-        return replace(self, blocks=tuple(found))
+        last = {block.group: at for at, block in enumerate(self.blocks)}
+        none = self.changed(**{name: NO_TIME}).blocks
+        found = {at: replace(none[at], **{name: (layer, inner, ends)[group]}) for group, at in last.items()}  # type: ignore[arg-type]
+        return replace(self, blocks=tuple(found.get(at, block) for at, block in enumerate(none)))
 
     def changed(self, *kinds: str, **changes: Any) -> StageCosts:
         """Return the stage with other fields of its blocks of these kinds (none for all); a head is added if it has none."""
         blocks = self.blocks
         if kinds == (HEAD,) and any(changes.values()) and all(block.kind != HEAD for block in blocks):
             blocks = (*blocks, Block(kind=HEAD))
-        return replace(
-            self, blocks=tuple(replace(one, **changes) if one.kind in (kinds or (one.kind,)) else one for one in blocks)
-        )
+        changed = (replace(one, **changes) if not kinds or one.kind in kinds else one for one in blocks)
+        return replace(self, blocks=tuple(changed))
 
 
 def check_modes(part: PartCosts, name: str) -> None:
@@ -280,15 +272,7 @@ def check_modes(part: PartCosts, name: str) -> None:
 
 
 def check_stage(stage: StageCosts, name: str) -> None:
-    """Refuse costs of which parts exceed the whole.
-
-    Args:
-        stage: the costs.
-        name: of the stage, for errors.
-
-    Raises:
-        EppError: weight gradients take longer than the backward, or a kind of block or recompute mode is not known.
-    """
+    """Raise `EppError` if weight gradients take longer than a backward, or a kind of block or recompute mode is not known."""
     for at, block in enumerate(stage.blocks):
         where = f"{name}.blocks[{at}]"
         if block.kind not in KINDS:

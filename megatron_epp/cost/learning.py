@@ -163,13 +163,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
 
 
 def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> list[Timed]:
-    """Scale times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give.
-
-    Args:
-        stage: earlier costs.
-        name: of the pass.
-        times: as measured.
-    """
+    """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give."""
     found, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
     for one in times:
         whole_us, device_us = earlier.time_us(one.tokens, one.pairs), earlier.device_us(one.tokens, one.pairs)
@@ -185,13 +179,7 @@ def _again_us(stage: StageCosts, timed: Timed) -> float:
 
 
 def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line]:
-    """Share a stage's line between its blocks, every coefficient as by their earlier lines; see `StageCosts.lines`.
-
-    Args:
-        stage: earlier costs.
-        name: of the pass.
-        whole: time of the stage.
-    """
+    """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs; see `StageCosts.lines`."""
     (layer, half, extra), num_layers = stage.lines(name), stage.num_layers
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
@@ -232,13 +220,8 @@ def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> Pip
         costs: without microbatches.
         num_bytes: by stage; 0 for stages that are not named.
     """
-    return replace(
-        costs,
-        stages=tuple(
-            replace(stage, static=replace(stage.static, microbatches=num_bytes.get(number, 0)))
-            for number, stage in enumerate(costs.stages)
-        ),
-    )
+    held = (replace(stage.static, microbatches=num_bytes.get(number, 0)) for number, stage in enumerate(costs.stages))
+    return replace(costs, stages=tuple(replace(stage, static=own) for stage, own in zip(costs.stages, held, strict=True)))
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:

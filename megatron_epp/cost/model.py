@@ -243,10 +243,7 @@ class PipelineCosts:
     def layer_peak_bytes(self, stage: int, work: ChunkWork, mode: str = "", *, split: bool = False) -> LayerPeak:
         """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
         recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
-        and the activations after attention have been freed.
-
-        Args:
-            split: the weight gradient is split, so the backward keeps the tensors that it needs.
+        and the activations after attention have been freed. A `split` backward keeps what the weight gradient needs.
         """
         return LayerPeak(*map(self._whole_bytes, self.stages[stage].layers.peak_bytes(work, mode, split)))
 
@@ -255,10 +252,8 @@ class PipelineCosts:
         return sum(block.kv is not None for block in self.stages[stage].inner)
 
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
-        """Bytes by item that a backward holds for inner blocks from its start to its end, besides its layers' peaks.
-
-        The gradient of keys and values of an attention at the stage's end comes first of all. Of an MLP at its start that
-        counts as a layer with such an attention, the input stays until the end, in every recompute mode.
+        """Bytes by item that a backward holds from start to end, besides its layers' peaks: gradients of keys and values of an
+        attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
         """
         own = self.stages[stage]
         gradient = np.where(work.last, sum((one.kv_gradient_bytes(work) for one in own.inner), 0.0 * work.tokens), 0.0)
@@ -275,9 +270,7 @@ class PipelineCosts:
         return self._freed_bytes(self._kept_bytes(self.stages[stage].behind, work))
 
     def first_mlp_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of the MLP at the stage's start, besides its input, if it counts as a layer with the attention at the stage's
-        end and they keep everything: a backward comes to that attention first, and frees the MLP last.
-        """
+        """Bytes of such an MLP besides its input if it keeps everything: a backward frees it last."""
         own = self.stages[stage].layers
         return self._whole_bytes(max(0.0, own.first_mlp_bytes_per_token - own.input_bytes_per_token) * work.tokens)
 

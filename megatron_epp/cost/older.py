@@ -15,35 +15,15 @@ _KV = {
     "kv_heads": "heads",
     "queries_per_key": "queries_per_key",
 }
-_LAYER = {
-    "num_layers": "count",
-    "layer_bytes_per_token": "bytes_per_token",
-    "recomputed_layer_bytes_per_token": "input_bytes_per_token",
-} | {
-    name: name
-    for name in (
-        *("forward", "backward", "weight", "exchange", "recompute", "attended_bytes_per_token", "apart_bytes_per_token"),
-        *("apart_attended_bytes_per_token", "weight_bytes_per_token", "full_bytes_per_token", "working_bytes_per_token"),
-        "first_mlp_bytes_per_token",
-    )
-}
-_ENDS = {
-    "extra_forward": "forward",
-    "extra_backward": "backward",
-    "extra_weight": "weight",
-    "extra_weight_bytes_per_token": "weight_bytes_per_token",
-    "workspace_bytes": "workspace_bytes",
-}
-_NEEDED = {
-    "num_layers",
-    "forward",
-    "backward",
-    "layer_bytes_per_token",
-    "recomputed_layer_bytes_per_token",
-    "kv_bytes_per_token",
-}
-_OTHERS = {"half", "static", "extra_bytes_per_token", "head_bytes_per_token"}
-_KNOWN = {*_KV, *_LAYER, *_ENDS, *_OTHERS}
+_TIMES = ("forward", "backward", "weight", "exchange", "recompute")
+_SIZES = ("attended", "apart", "apart_attended", "weight", "full", "working", "first_mlp")
+_LAYER = {"num_layers": "count"} | {name: name for name in (*_TIMES, *(f"{size}_bytes_per_token" for size in _SIZES))}
+_LAYER |= {"layer_bytes_per_token": "bytes_per_token", "recomputed_layer_bytes_per_token": "input_bytes_per_token"}
+_EXTRA = ("forward", "backward", "weight", "weight_bytes_per_token")
+_ENDS = {f"extra_{name}": name for name in _EXTRA} | {"workspace_bytes": "workspace_bytes"}
+_KEPT = ("extra_bytes_per_token", "head_bytes_per_token")
+_KNOWN = {*_KV, *_LAYER, *_ENDS, *_KEPT, "half", "static"}
+_NEEDED = {"num_layers", "forward", "backward", *(f"{name}_bytes_per_token" for name in ("layer", "recomputed_layer", "kv"))}
 
 
 def of_version_1(body: dict[str, Any]) -> dict[str, Any]:
@@ -56,33 +36,24 @@ def of_version_1(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
-    """Return the fields of a stage.
+    """Return the fields of a stage, of which `where` is the path in the file. Raises `EppError` if some are wrong.
 
-    Args:
-        old: its fields in version 1, in which the embedding's and the head's are one: they are the head's on the last stage.
-        where: path of the stage in the file, for errors.
-        is_last: of the pipeline.
-
-    Raises:
-        EppError: a field is missing, unknown or no number.
+    The embedding's and the head's were one: they become the head's if the stage is the last of the pipeline.
     """
     old = {name: value for name, value in old.items() if value is not None}
     for wrong, what in ((old.keys() - _KNOWN, "unknown"), (_NEEDED - old.keys(), "missing")):
         if wrong:
             raise EppError(f"{where}.{printable(min(wrong))} is {what}")
     layers, kv, ends = ({new: old[name] for name, new in names.items() if name in old} for names in (_LAYER, _KV, _ENDS))
-    kept, of_head = (
-        _bytes(old.get(name, 0.0), f"{where}.{name}") for name in ("extra_bytes_per_token", "head_bytes_per_token")
-    )
+    kept, of_head = (_bytes(old.get(name, 0.0), f"{where}.{name}") for name in _KEPT)
     half = old.get("half", {})
     if not isinstance(half, dict):
         raise EppError(f"{where}.half is {shown(half)}, which is not a JSON object")
     blocks = [layers | {"kind": LAYER, "kv": kv}]
-    if half.get("kind"):
-        has_attention = half["kind"] == ATTENTION
-        shared = ("working_bytes_per_token", *(("input_bytes_per_token",) if has_attention else ()))
-        more = {name: layers[name] for name in shared if name in layers} | ({"kv": kv} if has_attention else {})
-        blocks.insert(has_attention, half | more)
+    if kind := half.get("kind"):
+        of_layer = {"working_bytes_per_token", "input_bytes_per_token" if kind == ATTENTION else "working_bytes_per_token"}
+        more = {name: size for name, size in layers.items() if name in of_layer} | ({"kv": kv} if kind == ATTENTION else {})
+        blocks.insert(kind == ATTENTION, half | more)
     of_ends = is_last and any(any(one.values()) if isinstance(one, dict) else one for one in ends.values())
     blocks.insert(0, {"kind": INPUT, "bytes_per_token": kept - of_head} | ({} if of_ends else ends))
     if of_head or of_ends:

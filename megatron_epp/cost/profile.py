@@ -182,16 +182,17 @@ class Profile:
         inside, experts = layers * self.layer.parameters, layers * self.layer.expert_parameters
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
-        mlp, kv = self._mlp(), self._kv()
-        blocks = [_block(LAYER, self.layer, count=layers, input_bytes_per_token=self.recomputed_layer_bytes_per_token, kv=kv)]
+        wide, mlp = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes, self._mlp()
+        kv = KVBytes(self.kv_bytes_per_token, None, wide, self.kv_heads, self.queries_per_key)
+        attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
+        blocks = [_block(LAYER, self.layer, count=layers, **attends)]
         if has_half:
             part = mlp if begins_with_mlp else self.attention
             inside, experts = inside + part.parameters, experts + part.expert_parameters
             if begins_with_mlp:
                 blocks.insert(0, _block(MLP, mlp))
             else:
-                more = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
-                blocks.append(_block(ATTENTION, self.attention, **more))
+                blocks.append(_block(ATTENTION, self.attention, **attends))
         elif begins_with_mlp and layers:
             blocks = [replace(blocks[0], first_mlp_bytes_per_token=mlp.bytes_per_token)]
         if isinstance(held, OptimizerBytes):
@@ -210,26 +211,13 @@ class Profile:
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
         return StageCosts((received, *blocks, *([_block(HEAD, self.head)] if last else [])), static)
 
-    def _kv(self) -> KVBytes:
-        return KVBytes(
-            bytes_per_token=self.kv_bytes_per_token,
-            many_gradient_bytes_per_token=self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes,
-            heads=self.kv_heads,
-            queries_per_key=self.queries_per_key,
-        )
-
     def _mlp(self) -> ModelPart:
         """Costs of a layer's MLP: the layer's without its attention's."""
         whole, own = self.layer, self.attention
-        return ModelPart(
-            forward=whole.forward.without(own.forward),
-            backward=whole.backward.without(own.backward),
-            weight=whole.weight.without(own.weight),
-            bytes_per_token=max(0.0, whole.bytes_per_token - own.bytes_per_token),
-            weight_bytes_per_token=max(0.0, whole.weight_bytes_per_token - own.weight_bytes_per_token),
-            parameters=max(0.0, whole.parameters - own.parameters),
-            expert_parameters=whole.expert_parameters,
-        )
+        times = {name: getattr(whole, name).without(getattr(own, name)) for name in ("forward", "backward", "weight")}
+        names = "bytes_per_token", "weight_bytes_per_token", "parameters"
+        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in names}
+        return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""
