@@ -1,7 +1,7 @@
 """Time and memory of every action: the cost model and the sources of its coefficients."""
 
 from megatron_epp.cost.analytic import analytic_costs, analytic_profile
-from megatron_epp.cost.blocks import Block, StageCosts
+from megatron_epp.cost.blocks import BlockCosts, StageCosts
 from megatron_epp.cost.device import on_device
 from megatron_epp.cost.hardware import CPU, H100, H100_NODE, Rates
 from megatron_epp.cost.memory import Static
@@ -18,7 +18,7 @@ __all__ = [
     "CPU",
     "H100",
     "H100_NODE",
-    "Block",
+    "BlockCosts",
     "ChunkWork",
     "Costs",
     "ModeCosts",

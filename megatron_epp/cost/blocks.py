@@ -60,7 +60,7 @@ class PartCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block(PartCosts):
+class BlockCosts(PartCosts):
     """Equal neighbours in a stage's list, and the costs of one of them.
 
     A subclass with a kind of its own is a block that the planner has not seen before: its times count with the stage's, what it
@@ -157,7 +157,7 @@ class Block(PartCosts):
         return everything if full is None else full, everything if attended is None else attended
 
 
-_NO_LAYERS = Block(kind=LAYER, count=0)
+_NO_LAYERS = BlockCosts(kind=LAYER, count=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +169,20 @@ class StageCosts:
         static: weights, gradients, optimizer state.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockCosts, ...]
     static: Static = NO_STATIC
 
     @property
-    def layers(self) -> Block:
+    def layers(self) -> BlockCosts:
         return next((block for block in self.blocks if block.kind == LAYER), _NO_LAYERS)
 
     @property
-    def inner(self) -> tuple[Block, ...]:
+    def inner(self) -> tuple[BlockCosts, ...]:
         """Blocks that are neither layers nor ends: halves of layers, and any that others add."""
         return tuple(block for block in self.blocks if block.group == 1)
 
     @property
-    def ends(self) -> tuple[Block, ...]:
+    def ends(self) -> tuple[BlockCosts, ...]:
         """The input and the head."""
         return tuple(block for block in self.blocks if block.group == 2)
 
@@ -192,7 +192,7 @@ class StageCosts:
         return sum(block.bytes_per_token for block in self.ends)
 
     @property
-    def behind(self) -> tuple[Block, ...]:
+    def behind(self) -> tuple[BlockCosts, ...]:
         """Inner blocks that a backward passes before it reaches the layers."""
         at = next((at for at, block in enumerate(self.blocks) if block.kind == LAYER), -1)
         return tuple(block for block in self.blocks[at + 1 :] if block.group == 1)
@@ -259,7 +259,7 @@ class StageCosts:
         """Return the stage with other fields of its blocks of these kinds (none for all); a head is added if it has none."""
         blocks = self.blocks
         if kinds == (HEAD,) and any(changes.values()) and all(block.kind != HEAD for block in blocks):
-            blocks = (*blocks, Block(kind=HEAD))
+            blocks = (*blocks, BlockCosts(kind=HEAD))
         changed = (replace(one, **changes) if not kinds or one.kind in kinds else one for one in blocks)
         return replace(self, blocks=tuple(changed))
 

@@ -47,7 +47,7 @@ class KVBytes:
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of new gradients of a prefix's keys and values, before they are added to the sums. The gradients of the chunk's
-        own tokens are in `Block.working_bytes_per_token`.
+        own tokens are in `BlockCosts.working_bytes_per_token`.
 
         Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32,
         as the one with the largest memory does.

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, Block, StageCosts
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to
@@ -196,7 +196,7 @@ def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
     """Return costs of stages that run microbatches whole: no keys are cached, and layers recompute in full only."""
 
-    def whole(block: Block) -> Block:
+    def whole(block: BlockCosts) -> BlockCosts:
         return replace(block, recompute={}, kv=block.kv and replace(block.kv, bytes_per_token=0.0))
 
     return replace(costs, stages=tuple(replace(stage, blocks=tuple(map(whole, stage.blocks))) for stage in costs.stages))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.blocks import HEAD, Block, StageCosts, check_stage
+from megatron_epp.cost.blocks import HEAD, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.older import of_version_1
@@ -261,7 +261,7 @@ class PipelineCosts:
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
 
     def half_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that the backward of a block behind the layers needs for a moment (`Block.passing_bytes`)."""
+        """Bytes that the backward of a block behind the layers needs for a moment (`BlockCosts.passing_bytes`)."""
         passing = [block.passing_bytes(work) for block in self.stages[stage].behind]
         return self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *passing]))
 
@@ -279,7 +279,7 @@ class PipelineCosts:
         heads = [block for block in self.stages[stage].ends if block.kind == HEAD]
         return self._freed_bytes(self._kept_bytes(heads, work))
 
-    def _kept_bytes(self, blocks: Iterable[Block], work: ChunkWork) -> TimeColumn:
+    def _kept_bytes(self, blocks: Iterable[BlockCosts], work: ChunkWork) -> TimeColumn:
         return sum((one.kept_per_token(work) * work.tokens + one.kept_bytes(work) for one in blocks), 0.0 * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:

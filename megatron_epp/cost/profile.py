@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, Block, PartCosts, StageCosts, check_modes
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, BlockCosts, PartCosts, StageCosts, check_modes
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
@@ -236,9 +236,9 @@ class Profile:
         return FORM.read(Profile, text, _check)
 
 
-def _block(kind: str, part: ModelPart, **more: Any) -> Block:
+def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
     of_part: dict[str, Any] = {name: getattr(part, name) for name in _OF_PART}
-    return Block(kind=kind, **of_part | {"weight": part.weight.within(part.backward)} | more)
+    return BlockCosts(kind=kind, **of_part | {"weight": part.weight.within(part.backward)} | more)
 
 
 def _check(profile: Profile) -> None:

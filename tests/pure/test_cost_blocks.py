@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron_epp.cost import CPU, Block, ChunkWork, Line, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
+from megatron_epp.cost import CPU, BlockCosts, ChunkWork, Line, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
 from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP
 from megatron_epp.cost.work import TimeColumn
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Op, Plan, Segment, simulate
@@ -29,7 +29,7 @@ STATES = "states between slices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateLayer(Block):
+class StateLayer(BlockCosts):
     """A layer that hands a state of fixed size from each slice of a sequence to the next, and keeps it until the backward."""
 
     kind: str = "state"
@@ -49,7 +49,7 @@ STATE_LAYER = StateLayer(forward=Line(7.0, 0.5), backward=Line(9.0, 1.25), weigh
 def with_state_layers(costs: PipelineCosts, behind: bool = False) -> PipelineCosts:
     """Return the costs with such a layer ahead of the other layers of each stage, or behind them."""
 
-    def longer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    def longer(blocks: tuple[BlockCosts, ...]) -> tuple[BlockCosts, ...]:
         at = [block.kind for block in blocks].index(LAYER) + behind
         return *blocks[:at], STATE_LAYER, *blocks[at:]
 

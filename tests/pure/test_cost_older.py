@@ -20,7 +20,7 @@ from megatron_epp.cost import (
     analytic_profile,
     on_device,
 )
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, Block
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, BlockCosts
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.older import _ENDS, _KV, _LAYER
 from megatron_epp.plan import EppError
@@ -89,8 +89,8 @@ def test_a_file_of_version_1_gives_the_costs_that_were_written(layers: list[floa
 def test_each_field_becomes_one_of_a_block():
     costs = PipelineCosts.from_json(by_hand())
     kv = KVBytes(16.0, heads=2)
-    received = Block(kind=INPUT, bytes_per_token=8.0)
-    layers = Block(
+    received = BlockCosts(kind=INPUT, bytes_per_token=8.0)
+    layers = BlockCosts(
         kind=LAYER,
         count=2,
         forward=Line(9.0, 1.0),
@@ -100,8 +100,10 @@ def test_each_field_becomes_one_of_a_block():
         input_bytes_per_token=8.0,
         kv=kv,
     )
-    half = Block(kind=ATTENTION, forward=Line(5.0), backward=Line(6.0), bytes_per_token=60.0, input_bytes_per_token=8.0, kv=kv)
-    head = Block(kind=HEAD, forward=Line(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77)
+    half = BlockCosts(
+        kind=ATTENTION, forward=Line(5.0), backward=Line(6.0), bytes_per_token=60.0, input_bytes_per_token=8.0, kv=kv
+    )
+    head = BlockCosts(kind=HEAD, forward=Line(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77)
     assert costs.stages == (StageCosts((received, layers, half, head), Static(weights=1000)),)
     assert '"version": 2' in costs.to_json()
     assert PipelineCosts.from_json(costs.to_json()) == costs

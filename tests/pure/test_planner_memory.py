@@ -134,9 +134,9 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
 def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recompute():
     """A rank's first stage keeps chunks for longer than its second, whose recompute takes 1 % less time for the same bytes."""
     placement, count, plain = Placement("looped", 4, 2), 32, pipeline(8)
-    first = plain.stages[0].forward
+    first = plain.stages[0].layers.forward
     dearer = replace(first, fixed_us=1.01 * first.fixed_us, per_token_us=1.01 * first.per_token_us)
-    costs = replace(plain, stages=(replace(plain.stages[0], forward=dearer),) * 4 + plain.stages[4:])
+    costs = replace(plain, stages=(plain.stages[0].changed(LAYER, forward=dearer),) * 4 + plain.stages[4:])
     asked = Problem((4096,) * count, placement.rank_of, (UNLIMITED_BYTES,) * 4)
     chunks = whole_sequences(asked.lengths)
     tables = tabulate(chunks, asked, costs)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from megatron_epp.cost import Block, Line, PipelineCosts, Static
+from megatron_epp.cost import BlockCosts, Line, PipelineCosts, Static
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
@@ -97,7 +97,7 @@ def with_features(costs: PipelineCosts, seed: int) -> PipelineCosts:
     """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
     draw = random.Random(seed)
 
-    def larger[T: (Block, KVBytes)](one: T) -> T:
+    def larger[T: (BlockCosts, KVBytes)](one: T) -> T:
         sizes = {field.name: getattr(one, field.name) for field in fields(one) if "bytes" in field.name}
         return replace(one, **{name: size * 10**6 for name, size in sizes.items() if size is not None})
 
