@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_epp.cost.blocks import StageCosts
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import causal_pairs
 
 
@@ -68,8 +68,7 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 
     def times_us(stage: StageCosts) -> tuple[float, float, float]:
         """Time of one layer, of a half layer and of the stage's other work, without the fixed part of a pass."""
-        half, extra = stage.half, stage.extra_forward + stage.extra_backward
-        lines = (stage.forward + stage.backward, half.forward + half.backward, extra)
+        lines = (one + two for one, two in zip(stage.lines("forward"), stage.lines("backward"), strict=True))
         layer_us, half_us, extra_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
         return layer_us, half_us, extra_us
 

@@ -5,7 +5,7 @@ attention runs on one piece, the next is loaded; in backward its gradient is loa
 attention cost no time; the excess over attention's time counts, and so do the load of a pass's first piece and the store of its
 last one, which overlap with nothing. The device holds keys and values of the running piece and of the next, and in backward
 also the gradient of one piece. Gradients that attention's backward makes before they are added to that are counted with the
-layer (`prefix_bytes`).
+layer (`KVBytes.prefix_bytes`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,58 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import ChunkWork, IntColumn, TimeColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.sizing import all_at_once, size_classes, transient_kv_gradient_bytes
+from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_classes, transient_kv_gradient_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Keys and values of one layer.
+
+    Attributes:
+        bytes_per_token: of both.
+        gradient_bytes_per_token: of their gradient while it is accumulated; None if it takes as much.
+        many_gradient_bytes_per_token: the same for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None if it is
+            the same size.
+        heads: of keys and values that a rank has inside attention; 1 if unknown.
+        queries_per_key: query heads that share one of them.
+    """
+
+    bytes_per_token: float
+    gradient_bytes_per_token: float | None = None
+    many_gradient_bytes_per_token: float | None = None
+    heads: int = 1
+    queries_per_key: int = 1
+
+    def gradient_per_token(self, work: ChunkWork) -> TimeColumn:
+        """Bytes per token of their gradient while it is accumulated, for each chunk's sequence."""
+        few = self.bytes_per_token if self.gradient_bytes_per_token is None else self.gradient_bytes_per_token
+        many = few if self.many_gradient_bytes_per_token is None else self.many_gradient_bytes_per_token
+        return np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
+
+    def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of new gradients of a prefix's keys and values, before they are added to the sums. The gradients of the chunk's
+        own tokens are in `BlockCosts.working_bytes_per_token`.
+
+        Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32,
+        as the one with the largest memory does.
+        """
+        head, seen = self.bytes_per_token / self.heads, work.prefix_tokens + work.tokens
+
+        def made(keys: IntColumn, heads: int) -> TimeColumn:
+            return transient_kv_gradient_bytes(keys, heads, head, self.queries_per_key)
+
+        parts = head_parts(self.heads)
+        all_heads, piece = made(seen, self.heads), made(seen, self.heads // parts)
+        # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
+        wider = self.gradient_per_token(work) > self.bytes_per_token
+        becomes = work.last & all_at_once(seen, self.heads, head, self.queries_per_key) & ~wider
+        resident = all_heads - np.where(becomes, self.bytes_per_token * seen, 0.0)
+        return np.maximum(np.where(work.kv_offload, piece, resident) - made(work.tokens, self.heads), 0.0)
+
+
+NO_KV = KVBytes(bytes_per_token=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +93,22 @@ CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
 """Function from bytes per token and tokens to the microseconds of a one-way copy of keys and values or of their gradients."""
 
 
-def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_share: float) -> KVOffloadCosts:
+def kv_offload_costs(
+    cached: KVBytes, layers: int, passes: tuple[Line, Line], work: ChunkWork, copy_us: CopyTime, fragmentation_share: float
+) -> KVOffloadCosts:
     """Compute the time and memory that KV offload takes on a stage.
 
     Args:
-        own: costs of the stage.
+        cached: keys and values of a layer.
+        layers: number of layers that cache them.
+        passes: times of the forward and of the backward of a layer.
         work: of the chunks.
         copy_us: times of copies over the link to the host.
         fragmentation_share: bytes lost between blocks of the device's allocator, as a share of bytes in use.
     """
-    parts = head_parts(own.kv_heads)
-    layers, kv = own.num_cached_layers, own.kv_bytes_per_token / parts
-    pieces = layers * parts
-    gradient = own.kv_gradient_per_token(work) / parts
+    parts = head_parts(cached.heads)
+    kv, gradient, pieces = cached.bytes_per_token / parts, cached.gradient_per_token(work) / parts, layers * parts
+    forward_us, backward_us = (line.per_pair_us for line in passes)
     rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
     has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
 
@@ -69,9 +120,9 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
     sums_us = has_earlier * copy_us(gradient, before)  # on their way out
     device = 1.0 + fragmentation_share
     return KVOffloadCosts(
-        forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, layers) + work.sliced * (in_us + out_us),
-        backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, layers) + work.sliced * (back_us + sums_us),
-        again_us=beyond(parts * in_us, own.forward.per_pair_us, 1),
+        forward_us=beyond(pieces * (in_us + out_us), forward_us, layers) + work.sliced * (in_us + out_us),
+        backward_us=beyond(pieces * (back_us + sums_us), backward_us, layers) + work.sliced * (back_us + sums_us),
+        again_us=beyond(parts * in_us, forward_us, 1),
         forward_bytes=_whole(work.sliced * 2 * kv * rows * device),
         backward_bytes=_whole(work.sliced * (2 * kv + gradient) * rows * device),
         cache_bytes=_whole(work.sliced * pieces * kv * rows),
@@ -81,26 +132,3 @@ def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragme
 
 def _whole(amount: TimeColumn) -> IntColumn:
     return np.ceil(amount).astype(np.int64)
-
-
-def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
-    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums. The gradients of
-    the chunk's own tokens are in `working_bytes_per_token`. 0 if those are 0: then memory of passes is not counted.
-
-    Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32, as
-    the one with the largest memory does.
-    """
-    if not costs.working_bytes_per_token:
-        return np.zeros(len(work.tokens))
-    head, seen = costs.kv_bytes_per_token / costs.kv_heads, work.prefix_tokens + work.tokens
-
-    def made(keys: IntColumn, kv_heads: int) -> TimeColumn:
-        return transient_kv_gradient_bytes(keys, kv_heads, head, costs.queries_per_key)
-
-    parts = head_parts(costs.kv_heads)
-    all_heads, piece = made(seen, costs.kv_heads), made(seen, costs.kv_heads // parts)
-    # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
-    wider = costs.kv_gradient_per_token(work) > costs.kv_bytes_per_token
-    becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & ~wider
-    resident = all_heads - np.where(becomes, costs.kv_bytes_per_token * seen, 0.0)
-    return np.maximum(np.where(work.kv_offload, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from statistics import fmean
 from typing import NamedTuple
 
-from megatron_epp.cost.learning_shards import fitted_shards
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to
+from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
@@ -133,61 +134,37 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
             known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
         if found_bytes := sizes.get((number, Op.W)):
             per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
-            half = replace(known.half, weight_bytes_per_token=0.0)  # counted with the layers
-            known = replace(known, half=half, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
+            known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=per_token)
         stages.append(known)
     shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
     return replace(
         base,
         name="learnt",
         stages=tuple(stages),
-        vocabulary=None if base.vocabulary is None else fitted_shards(base.vocabulary, everyone),
+        vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
         offloadable_share=min(shares, default=base.offloadable_share),
     )
 
 
 def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
-    """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
-    forwards = _with_all_tokens(stage.stage_forward, stage.extra_forward, times[Op.F])
-    forward = fitted_line(stage.stage_forward, forwards)
-    layer_forward, half_forward, extra_forward = shared(
-        forward, stage.forward, stage.num_layers, stage.half.forward, stage.extra_forward
-    )
-    factor = ratio_to(stage.stage_forward, forwards)
-    modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
-    known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
+    """Fit the lines of a stage; each pass is shared between its blocks as by the earlier costs."""
+    forwards = _with_all_tokens(stage, "forward", times[Op.F])
+    factor = ratio_to(stage.line("forward"), forwards)
+    modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.layers.recompute.items()}
+    known = stage.with_lines("forward", *_shared(stage, "forward", fitted_line(stage.line("forward"), forwards)))
+    known = known.changed(LAYER, recompute=modes)
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
-    once = _with_all_tokens(stage.stage_backward, stage.extra_backward, once)
-    backward = fitted_line(stage.stage_backward, once)
-    layer_backward, half_backward, extra_backward = shared(
-        backward, stage.backward, stage.num_layers, stage.half.backward, stage.extra_backward
-    )
-    factor = ratio_to(stage.stage_backward, once) if keeps_weights else 0.0
-    split = _with_all_tokens(stage.stage_weight, stage.extra_weight, times[Op.W])
-    weight = fitted_line(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
-    layer_weight, half_weight, extra_weight = shared(
-        weight, stage.weight, stage.num_layers, stage.half.weight, stage.extra_weight
-    )
-    half = replace(stage.half, forward=half_forward, backward=half_backward, weight=half_weight.within(half_backward))
-    return replace(
-        known,
-        half=half,
-        backward=layer_backward,
-        extra_backward=extra_backward,
-        weight=layer_weight.within(layer_backward),
-        extra_weight=extra_weight.within(extra_backward),
-    )
+    once = _with_all_tokens(stage, "backward", once)
+    backward = _shared(stage, "backward", fitted_line(stage.line("backward"), once))
+    factor = ratio_to(stage.line("backward"), once) if keeps_weights else 0.0
+    split, earlier = _with_all_tokens(stage, "weight", times[Op.W]), stage.line("weight")
+    weight = _shared(stage, "weight", fitted_line(earlier, split, False) if split else earlier.scaled(factor))
+    return known.with_lines("backward", *backward).with_lines("weight", *map(Line.within, weight, backward))
 
 
-def _with_all_tokens(earlier: Line, extra: Line, times: Sequence[Timed]) -> list[Timed]:
-    """Scale times to all tokens passing the output layer, by the ratio that the earlier lines give.
-
-    Args:
-        earlier: time of the pass with all tokens.
-        extra: what it contains besides layers.
-        times: as measured.
-    """
-    found = []
+def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> list[Timed]:
+    """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give."""
+    found, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
     for one in times:
         whole_us, device_us = earlier.time_us(one.tokens, one.pairs), earlier.device_us(one.tokens, one.pairs)
         part_us = earlier.launched(device_us - extra.per_token_us * one.tokens * (1.0 - one.output_share))
@@ -197,17 +174,13 @@ def _with_all_tokens(earlier: Line, extra: Line, times: Sequence[Timed]) -> list
 
 def _again_us(stage: StageCosts, timed: Timed) -> float:
     """Time that layers which recomputed took of a backward."""
-    modes = ((count, stage.mode(name)) for name, count in timed.recompute.by_mode())
+    modes = ((count, stage.layers.mode(name)) for name, count in timed.recompute.by_mode())
     return sum(count * mode.again.time_us(timed.tokens, timed.pairs) for count, mode in modes if mode is not None)
 
 
-def shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -> tuple[Line, Line, Line]:
-    """Share a stage's line between each layer, its half layer and the extras, every coefficient as by their earlier lines.
-
-    Args:
-        whole: time of the stage.
-        layer, num_layers, half, extra: what it consists of, by earlier costs.
-    """
+def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line]:
+    """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs; see `StageCosts.lines`."""
+    (layer, half, extra), num_layers = stage.lines(name), stage.num_layers
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
         for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(half + extra), strict=True)
@@ -222,7 +195,11 @@ def shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -
 
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
     """Return costs of stages that run microbatches whole: no keys are cached, and layers recompute in full only."""
-    return replace(costs, stages=tuple(replace(stage, recompute={}, kv_bytes_per_token=0.0) for stage in costs.stages))
+
+    def whole(block: BlockCosts) -> BlockCosts:
+        return replace(block, recompute={}, kv=block.kv and replace(block.kv, bytes_per_token=0.0))
+
+    return replace(costs, stages=tuple(replace(stage, blocks=tuple(map(whole, stage.blocks))) for stage in costs.stages))
 
 
 def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
@@ -243,13 +220,8 @@ def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> Pip
         costs: without microbatches.
         num_bytes: by stage; 0 for stages that are not named.
     """
-    return replace(
-        costs,
-        stages=tuple(
-            replace(stage, static=replace(stage.static, microbatches=num_bytes.get(number, 0)))
-            for number, stage in enumerate(costs.stages)
-        ),
-    )
+    held = (replace(stage.static, microbatches=num_bytes.get(number, 0)) for number, stage in enumerate(costs.stages))
+    return replace(costs, stages=tuple(replace(stage, static=own) for stage, own in zip(costs.stages, held, strict=True)))
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
@@ -257,22 +229,61 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
     A layer keeps its input at least, which is what it keeps if it recomputes in full.
     """
-    least, rest = stage.recomputed_layer_bytes_per_token, stage.extra_bytes_per_token + stage.half.bytes_per_token
-    of_layers = max(kept_per_token - rest, stage.num_layers * least) if stage.num_layers else 0.0
+    own, inner = stage.layers, sum(block.bytes_per_token for block in stage.inner)
+    rest = stage.ends_bytes_per_token + inner
+    of_layers = max(kept_per_token - rest, stage.num_layers * own.input_bytes_per_token) if stage.num_layers else 0.0
     left = max(0.0, kept_per_token - of_layers)
-    half = min(stage.half.bytes_per_token, left)
+    known = stage.changed(working_bytes_per_token=0.0).changed(HEAD, bytes_per_token=0.0)
+    for block in stage.inner:
+        size = min(block.bytes_per_token, left)
+        known, left = known.changed(block.kind, bytes_per_token=size), left - size
+    unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
+    of_layer = of_layers / max(1, stage.num_layers)
+    return known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **unknown)
+
+
+def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
+    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays.
+
+    Args:
+        base: costs by formula, whose shares and bytes stay.
+        everyone: measurements of every rank.
+    """
     return replace(
-        stage,
-        half=replace(stage.half, bytes_per_token=half),
-        layer_bytes_per_token=of_layers / max(1, stage.num_layers),
-        full_bytes_per_token=None,
-        attended_bytes_per_token=None,
-        apart_bytes_per_token=None,
-        apart_attended_bytes_per_token=None,
-        extra_bytes_per_token=left - half,
-        head_bytes_per_token=0.0,
-        working_bytes_per_token=0.0,
+        base,
+        logits=_fitted_pass(base, Op.S, base.logits, everyone),
+        gradient=_fitted_pass(base, Op.T, base.gradient, everyone),
+        spread=fitted_line(base.spread, _collectives(Op.SPREAD, len(base.shares), everyone), pairs=False),
+        gather=fitted_line(base.gather, _collectives(Op.GATHER, len(base.shares), everyone), pairs=False),
     )
+
+
+def _fitted_pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Learnt]) -> Line:
+    """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
+
+    A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
+    """
+    found, tokens = [], []
+    for rank in range(len(shards.shares)):
+        times = [timed for one in everyone for timed in one.times.get((rank, op), ())]
+        if times:
+            found.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
+            tokens += [timed.tokens for timed in times]
+    return max(found, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)
+
+
+def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
+    """Return the time of every collective: the least of its pipeline's ranks.
+
+    The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
+    Collectives that some rank has not measured are left out.
+    """
+    found: dict[tuple[int, int, int], list[Timed]] = {}
+    for one in everyone:
+        for (name, iteration, chunk), timed in one.collectives.items():
+            if name is op:
+                found.setdefault((one.pipeline, iteration, chunk), []).append(timed)
+    return [min(times, key=lambda timed: timed.time_us) for times in found.values() if len(times) == num_ranks]
 
 
 class CostDeviation(NamedTuple):
@@ -312,7 +323,7 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
     def ratio(then: Iterable[Line], now: Iterable[Line]) -> float | None:
         return total_us(now) / then_us if (then_us := total_us(then)) > 0 else None
 
-    before, after = ([total_us((s.stage_forward, s.stage_backward)) for s in costs.stages] for costs in (base, learnt))
+    before, after = ([total_us((s.line("forward"), s.line("backward"))) for s in costs.stages] for costs in (base, learnt))
     ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
     found = CostDeviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
     if (then := base.vocabulary) is None or (now := learnt.vocabulary) is None:

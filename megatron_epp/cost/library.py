@@ -225,7 +225,7 @@ def _learnt(text: str) -> PipelineCosts:
     if len(kept) != 1:
         raise EppError(f"the file has learnt costs of {len(kept)} pipelines, where costs of one are needed")
     (one,) = kept
-    if not any(stage.kv_bytes_per_token for stage in one.costs.stages):  # see `of_whole_microbatches`
+    if not any(stage.kv.bytes_per_token for stage in one.costs.stages):  # see `of_whole_microbatches`
         raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
     return one.costs
 

@@ -8,15 +8,16 @@ Coefficients come from `analytic_costs` or from measurement; either way they are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
-from megatron_epp.cost.memory import CACHE_GRADIENT, HEAD, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
+from megatron_epp.cost.blocks import HEAD, BlockCosts, StageCosts, check_stage
+from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
+from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
+from megatron_epp.cost.older import of_version_1
 from megatron_epp.cost.serialize import Form
-from megatron_epp.cost.stage import ATTENTION, NO_HALF, StageCosts, check_stage
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
@@ -24,7 +25,7 @@ from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
-_FORM = Form("cost profile", "megatron-epp/costs", 1)
+_FORM = Form("cost profile", "megatron-epp/costs", 2, of_version_1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,67 +95,62 @@ class PipelineCosts:
     @property
     def splits_weight(self) -> bool:
         """True if the weight gradient has a separate time, so that W can be a separate action."""
-        return any(stage.stage_weight != NO_TIME for stage in self.stages)
+        return any(stage.line("weight") != NO_TIME for stage in self.stages)
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
         """Recompute modes whose costs are known for all stages, most recompute first."""
-        return tuple(name for name in MODES if all(stage.mode(name) is not None for stage in self.stages))
+        return tuple(name for name in MODES if all(stage.layers.mode(name) is not None for stage in self.stages))
 
     def forward_line(self, stage: int, trained_share: float = 1.0) -> Line:
         """Time of the forward as a line in tokens and pairs, by which chunks are balanced.
 
         `trained_share` is the share of trained tokens, which alone pass the last stage's output layer.
         """
-        own = self.stages[stage]
-        return own.stage_forward + self._not_trained(stage, own.extra_forward).scaled(trained_share - 1)
+        return self.stages[stage].line("forward") + self._not_trained(stage, "forward").scaled(trained_share - 1)
 
     def backward_line(self, stage: int, trained_share: float = 1.0) -> Line:
         """Time of the backward as such a line, with the weight gradient and without recompute."""
-        own = self.stages[stage]
-        return own.stage_backward + self._not_trained(stage, own.extra_backward).scaled(trained_share - 1)
+        return self.stages[stage].line("backward") + self._not_trained(stage, "backward").scaled(trained_share - 1)
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_forward, own.extra_forward, work)
+        return self._time_us(stage, "forward", work)
 
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the backward, with the weight gradient and without recompute."""
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_backward, own.extra_backward, work)
+        return self._time_us(stage, "backward", work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
-        own = self.stages[stage]
-        return self._time_us(stage, own.stage_weight, own.extra_weight, work)
+        return self._time_us(stage, "weight", work)
 
     def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time by which B is shorter if W is split off: the time of W, or less where the host bounds B without it."""
-        own = self.stages[stage]
-        if not own.stage_backward.launch_us:
+        if not self.stages[stage].line("backward").launch_us:
             return self.weight_us(stage, work)
-        return self.backward_us(stage, work) - self._time_us(stage, own.stage_input, own.extra_input, work)
+        return self.backward_us(stage, work) - self._time_us(stage, "split", work)
 
     def exchange_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of tensor parallelism's exchange in a forward, and as much in a backward, less what launching takes of both."""
         own = self.stages[stage]
-        times_us = [own.stage_exchange.time_us(work.tokens, work.pairs)]
-        backwards = (own.stage_backward, own.extra_backward), (own.stage_input, own.extra_input)
-        for whole, extra in ((own.stage_forward, own.extra_forward), *backwards):
-            if whole.launch_us:
-                times_us.append(self._time_us(stage, whole, extra, work) - whole.launch_us)
+        times_us = [own.exchange.time_us(work.tokens, work.pairs)]
+        for name in ("forward", "backward", "split"):
+            if launch_us := own.line(name).launch_us:
+                times_us.append(self._time_us(stage, name, work) - launch_us)
         return np.asarray(np.minimum.reduce(times_us), dtype=np.float64)
 
-    def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
-        """Time of a pass, less the time of its extras for tokens that do not pass the output layer of the last stage."""
+    def _time_us(self, stage: int, name: str, work: ChunkWork) -> TimeColumn:
+        """Time of a pass, less the time of its ends for tokens that do not pass the output layer of the last stage."""
+        whole = self.stages[stage].line(name)
         device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
         if work.trained is not None:
-            device_us = device_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+            device_us = device_us - self._not_trained(stage, name).per_token_us * (work.tokens - work.trained)
         return np.asarray(whole.launched(device_us))
 
-    def _not_trained(self, stage: int, extra: Line) -> Line:
+    def _not_trained(self, stage: int, name: str) -> Line:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
-        return Line(0.0, extra.per_token_us) if stage == len(self.stages) - 1 else NO_TIME
+        is_last = stage == len(self.stages) - 1
+        return Line(0.0, self.stages[stage].line_of_ends(name).per_token_us) if is_last else NO_TIME
 
     def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Times and bytes of an operation on vocabulary shards; None if there are none.
@@ -168,68 +164,52 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
-        modes = ((count, self._known_mode(stage, name)) for name, count in recompute.by_mode())
+        modes = ((count, self._known_mode(stage, name)[0]) for name, count in recompute.by_mode())
         return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
-        parts = self._kept_per_token(stage, work, recompute)
-        return self._whole_bytes(sum((more for _, more in parts), 0.0 * work.tokens) * work.tokens)
+        none = np.zeros(len(work.tokens), dtype=np.int64)
+        return sum(self.activation_items(stage, work, recompute).values(), none)
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
-        """Bytes of `activation_bytes` by item; their sum is `activation_bytes`."""
-        items: dict[str, IntColumn] = {}
-        per_token, before = 0.0 * work.tokens, np.zeros(len(work.tokens), dtype=np.int64)
-        for name, more in self._kept_per_token(stage, work, recompute):
-            per_token = per_token + more
-            after = self._whole_bytes(per_token * work.tokens)
+        """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
+        own, kept, more = self.stages[stage], {}, 0.0 * work.tokens
+        kept[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
+        for name, count in recompute.by_mode():
+            kept[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, *self._known_mode(stage, name))
+        for block in (*own.ends, *own.inner):
+            kept[block.item] = kept.get(block.item, 0.0) + block.kept_per_token(work)
+        items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
+        for name, each in kept.items():
+            per_token = per_token + each
+            more = more + sum(block.kept_bytes(work) for block in own.inner if block.item == name)
+            after = self._whole_bytes(per_token * work.tokens + more)
             items[name], before = after - before, after
         return items
 
-    def _kept_per_token(self, stage: int, work: ChunkWork, recompute: Recompute) -> Iterator[tuple[str, TimeColumn]]:
-        costs = self.stages[stage]
-        half = costs.half.bytes_per_token - costs.half.num_cached_layers * self._in_cache(stage, work)
-        yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "") + half
-        for name, count in recompute.by_mode():
-            yield RECOMPUTE_MODE_ITEMS[name], count * self._layer_per_token(stage, work, name)
-        everywhere = np.ones(len(work.tokens))
-        yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
-        yield HEAD, costs.head_bytes_per_token * everywhere
-
-    def _layer_per_token(self, stage: int, work: ChunkWork, mode: str) -> TimeColumn:
-        if mode == "":
-            return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        return self._known_mode(stage, mode).bytes_per_token - self._in_cache(stage, work) * MODES[mode].keeps_kv
-
-    def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
-        return np.where(work.sliced, self.stages[stage].kv_bytes_per_token, 0.0)
-
-    def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
-        return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
-
-    def _known_mode(self, stage: int, name: str) -> ModeCosts:
-        if (mode := self.stages[stage].mode(name)) is None:
+    def _known_mode(self, stage: int, name: str) -> tuple[ModeCosts, bool]:
+        """Return the costs of a mode, and whether it keeps keys and values."""
+        if (mode := self.stages[stage].layers.mode(name)) is None:
             raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
-        return mode
+        return mode, MODES[name].keeps_kv
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
         costs = self.stages[stage]
-        per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
-        per_token += costs.half.weight_bytes_per_token
-        return self._whole_bytes(per_token * work.tokens)
+        ends, inner = (sum(one.weight_bytes_per_token for one in some) for some in (costs.ends, costs.inner))
+        return self._whole_bytes((costs.num_layers * costs.layers.weight_bytes_per_token + ends + inner) * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of one layer in `weight_bytes`. The bytes of all others are held when the backward reaches the layers."""
-        return self._whole_bytes(self.stages[stage].weight_bytes_per_token * work.tokens)
+        return self._whole_bytes(self.stages[stage].layers.weight_bytes_per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of keys and values, in all layers, of the whole sequence that a chunk holds a slice of, in buffers rounded up
         by `size_classes`.
         """
         costs = self.stages[stage]
-        return self._whole_bytes(costs.num_cached_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
+        return self._whole_bytes(costs.num_cached_layers * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
 
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
@@ -244,89 +224,78 @@ class PipelineCosts:
         def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
             return sharing * self.host_turns * (2 * self.host_latency_us + self.host_us_per_byte * per_token * tokens)
 
-        return kv_offload_costs(self.stages[stage], work, copy_us, self.fragmentation_share)
+        own = self.stages[stage]
+        passes = own.layers.forward, own.layers.backward
+        return kv_offload_costs(own.kv, own.num_cached_layers, passes, work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
         layer by layer in the backward of the last slice.
         """
-        return self._whole_bytes(self.stages[stage].num_cached_layers * self._gradient_of_layer(stage, work))
+        own = self.stages[stage]
+        return self._whole_bytes(own.num_cached_layers * (own.kv.gradient_per_token(work) * work.cache_tokens))
 
     def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
-        return -self._whole_bytes(-self._layer_per_token(stage, work, mode) * work.tokens)
+        known = self._known_mode(stage, mode) if mode else ()
+        return self._freed_bytes(self.stages[stage].layers.kept_per_token(work, *known) * work.tokens)
 
     def layer_peak_bytes(self, stage: int, work: ChunkWork, mode: str = "", *, split: bool = False) -> LayerPeak:
         """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
         recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
-        and the activations after attention have been freed.
-
-        Args:
-            split: the weight gradient is split, so the backward keeps the tensors that it needs.
+        and the activations after attention have been freed. A `split` backward keeps what the weight gradient needs.
         """
-        full, attended = self.stages[stage].peaks_per_token(mode, split)
-        in_cache = self._in_cache(stage, work)
-        gradient = np.where(work.last, self._gradient_of_layer(stage, work), 0.0)
-        prefix = prefix_bytes(self.stages[stage], work)
-        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
-        comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
-        return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
+        return LayerPeak(*map(self._whole_bytes, self.stages[stage].layers.peak_bytes(work, mode, split)))
 
     def num_cached_halves(self, stage: int) -> int:
         """Return 1 if the stage ends with an attention besides its layers, whose keys and values it caches; else 0."""
-        return self.stages[stage].half.num_cached_layers
+        return sum(block.kv is not None for block in self.stages[stage].inner)
 
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
-        """Bytes by item that a backward holds for halves of layers from its start to its end, besides its layers' peaks.
-
-        The gradient of keys and values of an attention at the stage's end comes first of all. Of an MLP at its start that
-        counts as a layer with such an attention, the input stays until the end, in every recompute mode.
+        """Bytes by item that a backward holds from start to end, besides its layers' peaks: gradients of keys and values of an
+        attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
         """
         own = self.stages[stage]
-        gradient = np.where(work.last, own.half.num_cached_layers * self._gradient_of_layer(stage, work), 0.0)
-        of_mlp = own.recomputed_layer_bytes_per_token if own.first_mlp_bytes_per_token else 0.0
+        gradient = np.where(work.last, sum((one.kv_gradient_bytes(work) for one in own.inner), 0.0 * work.tokens), 0.0)
+        of_mlp = own.layers.input_bytes_per_token if own.layers.first_mlp_bytes_per_token else 0.0
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
 
     def half_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if weight
-        gradients are split off the gradient of its output, which is as large as its input.
-        """
-        own = self.stages[stage]
-        if own.half.kind != ATTENTION:
-            return np.zeros(len(work.tokens), dtype=np.int64)
-        deferred = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
-        return self._whole_bytes(deferred * work.tokens + prefix_bytes(own, work))
+        """Bytes that the backward of a block behind the layers needs for a moment (`BlockCosts.passing_bytes`)."""
+        passing = [block.passing_bytes(work) for block in self.stages[stage].behind]
+        return self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *passing]))
 
     def half_freed_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that a backward frees when it has passed the attention at the stage's end, before it reaches the layers."""
-        own = self.stages[stage]
-        if own.half.kind != ATTENTION:
-            return np.zeros(len(work.tokens), dtype=np.int64)
-        return -self._whole_bytes(-(own.half.bytes_per_token - self._in_cache(stage, work)) * work.tokens)
+        """Bytes that a backward frees when it has passed the inner blocks behind the layers, before it reaches these."""
+        return self._freed_bytes(self._kept_bytes(self.stages[stage].behind, work))
 
     def first_mlp_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of the MLP at the stage's start, besides its input, if it counts as a layer with the attention at the stage's
-        end and they keep everything: a backward comes to that attention first, and frees the MLP last.
-        """
-        own = self.stages[stage]
-        return self._whole_bytes(max(0.0, own.first_mlp_bytes_per_token - own.recomputed_layer_bytes_per_token) * work.tokens)
+        """Bytes of such an MLP besides its input if it keeps everything: a backward frees it last."""
+        own = self.stages[stage].layers
+        return self._whole_bytes(max(0.0, own.first_mlp_bytes_per_token - own.input_bytes_per_token) * work.tokens)
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""
-        return -self._whole_bytes(-self.stages[stage].head_bytes_per_token * work.tokens)
+        heads = [block for block in self.stages[stage].ends if block.kind == HEAD]
+        return self._freed_bytes(self._kept_bytes(heads, work))
+
+    def _kept_bytes(self, blocks: Iterable[BlockCosts], work: ChunkWork) -> TimeColumn:
+        return sum((one.kept_per_token(work) * work.tokens + one.kept_bytes(work) for one in blocks), 0.0 * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's extras."""
-        costs = self.stages[stage]
-        of_layer = costs.layer_bytes_per_token if costs.num_layers or costs.half == NO_HALF else costs.half.bytes_per_token
-        return self._whole_bytes((of_layer + costs.extra_bytes_per_token) * work.tokens)
+        """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's ends."""
+        own = self.stages[stage]
+        largest = max((one.bytes_per_token for one in own.inner), default=own.layers.bytes_per_token)
+        of_layer = own.layers.bytes_per_token if own.num_layers else largest
+        more = sum((one.kept_bytes(work) for one in own.inner), 0.0 * work.tokens)
+        return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 
     def static_items(self, stage: int) -> dict[str, int]:
         """Bytes held throughout, by item. The workspace is counted as static too, because a pass of the last stage peaks while
         it computes the loss.
         """
-        costs = self.stages[stage]
-        return costs.static.items() | {LOSS_BLOCK: costs.workspace_bytes}
+        own = self.stages[stage]
+        return own.static.items() | {LOSS_BLOCK: own.workspace_bytes}
 
     def static_bytes(self, stage: int) -> int:
         """The sum of `static_items`."""
@@ -334,7 +303,8 @@ class PipelineCosts:
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
         """Bytes, by item, held only while a pass of a chunk runs, in addition to kept and recomputed activations."""
-        return {WORKING: self._whole_bytes(self.stages[stage].working_bytes_per_token * work.tokens)}
+        most = max((block.working_bytes_per_token for block in self.stages[stage].blocks), default=0.0)
+        return {WORKING: self._whole_bytes(most * work.tokens)}
 
     def message_bytes(self, work: ChunkWork) -> IntColumn:
         """Device memory of a chunk's activation, or its gradient, between stages."""
@@ -352,6 +322,10 @@ class PipelineCosts:
 
     def _whole_bytes(self, amount: TimeColumn) -> IntColumn:
         return np.ceil(amount * (1.0 + self.fragmentation_share)).astype(np.int64)
+
+    def _freed_bytes(self, amount: TimeColumn) -> IntColumn:
+        """Return whole bytes as `_whole_bytes`, but rounded down, since no more than was kept may be freed."""
+        return -self._whole_bytes(-amount)
 
     def to_json(self) -> str:
         """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron_epp.cost.context_parallel import HeadExchangeCosts
 from megatron_epp.plan.errors import EppError, Remedy
 
 
@@ -84,11 +84,6 @@ class ModelShape:
         return 2 * self.head_width * self.kv_heads_per_tensor_rank * self.tensor_parallel
 
     @property
-    def sharing(self) -> HeadExchangeCosts:
-        """Costs of sharing a chunk's tokens between context-parallel ranks."""
-        return HeadExchangeCosts(self.context_parallel)
-
-    @property
     def ranks(self) -> int:
         """Number of ranks that share the work of one layer on one chunk."""
         return self.tensor_parallel * self.context_parallel
@@ -99,13 +94,13 @@ class ModelShape:
 
     @property
     def kv_copies(self) -> int:
-        """Number of context-parallel ranks that hold the same keys and values."""
-        return self.sharing.kv_copies(self.kv_heads_per_tensor_rank)
+        """Number of context-parallel ranks that hold the same keys and values: attention is of whole heads."""
+        return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
 
     @property
     def kv_heads_on_rank(self) -> int:
         """Number of heads of keys and values that a rank has inside attention."""
-        return self.sharing.kv_heads_on_rank(self.kv_heads_per_tensor_rank)
+        return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
 
     @property
     def queries_per_key(self) -> int:
@@ -205,9 +200,9 @@ class ModelShape:
     @property
     def layer_bytes_per_token(self) -> float:
         """Bytes kept by a layer: four tensors of residual width (input and output of either norm), the inner ones, routed
-        copies, and one fp32 number per head (log-sum-exp), and what sharing the tokens adds.
+        copies, and one fp32 number per head (log-sum-exp). Context-parallel ranks keep attention's output by heads and tokens.
         """
-        repeated = self.sharing.kept_width(self.query_width, self.cached_width, self.kv_copies)
+        repeated = self.cached_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
         inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
         return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
 
@@ -233,8 +228,8 @@ class ModelShape:
     def attention_exchanged_bytes_per_token(self) -> float:
         """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
         tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel
-        width = self.sharing.exchanged_width(self.query_width, self.cached_width, self.kv_copies)
-        heads = self.sharing.sent_share * (width * self.bytes_per_value / self.ranks)
+        width = 2 * self.query_width + self.cached_width * self.kv_copies
+        heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
         return 2 * tensor * residual + heads
 
     @property

@@ -15,39 +15,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, BlockCosts, PartCosts, StageCosts, check_modes
 from megatron_epp.cost.hardware import divide
+from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer, LayerCosts, StageCosts, check_modes
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, Line
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
-_OF_LAYER = tuple(one.name for one in fields(LayerCosts))
+_OF_PART = tuple(one.name for one in fields(PartCosts))
 FORM = Form("profile", "megatron-epp/profile", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPart(LayerCosts):
+class ModelPart(PartCosts):
     """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks.
 
     Attributes:
-        bytes_per_token: kept from forward to backward.
         parameters: on one rank.
         expert_parameters: of experts, among these.
         largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
             unknown.
     """
 
-    bytes_per_token: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
     largest_weight: float = 0.0
@@ -62,7 +61,8 @@ class Profile:
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
         attention: the part of a layer up to the MLP's norm.
-        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: see `StageCosts`.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
+        kv_bytes_per_token, kv_heads, queries_per_key: see `KVBytes`.
         hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
         stage_ranks: ranks that share each layer, tensor and context parallel.
@@ -179,19 +179,22 @@ class Profile:
         self, halves: int, begins_with_mlp: bool, first: bool, last: bool, share: float, held: OptimizerBytes | float
     ) -> StageCosts:
         layers, has_half = divmod(halves, 2)
-        extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         inside, experts = layers * self.layer.parameters, layers * self.layer.expert_parameters
+        extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
-        half, first_mlp = NO_HALF, 0.0
-        if has_half or (begins_with_mlp and layers):
-            mlp = self._mlp()
+        wide, mlp = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes, self._mlp()
+        kv = KVBytes(self.kv_bytes_per_token, None, wide, self.kv_heads, self.queries_per_key)
+        attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
+        blocks = [_block(LAYER, self.layer, count=layers, **attends)]
+        if has_half:
             part = mlp if begins_with_mlp else self.attention
-            if has_half:
-                half = _half(MLP if begins_with_mlp else ATTENTION, part)
-                inside += part.parameters
-                experts += part.expert_parameters
+            inside, experts = inside + part.parameters, experts + part.expert_parameters
+            if begins_with_mlp:
+                blocks.insert(0, _block(MLP, mlp))
             else:
-                first_mlp = mlp.bytes_per_token
+                blocks.append(_block(ATTENTION, self.attention, **attends))
+        elif begins_with_mlp and layers:
+            blocks = [replace(blocks[0], first_mlp_bytes_per_token=mlp.bytes_per_token)]
         if isinstance(held, OptimizerBytes):
             largest = max((part.parameters for part in extras), default=share * self.head.parameters)
             of_stage = Parameters(
@@ -204,39 +207,17 @@ class Profile:
             static = held.static(of_stage)
         else:
             static = Static.of(inside + others, held, self.weight_bytes)
-        of_layer: dict[str, Any] = {name: getattr(self.layer, name) for name in _OF_LAYER}
-        return StageCosts(
-            **of_layer | {"workspace_bytes": sum(part.workspace_bytes for part in extras)},
-            num_layers=layers,
-            half=half,
-            first_mlp_bytes_per_token=first_mlp,
-            extra_forward=sum((part.forward for part in extras), NO_TIME),
-            extra_backward=sum((part.backward for part in extras), NO_TIME),
-            extra_weight=sum((part.weight for part in extras), NO_TIME),
-            layer_bytes_per_token=self.layer.bytes_per_token,
-            recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
-            extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
-            head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            many_kv_gradient_bytes_per_token=self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes,
-            kv_heads=self.kv_heads,
-            queries_per_key=self.queries_per_key,
-            extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
-            static=static,
-        )
+        received = _block(INPUT, self.embedding if first else ModelPart())
+        received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
+        return StageCosts((received, *blocks, *([_block(HEAD, self.head)] if last else [])), static)
 
     def _mlp(self) -> ModelPart:
         """Costs of a layer's MLP: the layer's without its attention's."""
         whole, own = self.layer, self.attention
-        return ModelPart(
-            forward=whole.forward.without(own.forward),
-            backward=whole.backward.without(own.backward),
-            weight=whole.weight.without(own.weight),
-            bytes_per_token=max(0.0, whole.bytes_per_token - own.bytes_per_token),
-            weight_bytes_per_token=max(0.0, whole.weight_bytes_per_token - own.weight_bytes_per_token),
-            parameters=max(0.0, whole.parameters - own.parameters),
-            expert_parameters=whole.expert_parameters,
-        )
+        times = {name: getattr(whole, name).without(getattr(own, name)) for name in ("forward", "backward", "weight")}
+        names = "bytes_per_token", "weight_bytes_per_token", "parameters"
+        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in names}
+        return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""
@@ -255,15 +236,9 @@ class Profile:
         return FORM.read(Profile, text, _check)
 
 
-def _half(kind: str, part: ModelPart) -> HalfLayer:
-    return HalfLayer(
-        kind=kind,
-        forward=part.forward,
-        backward=part.backward,
-        weight=part.weight.within(part.backward),
-        bytes_per_token=part.bytes_per_token,
-        weight_bytes_per_token=part.weight_bytes_per_token,
-    )
+def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
+    of_part: dict[str, Any] = {name: getattr(part, name) for name in _OF_PART}
+    return BlockCosts(kind=kind, **of_part | {"weight": part.weight.within(part.backward)} | more)
 
 
 def _check(profile: Profile) -> None:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _LEAST = {
-    **dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
+    **dict.fromkeys(("heads", "kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
     "weight_bytes": 0.125,
 }
 """Smallest value, by the field's name; 0 of all others. A weight takes a bit at least."""
-_MOST = {"num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0}
+_MOST = {"count": MOST_LAYERS, "num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0}
 """Largest value, by the field's name."""
 
 
@@ -43,11 +43,13 @@ class Form(NamedTuple):
     Attributes:
         name: used in error messages.
         schema, version: values of these fields in the file.
+        of_older: makes the fields of this version of those of the one before; None if that is refused.
     """
 
     name: str
     schema: str
     version: int
+    of_older: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def write(self, costs: DataclassInstance) -> str:
         """Return canonical JSON; a missing link to the host, whose copies take infinite time, is written as null."""
@@ -69,7 +71,10 @@ class Form(NamedTuple):
         """
         try:
             body = of_type(dict, parse_json(text, "the text"), "a JSON object")
-            if (found := (body.get("schema"), body.get("version"))) != (self.schema, self.version):
+            found = body.get("schema"), body.get("version")
+            if self.of_older is not None and found == (self.schema, self.version - 1):
+                body = self.of_older(body)
+            elif found != (self.schema, self.version):
                 what, version = map(shown, found)
                 raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
             check(made := build(kind, body, ignore_unknown=True))

@@ -51,23 +51,6 @@ class VocabularyShards:
         """Return the time of a pass of the whole vocabulary without `PASS_US`, given the time of a rank's pass."""
         return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
-    def kept_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
-        """Bytes of chunks between `S` and `T` on a rank, ``[chunk]``.
-
-        Args:
-            rank: of the shard.
-            tokens: of each chunk.
-            fragmentation: share that an allocator loses (`PipelineCosts.fragmentation_share`).
-        """
-        per_token = self.shares[rank] * self.kept_bytes_per_token + self.input_bytes_per_token
-        return np.asarray(np.ceil(per_token * tokens * (1 + fragmentation)), dtype=np.int64)
-
-    def peak_bytes(self, rank: int, tokens: TimeColumn, fragmentation: float) -> IntColumn:
-        """Bytes that `S` of a rank holds while it runs, ``[chunk]``; arguments as in `kept_bytes`."""
-        passing = self.shares[rank] * (self.passing_bytes_per_token * tokens + self.workspace_bytes)
-        more = np.asarray(np.ceil(passing * (1 + fragmentation)), dtype=np.int64)
-        return self.kept_bytes(rank, tokens, fragmentation) + more
-
     def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation (`plan.vocabulary`).
 
@@ -88,12 +71,17 @@ class VocabularyShards:
             raise EppError(f"the costs have vocabulary shards of {len(self.shares)} ranks, the pipeline has {num_sites}")
         whole = self.logits if op is Op.S else self.gradient
         times = [whole.launched(PASS_US + share * whole.device_us(tokens, 0.0)).tolist() for share in self.shares]
+
+        def size(amount: TimeColumn) -> IntColumn:
+            return np.asarray(np.ceil(amount * (1 + fragmentation)), dtype=np.int64)
+
         takes, gives = [], []
-        for rank in range(num_sites):
-            peak, kept = (size(rank, tokens, fragmentation) for size in (self.peak_bytes, self.kept_bytes))
-            passing = np.asarray(np.ceil(self.shares[rank] * self.workspace_bytes * (1 + fragmentation)) + nothing, np.int64)
-            takes.append((peak if op is Op.S else passing).tolist())
-            gives.append((peak - kept if op is Op.S else passing + kept).tolist())
+        for share in self.shares:
+            kept = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
+            in_logits = size(share * (self.passing_bytes_per_token * tokens + self.workspace_bytes))
+            in_gradient = size(share * self.workspace_bytes + 0.0 * tokens)
+            takes.append((kept + in_logits if op is Op.S else in_gradient).tolist())
+            gives.append((in_logits if op is Op.S else in_gradient + kept).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
         return OperationRows(
             times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()}

@@ -30,6 +30,8 @@ _VARYING = (
     *("#B8860B", "#D55E00", "#F7B58F", "#CC79A7", "#8E5BA6", "#D9C9E3"),
 )
 """Colours of `Account.order`: Okabe and Ito's, with lighter ones for related items."""
+_OTHER = "#000000"
+"""Colour of items beyond these."""
 
 
 def peak_table(account: Account) -> list[str]:
@@ -151,8 +153,8 @@ def item_colours(account: Account) -> dict[str, str]:
     """Colours ``#RRGGBB`` of all items that any rank ever has, from the bottom of a picture to its top."""
     names = account.items
     static = [name for name in names if name in account.static[0]]
-    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=True))
-    return {name: colours[name] for name in names}
+    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=False))
+    return {name: colours.get(name, _OTHER) for name in names}
 
 
 def memory_picture(account: Account) -> Figure:

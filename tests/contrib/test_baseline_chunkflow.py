@@ -44,9 +44,9 @@ def test_all_but_the_last_chunks_of_a_sequence_recompute_all_layers(retain: int)
 def test_activations_do_not_grow_with_the_sequence_but_caches_and_layer_inputs_do(chunks: int):
     """With K = 1: one chunk's activations, everyone's layer inputs, keys, values and their gradients."""
     size, length = 2048, 2048 * chunks
-    kept = STAGE.num_layers * (STAGE.layer_bytes_per_token - STAGE.kv_bytes_per_token)
-    inputs = STAGE.num_layers * STAGE.recomputed_layer_bytes_per_token
-    extra, cache = STAGE.extra_bytes_per_token, STAGE.num_layers * STAGE.kv_bytes_per_token
+    kept = STAGE.num_layers * (STAGE.layers.bytes_per_token - STAGE.kv.bytes_per_token)
+    inputs = STAGE.num_layers * STAGE.layers.input_bytes_per_token
+    extra, cache = STAGE.ends_bytes_per_token, STAGE.num_layers * STAGE.kv.bytes_per_token
     least = STAGE.static_bytes + size * kept + (length - size) * inputs + length * (extra + 2 * cache)
     asked = problem((length,), 1, int(least) + chunks + 3)
     made = plan(asked, COSTS, Options(planner="chunkflow", chunk_tokens=size))

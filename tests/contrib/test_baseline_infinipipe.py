@@ -11,7 +11,7 @@ from megatron_epp.contrib.papers.infinipipe import search
 from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
 from megatron_epp.contrib.papers.infinipipe.search import Grouping, algorithm_1
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Line, PipelineCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
@@ -22,13 +22,14 @@ from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+from tests.support.plan.stages import stage_of
 
 UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
 
 
 def equal_chunks(counts: tuple[int, ...], stages: int, layers: int = 3) -> tuple[tuple[Chunk, ...], Tables]:
     """Sequences of so many chunks, all of the same time and size; no messages and no attention."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=layers,
         forward=Line(0.0, 1.0),
         backward=Line(0.0, 2.0),
@@ -102,7 +103,7 @@ def test_slices_take_equal_times_and_all_sequences_are_cut_at_the_same_places(sl
 
 def test_short_sequences_go_where_time_per_token_is_least_until_the_time_is_up():
     """Time is tokens here: the tail of 40 takes 30 and 30, and then 20 more do not fit; the emptiest bucket is loosened."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=1,
         forward=Line(0.0, 1.0),
         backward=Line(),

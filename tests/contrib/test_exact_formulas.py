@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.exact.oracle import Proven, oracle
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Line, PipelineCosts
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table
 from megatron_epp.planner.assemble import build_plan
 from scripts.bench.orders.unit import TOKENS, Unit
+from tests.support.plan.stages import stage_of
 
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
 
@@ -82,7 +83,7 @@ def test_forwards_alone_are_a_flow_shop_of_two_machines(lengths: tuple[int, ...]
     """The first stage takes a unit of time per token, the second ten for any chunk; backwards take none."""
     none = Line(0.0, 0.0)
     sizes = {f"{name}_per_token": 0.0 for name in ("layer_bytes", "recomputed_layer_bytes", "kv_bytes")}
-    stages = tuple(StageCosts(num_layers=1, forward=line, backward=none, **sizes) for line in (Line(0.0, 1.0), Line(10.0, 0.0)))
+    stages = tuple(stage_of(num_layers=1, forward=line, backward=none, **sizes) for line in (Line(0.0, 1.0), Line(10.0, 0.0)))
     costs = PipelineCosts("flow shop", stages, hidden_bytes_per_token=0.0)
     asked = Problem(lengths, (0, 1), (UNLIMITED_BYTES,) * 2)
     chunks = tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))

@@ -154,11 +154,10 @@ def test_all_that_a_layer_took_and_kept_is_in_its_parts():
     assert separate.attention is not None
     for stage, parts in zip(whole.stages, separate.stages, strict=True):
         attentions = stage.num_cached_layers
-        for name in ("stage_forward", "stage_backward"):
-            own = separate.attention.forward if name == "stage_forward" else separate.attention.backward
-            assert getattr(parts, name) + own.scaled(attentions) == getattr(stage, name)
-        kept = stage.num_layers * stage.layer_bytes_per_token + stage.half.bytes_per_token
-        left = parts.num_layers * parts.layer_bytes_per_token + parts.half.bytes_per_token
+        for name in ("forward", "backward"):
+            assert parts.line(name) + getattr(separate.attention, name).scaled(attentions) == stage.line(name)
+        kept = stage.num_layers * stage.layers.bytes_per_token + sum(half.bytes_per_token for half in stage.inner)
+        left = parts.num_layers * parts.layers.bytes_per_token + sum(half.bytes_per_token for half in parts.inner)
         assert left + attentions * separate.attention.input_bytes_per_token == pytest.approx(kept)
     assert (separate.attention.input_bytes_per_token, separate.attention.output_bytes_per_token) == (
         2 * (4096 + 2 * 1024),
@@ -169,9 +168,10 @@ def test_all_that_a_layer_took_and_kept_is_in_its_parts():
 def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
     whole = with_separate_attention(blocks(attention=False)[1], last_in_backward=False).stages[-1]
     last = blocks()[1].stages[-1]
-    assert (last.stage_forward, last.stage_backward) == (NO_TIME, whole.stage_forward + whole.stage_backward)
-    kept = last.half.bytes_per_token + last.extra_bytes_per_token
-    assert kept == 3 * 2 * 4096 < whole.half.bytes_per_token  # the residual received, and the same and attention's output kept
+    assert (last.line("forward"), last.line("backward")) == (NO_TIME, whole.line("forward") + whole.line("backward"))
+    kept = last.inner[0].bytes_per_token + last.ends_bytes_per_token
+    # The residual received, and the same and attention's output kept.
+    assert kept == 3 * 2 * 4096 < whole.inner[0].bytes_per_token
 
 
 def test_costs_with_attention_in_the_stages_and_slices_are_refused():

@@ -17,7 +17,8 @@ import pytest
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.group_costs import GroupCosts
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost import Line, PipelineCosts, causal_pairs
+from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.plan.layout import Layout
@@ -26,6 +27,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.orders.warm_up import run_ahead, slice_groups
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
+from tests.support.plan.stages import stage_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -45,7 +47,7 @@ def on_ranks(units: Sequence[float], ranks: int, cap: int = UNLIMITED_BYTES) -> 
 def equal(ranks: int, kept: float = 0.1) -> PipelineCosts:
     """Costs of stages of one layer, of whose bytes recompute keeps a share."""
     costs = unit_costs(ranks)
-    return replace(costs, stages=tuple(replace(one, recomputed_layer_bytes_per_token=kept) for one in costs.stages))
+    return replace(costs, stages=tuple(one.changed(LAYER, input_bytes_per_token=kept) for one in costs.stages))
 
 
 def text_of(made: Plan) -> str:
@@ -189,7 +191,7 @@ def sharing(stages: int, ranks: int = 8) -> PipelineCosts:
         each = share / LAYERS
         return Line(FIXED_US * each, LINEAR / ranks * each + EXCHANGES[-1], 2 * QUADRATIC / ranks * each)
 
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=LAYERS,
         forward=passing(1 / 3),
         backward=passing(2 / 3),
@@ -249,7 +251,7 @@ def uneven(layout: Layout) -> PipelineCosts:
     one, two, four = (Line(0.0, count / TOKENS) for count in (1, 2, 4))
     kept = ("layer", "full", "weight", "recomputed_layer")
     stages = [
-        StageCosts(
+        stage_of(
             num_layers=halves // 2,
             forward=one,
             backward=two,
@@ -259,7 +261,7 @@ def uneven(layout: Layout) -> PipelineCosts:
         )
         for halves in layout.halves
     ]
-    stages[-1] = replace(stages[-1], extra_forward=two, extra_backward=four, extra_weight=two)
+    stages[-1] = stages[-1].changed(HEAD, forward=two, backward=four, weight=two)
     return PipelineCosts("uneven", tuple(stages), hidden_bytes_per_token=0.0)
 
 

@@ -15,6 +15,7 @@ import pytest
 from megatron_epp.cli.main import main
 from megatron_epp.contrib.papers.slimpipe import even_slices
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import even_layers, load_flags, shape_of
 from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
@@ -195,7 +196,8 @@ def test_kfkb_is_1f1b_on_fast_links_and_takes_a_larger_k_on_slower_ones():
 def test_kfkb_takes_a_larger_k_where_passes_are_learnt_to_be_faster():
     known = with_link(10)
     faster = tuple(
-        replace(stage, forward=stage.forward.scaled(0.1), backward=stage.backward.scaled(0.1)) for stage in known.stages
+        stage.changed(LAYER, forward=stage.layers.forward.scaled(0.1), backward=stage.layers.backward.scaled(0.1))
+        for stage in known.stages
     )
     assert k_of(of_kfkb(known)) == 1
     assert k_of(of_kfkb(replace(known, name="learnt", stages=faster))) > 1

@@ -254,7 +254,7 @@ def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
         for tokens in (0, 2048)
     )
     for found in (_by_blocks(ordinary, 7), _by_blocks(_by_blocks(ordinary, 5), 7)):
-        assert found.extra_backward.per_token_us == pytest.approx(by_blocks.extra_backward.per_token_us)
-        assert found.extra_backward.fixed_us == pytest.approx(by_blocks.extra_backward.fixed_us)
-        assert found.extra_weight == by_blocks.extra_weight
+        assert found.line_of_ends("backward").per_token_us == pytest.approx(by_blocks.line_of_ends("backward").per_token_us)
+        assert found.line_of_ends("backward").fixed_us == pytest.approx(by_blocks.line_of_ends("backward").fixed_us)
+        assert found.line_of_ends("weight") == by_blocks.line_of_ends("weight")
         assert found.workspace_bytes == 7

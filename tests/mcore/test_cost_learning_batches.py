@@ -65,10 +65,10 @@ def learn(made: CostLearning) -> PipelineCosts:
 def test_costs_are_learnt_once_after_the_last_measured_iteration(made: CostLearning) -> None:
     costs = learn(made)
     for learnt, before in zip(costs.stages, FORMULAS.stages, strict=True):
-        assert learnt.stage_forward.time_us(900, 405_450) == pytest.approx(
-            2 * before.stage_forward.time_us(900, 405_450), rel=0.1
+        assert learnt.line("forward").time_us(900, 405_450) == pytest.approx(
+            2 * before.line("forward").time_us(900, 405_450), rel=0.1
         )
-        assert learnt.layer_bytes_per_token == before.layer_bytes_per_token
+        assert learnt.layers.bytes_per_token == before.layers.bytes_per_token
 
 
 def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: CostLearning) -> None:

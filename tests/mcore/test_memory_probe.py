@@ -34,7 +34,7 @@ def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
     found = costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
     assert found.fragmentation_share == FRAGMENTATION_SHARE
     assert found.message_bytes_per_token == COSTS.hidden_bytes_per_token
-    assert [stage.working_bytes_per_token for stage in found.stages] == [s.layer_bytes_per_token for s in COSTS.stages]
+    assert [stage.layers.working_bytes_per_token for stage in found.stages] == [s.layers.bytes_per_token for s in COSTS.stages]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs, analytic_profile
+from megatron_epp.cost.blocks import HEAD
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.plan import EppError
@@ -96,17 +97,18 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
 ):
     old = json.loads(HERE.to_json())
     for stage in old["stages"]:
-        del stage["kv_heads"], stage["queries_per_key"], stage["many_kv_gradient_bytes_per_token"]
+        for kv in (block["kv"] for block in stage["blocks"] if block["kv"]):
+            del kv["heads"], kv["queries_per_key"], kv["many_gradient_bytes_per_token"]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(old))
     shape = replace(SHAPE, num_query_groups=2, bytes_per_value=bytes_per_value)
     monkeypatch.setattr(costs_of_runs, "model_shape", lambda args: shape)
     args = Namespace(epp_costs=str(path), epp_fragmentation_share=None, epp_fp32_kv_gradients=choice)
     found = one_rank(args)
-    assert [(stage.kv_heads, stage.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
+    assert [(stage.kv.heads, stage.kv.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
     for stage in found.stages:
-        sums = stage.kv_gradient_bytes_per_token, stage.many_kv_gradient_bytes_per_token
-        assert sums == tuple(size * stage.kv_bytes_per_token for size in times)
+        sums = stage.kv.gradient_bytes_per_token, stage.kv.many_gradient_bytes_per_token
+        assert sums == tuple(size * stage.kv.bytes_per_token for size in times)
     assert replace(found, stages=HERE.stages) == HERE
 
 
@@ -130,8 +132,8 @@ def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypa
 
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    mine = replace(HERE.stages[1], workspace_bytes=300)
-    assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: replace(mine, workspace_bytes=900)}
+    mine = HERE.stages[1].changed(HEAD, workspace_bytes=300)
+    assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: mine.changed(HEAD, workspace_bytes=900)}
 
 
 def test_whichever_step_of_the_disk_fails_kept_costs_are_whole_and_the_error_names_them(tmp_path):

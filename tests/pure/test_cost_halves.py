@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, StageCosts, analytic_profile, on_device, work_of
 from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
@@ -30,13 +30,17 @@ WORK = work_of(CHUNKS, [150, 64])
 CUTS = [[2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [1.5, 0.5, 2], [3.5, 0.5], [0, 2.5, 0, 1.5]]
 
 
+def kinds(stage: StageCosts) -> list[str]:
+    return [block.kind for block in stage.inner]
+
+
 def totals(costs: PipelineCosts) -> list[float]:
     """Time and bytes of all stages together, without what every boundary adds."""
     stages = range(len(costs.stages))
     return [
         float(sum(column(stage, WORK).sum() for stage in stages))
         for column in (costs.forward_us, costs.backward_us, costs.weight_us, costs.cache_bytes, costs.gradient_bytes)
-    ] + [sum(stage.half.bytes_per_token + stage.num_layers * stage.layer_bytes_per_token for stage in costs.stages)]
+    ] + [sum(block.count * block.bytes_per_token for stage in costs.stages for block in (stage.layers, *stage.inner))]
 
 
 @pytest.mark.parametrize("layers", CUTS)
@@ -53,13 +57,13 @@ def test_halves_take_as_much_as_the_layers_that_they_are_of(layers, shape):
 
 def test_a_stage_counts_an_mlp_at_its_start_and_an_attention_at_its_end_as_one_layer():
     first, middle, last = PROFILE.costs([1.5, 1, 1.5]).stages
-    assert (first.num_layers, first.half.kind, first.num_cached_layers) == (1, "attention", 2)
-    assert (middle.num_layers, middle.half.kind, middle.num_cached_layers) == (1, "", 1)
-    assert (last.num_layers, last.half.kind, last.num_cached_layers) == (1, "mlp", 1)
-    assert middle.stage_forward == PROFILE.costs([1, 1, 2]).stages[1].stage_forward
-    assert first.half.forward.per_pair_us == PROFILE.layer.forward.per_pair_us
-    assert last.half.forward.per_pair_us == 0.0
-    assert 0 < middle.first_mlp_bytes_per_token < middle.layer_bytes_per_token
+    assert (first.num_layers, kinds(first), first.num_cached_layers) == (1, ["attention"], 2)
+    assert (middle.num_layers, kinds(middle), middle.num_cached_layers) == (1, [], 1)
+    assert (last.num_layers, kinds(last), last.num_cached_layers) == (1, ["mlp"], 1)
+    assert middle.line("forward") == PROFILE.costs([1, 1, 2]).stages[1].line("forward")
+    assert first.inner[0].forward.per_pair_us == PROFILE.layer.forward.per_pair_us
+    assert last.inner[0].forward.per_pair_us == 0.0
+    assert 0 < middle.layers.first_mlp_bytes_per_token < middle.layers.bytes_per_token
 
 
 def test_only_an_attention_half_caches_keys_and_values_and_neither_recomputes():
@@ -67,7 +71,7 @@ def test_only_an_attention_half_caches_keys_and_values_and_neither_recomputes():
     for stage, caches in ((0, 2), (1, 2)):
         assert costs.cache_bytes(stage, WORK).tolist() == (caches * PROFILE.costs([1, 3]).cache_bytes(0, WORK)).tolist()
     all_layers = costs.activation_items(0, WORK, Recompute(full=1))
-    assert all_layers["layers that keep everything"][2] == pytest.approx(64 * costs.stages[0].half.bytes_per_token, abs=2)
+    assert all_layers["layers that keep everything"][2] == pytest.approx(64 * costs.stages[0].inner[0].bytes_per_token, abs=2)
     assert (
         costs.recompute_us(0, WORK, Recompute(full=1)).tolist()
         == PROFILE.costs([1, 3]).recompute_us(0, WORK, Recompute(full=1)).tolist()
@@ -78,7 +82,7 @@ def test_tokens_that_are_not_trained_pass_the_half_of_the_last_stage_all_the_sam
     untrained = work_of(CHUNKS, [150, 64], trained=[(0,), (0,)])
     half = PROFILE.costs([2.5, 1.5])
     whole = PROFILE.costs([3, 1])
-    of_half = half.stages[1].half.forward.time_us(untrained.tokens, untrained.pairs)
+    of_half = half.stages[1].inner[0].forward.time_us(untrained.tokens, untrained.pairs)
     assert half.forward_us(1, untrained).tolist() == pytest.approx((whole.forward_us(1, untrained) + of_half).tolist())
 
 
@@ -123,7 +127,7 @@ def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_reco
     costs = on_device(PROFILE.costs([1.5, 2, 0.5]))
     problem = Problem((150, 64), (0, 1, 2), (UNLIMITED_BYTES,) * 3)
     tables = tabulate(CHUNKS, problem, costs, modes=("full",))
-    assert costs.stages[1].first_mlp_bytes_per_token > 0
+    assert costs.stages[1].layers.first_mlp_bytes_per_token > 0
     more = replace(tables, first_mlp=[[10**6] * 3] * 3)
     peaks = [backward_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
     assert (peaks[1] > peaks[0] + 500_000) == stays
@@ -137,7 +141,7 @@ def test_layers_of_a_stage_are_halves_or_whole():
 def test_json_keeps_halves_and_refuses_unknown_ones():
     costs = PROFILE.costs([2.5, 1.5])
     assert PipelineCosts.from_json(costs.to_json()) == costs
-    with pytest.raises(EppError, match=r"half.kind is 'norm'"):
+    with pytest.raises(EppError, match=r"kind is 'norm'"):
         PipelineCosts.from_json(costs.to_json().replace('"kind": "mlp"', '"kind": "norm"'))
 
 
@@ -147,11 +151,11 @@ def test_learnt_times_are_shared_with_the_half():
     times = {
         (stage, op): [Timed(*size, 2 * line.time_us(*size)) for size in sizes]
         for stage, own in enumerate(base.stages)
-        for op, line in ((Op.F, own.stage_forward), (Op.B, own.stage_backward))
+        for op, line in ((Op.F, own.line("forward")), (Op.B, own.line("backward")))
     }
     learnt = fitted_costs(base, [Learnt(times)])
     for own, then in zip(learnt.stages, base.stages, strict=True):
-        assert own.stage_forward.time_us(100, 5050) == pytest.approx(2 * then.stage_forward.time_us(100, 5050), rel=1e-3)
-        assert own.half.forward.per_token_us == pytest.approx(2 * then.half.forward.per_token_us, rel=0.02)
+        assert own.line("forward").time_us(100, 5050) == pytest.approx(2 * then.line("forward").time_us(100, 5050), rel=1e-3)
+        assert own.inner[0].forward.per_token_us == pytest.approx(2 * then.inner[0].forward.per_token_us, rel=0.02)
     assert [*pairwise(learnt.num_halves)] == [(5, 3)]
     assert learnt.activation_bytes(0, WORK, NO_RECOMPUTE).min() > 0

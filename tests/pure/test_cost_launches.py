@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost import H100, H100_NODE, Line, PipelineCosts, analytic_costs, work_of
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import RATES, load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.plan import Chunk, Op, Recompute, Segment
@@ -33,7 +34,7 @@ def test_a_line_is_the_larger_of_launching_and_of_the_device():
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("name", ["forward", "backward", "weight"])
 def test_short_chunks_take_as_long_as_launching_and_long_ones_as_the_device(name: str, stage: int):
-    launch_us = getattr(BOUND.stages[stage], f"stage_{name}").launch_us
+    launch_us = BOUND.stages[stage].line(name).launch_us
     short_us, shorter_us, long_us = getattr(BOUND, f"{name}_us")(stage, WORK)
     assert short_us == shorter_us == launch_us > 0
     assert long_us == getattr(DEVICE, f"{name}_us")(stage, WORK)[2] > launch_us
@@ -44,7 +45,7 @@ def test_a_backward_and_its_split_weight_gradient_are_launched_for_themselves():
     whole, weight, spared = (getattr(BOUND, f"{name}_us")(1, WORK) for name in ("backward", "weight", "spared"))
     assert spared[:2] == pytest.approx(weight[:2])
     assert (whole - spared + weight >= whole * (1 - 1e-12)).all()
-    mixed = replace(BOUND.stages[1], weight=replace(BOUND.stages[1].weight, launch_us=0.0))
+    mixed = BOUND.stages[1].changed(LAYER, weight=replace(BOUND.stages[1].layers.weight, launch_us=0.0))
     costs = replace(BOUND, stages=(mixed, mixed))
     # without its weight gradient the backward is launched as long as with it, so splitting it off spares nothing
     assert costs.spared_us(0, WORK)[0] < costs.weight_us(0, WORK)[0]
@@ -54,7 +55,7 @@ def test_a_backward_and_its_split_weight_gradient_are_launched_for_themselves():
 @pytest.mark.parametrize("mode", DEVICE.recompute_modes)
 def test_a_layer_that_recomputes_is_launched_again(mode: str):
     one = Recompute(**{mode: 1})
-    again = BOUND.stages[0].mode(mode)
+    again = BOUND.stages[0].layers.mode(mode)
     assert again is not None
     assert BOUND.recompute_us(0, WORK, one)[1] == again.again.launch_us > 0
     assert BOUND.recompute_us(0, WORK, one)[2] == DEVICE.recompute_us(0, WORK, one)[2]
@@ -68,7 +69,7 @@ def test_an_action_that_launching_bounds_hides_no_exchange():
 
 def test_experts_are_launched_besides_attention():
     experts = replace(SHAPE, num_experts=8, experts_per_token=2)
-    dense, routed = (analytic_costs(shape, H100_NODE, [8]).stages[0].forward.launch_us for shape in (SHAPE, experts))
+    dense, routed = (analytic_costs(shape, H100_NODE, [8]).stages[0].layers.forward.launch_us for shape in (SHAPE, experts))
     assert routed > dense
 
 
@@ -81,7 +82,7 @@ def test_plans_are_proven_and_no_action_is_below_its_launches(split: bool):
         op, stage, _ = step.action
         own = BOUND.stages[stage]
         is_split = any(s.action == step.action._replace(op=Op.W) for row in made.ranks for s in row)
-        line = own.stage_input if op is Op.B and is_split else getattr(own, f"stage_{names[op]}")
+        line = own.line("split") if op is Op.B and is_split else own.line(names[op])
         assert step.time_us >= line.launch_us * (1 - 1e-9)
 
 

@@ -61,8 +61,10 @@ def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
 def test_times_are_those_that_were_measured(stage):
     costs = learnt()
     for tokens, pairs in ((64, 2080), (700, 245_350), (3000, 4_501_500)):
-        assert costs.stages[stage].stage_forward.time_us(tokens, pairs) == pytest.approx(FORWARD[stage].time_us(tokens, pairs))
-        assert costs.stages[stage].stage_backward.time_us(tokens, pairs) == pytest.approx(
+        assert costs.stages[stage].line("forward").time_us(tokens, pairs) == pytest.approx(
+            FORWARD[stage].time_us(tokens, pairs)
+        )
+        assert costs.stages[stage].line("backward").time_us(tokens, pairs) == pytest.approx(
             BACKWARD[stage].time_us(tokens, pairs)
         )
 
@@ -73,9 +75,9 @@ def test_weight_gradients_of_their_own_are_a_part_of_the_backward(stage):
     both = costs.stages[stage]
     for tokens, pairs in ((64, 2080), (3000, 4_501_500)):
         weight_us = WEIGHT[stage].time_us(tokens, pairs)
-        assert both.stage_weight.time_us(tokens, pairs) == pytest.approx(weight_us)
-        assert both.stage_backward.time_us(tokens, pairs) == pytest.approx(BACKWARD[stage].time_us(tokens, pairs) + weight_us)
-    assert both.weight_bytes_per_token * both.num_layers == pytest.approx(5_000)
+        assert both.line("weight").time_us(tokens, pairs) == pytest.approx(weight_us)
+        assert both.line("backward").time_us(tokens, pairs) == pytest.approx(BACKWARD[stage].time_us(tokens, pairs) + weight_us)
+    assert both.layers.weight_bytes_per_token * both.num_layers == pytest.approx(5_000)
     assert costs.splits_weight
     assert not learnt().splits_weight
 
@@ -85,19 +87,19 @@ def test_the_least_share_of_any_rank_can_be_offloaded():
 
 
 def test_one_slow_iteration_does_not_count():
-    assert learnt((1.0, 9.0, 1.0)).stages[0].stage_forward.time_us(64, 2080) == pytest.approx(FORWARD[0].time_us(64, 2080))
+    assert learnt((1.0, 9.0, 1.0)).stages[0].line("forward").time_us(64, 2080) == pytest.approx(FORWARD[0].time_us(64, 2080))
 
 
 def test_bytes_are_those_that_were_measured():
     for stage in learnt(kept_per_token=20_000).stages:
-        assert stage.layer_bytes_per_token * stage.num_layers + stage.extra_bytes_per_token == pytest.approx(20_000)
-    assert learnt().stages[0].layer_bytes_per_token == FORMULAS.stages[0].layer_bytes_per_token
+        assert stage.layers.bytes_per_token * stage.num_layers + stage.ends_bytes_per_token == pytest.approx(20_000)
+    assert learnt().stages[0].layers.bytes_per_token == FORMULAS.stages[0].layers.bytes_per_token
 
 
 def test_a_layer_that_recomputes_keeps_its_input_as_by_formula():
     (stage, _) = learnt(kept_per_token=20_000).stages
-    assert stage.recomputed_layer_bytes_per_token == FORMULAS.stages[0].recomputed_layer_bytes_per_token
-    assert learnt(kept_per_token=1).stages[0].layer_bytes_per_token == stage.recomputed_layer_bytes_per_token
+    assert stage.layers.input_bytes_per_token == FORMULAS.stages[0].layers.input_bytes_per_token
+    assert learnt(kept_per_token=1).stages[0].layers.bytes_per_token == stage.layers.input_bytes_per_token
 
 
 def test_equal_measurements_give_equal_costs():
@@ -106,8 +108,9 @@ def test_equal_measurements_give_equal_costs():
 
 def test_the_error_of_formulas_is_told_as_a_ratio():
     def slower(stage):
-        names = ("forward", "backward", "extra_forward", "extra_backward")
-        return replace(stage, **{name: getattr(stage, name).scaled(2) for name in names})
+        for name in ("forward", "backward"):
+            stage = stage.with_lines(name, *(line.scaled(2) for line in stage.lines(name)))
+        return stage
 
     twice = replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages)))
     found = deviation(FORMULAS, twice, [(64, 2080), (3000, 4_501_500)])

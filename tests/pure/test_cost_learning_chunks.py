@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import CPU, Line, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, fitted_costs, of_whole_microbatches, size_of
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Plan, Recompute, Segment
 from tests.support.plan.small_plans import one_f_one_b
@@ -49,7 +50,7 @@ def first_stage(learner: Learner) -> StageCosts:
 
 
 def only_layers(stage: StageCosts) -> StageCosts:
-    return replace(stage, extra_forward=Line(), extra_backward=Line(), extra_weight=Line())
+    return stage.changed(INPUT, HEAD, forward=Line(), backward=Line(), weight=Line())
 
 
 def same(found: Line, expected: Line) -> bool:
@@ -61,38 +62,41 @@ def same(found: Line, expected: Line) -> bool:
 def test_a_backward_is_learnt_without_the_forward_that_layers_run_again() -> None:
     plan = plan_of(recompute=Recompute(full=1))
     stage = first_stage(learner_of(plan, again_us=LAYER))
-    assert same(stage.stage_forward, FORWARD)
-    assert same(stage.stage_backward, BACKWARD)
-    assert same(stage.forward, LAYER)
+    assert same(stage.line("forward"), FORWARD)
+    assert same(stage.line("backward"), BACKWARD)
+    assert same(stage.layers.forward, LAYER)
 
 
 def test_other_recompute_modes_change_as_the_forward_does() -> None:
-    before, stage = FORMULAS.stages[0].recompute, first_stage(learner_of(plan_of()))
-    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.recompute.items()}
+    before, stage = FORMULAS.stages[0].layers.recompute, first_stage(learner_of(plan_of()))
+    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.layers.recompute.items()}
     assert factors
     assert len({round(factor, 9) for factor in factors.values()}) == 1
     assert factors.popitem()[1] != pytest.approx(1.0, rel=0.1)
-    assert of_whole_microbatches(FORMULAS).stages[0].recompute == {}
+    assert of_whole_microbatches(FORMULAS).stages[0].layers.recompute == {}
 
 
 def test_split_weight_gradients_are_a_part_of_the_backward() -> None:
     stage = first_stage(learner_of(plan_of(), splits=True))
-    assert same(stage.stage_backward, BACKWARD)
-    assert same(stage.stage_weight, WEIGHT)
+    assert same(stage.line("backward"), BACKWARD)
+    assert same(stage.line("weight"), WEIGHT)
 
 
 def test_weight_gradients_that_were_not_split_keep_their_share_of_the_backward() -> None:
     before, after = FORMULAS.stages[0], first_stage(learner_of(plan_of()))
-    assert after.stage_weight.per_token_us > 0
-    assert after.weight == after.weight.within(after.backward)
-    assert after.stage_weight.per_token_us != pytest.approx(before.stage_weight.per_token_us, rel=0.1)
+    assert after.line("weight").per_token_us > 0
+    assert after.layers.weight == after.layers.weight.within(after.layers.backward)
+    assert after.line("weight").per_token_us != pytest.approx(before.line("weight").per_token_us, rel=0.1)
 
 
 @pytest.mark.parametrize("sizes", [(700,), (700, 900), (700, 800, 900, 1000, 1100)])
 def test_nearly_equal_sizes_scale_the_formulas(sizes: tuple[int, ...]) -> None:
     before, after = only_layers(FORMULAS.stages[0]), first_stage(learner_of(plan_of(sizes)))
-    assert same(after.forward, before.forward.scaled(after.forward.per_token_us / before.forward.per_token_us))
-    assert after.stage_forward.time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
+    assert same(
+        after.layers.forward,
+        before.layers.forward.scaled(after.layers.forward.per_token_us / before.layers.forward.per_token_us),
+    )
+    assert after.line("forward").time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
         FORWARD.time_us(*size_of(plan_of(sizes), 0)), rel=0.15
     )
 
@@ -101,16 +105,16 @@ def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> 
     learner = learner_of(plan_of())
     stage = fitted_costs(FORMULAS, [learner.learnt]).stages[0]
     before = FORMULAS.stages[0]
-    assert before.extra_forward.per_token_us > 0
-    share = before.extra_forward.per_token_us / before.stage_forward.per_token_us
-    assert stage.extra_forward.per_token_us / stage.stage_forward.per_token_us == pytest.approx(share)
+    assert before.line_of_ends("forward").per_token_us > 0
+    share = before.line_of_ends("forward").per_token_us / before.line("forward").per_token_us
+    assert stage.line_of_ends("forward").per_token_us / stage.line("forward").per_token_us == pytest.approx(share)
 
 
 def test_stages_without_layers_have_their_time_in_the_rest() -> None:
     costs = analytic_profile(SHAPE, CPU).costs((0, 4))
     stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
-    assert stage.forward == Line()
-    assert same(stage.extra_forward, FORWARD)
+    assert stage.layers.forward == Line()
+    assert same(stage.line_of_ends("forward"), FORWARD)
 
 
 def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() -> None:
@@ -119,8 +123,8 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
     for _ in range(WARM_UP + RECORDED):
         events = []
         for op, whole, extra in (
-            ("F", last.stage_forward, last.extra_forward),
-            ("B", last.stage_backward, last.extra_backward),
+            ("F", last.line("forward"), last.line_of_ends("forward")),
+            ("B", last.line("backward"), last.line_of_ends("backward")),
         ):
             for chunk, share in enumerate(shares):
                 tokens, pairs = size_of(plan, chunk)
@@ -128,6 +132,6 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
                 events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
         learner.add(plan, events if learner.is_recording else (), {}, output_share=shares.__getitem__)
     found = fitted_costs(FORMULAS, [learner.learnt], keeps_weights=True).stages[1]
-    assert same(found.stage_forward, last.stage_forward.scaled(slowness))
-    assert same(found.stage_backward, last.stage_backward.scaled(slowness))
-    assert found.extra_forward.per_token_us == pytest.approx(slowness * last.extra_forward.per_token_us)
+    assert same(found.line("forward"), last.line("forward").scaled(slowness))
+    assert same(found.line("backward"), last.line("backward").scaled(slowness))
+    assert found.line_of_ends("forward").per_token_us == pytest.approx(slowness * last.line_of_ends("forward").per_token_us)

@@ -146,7 +146,7 @@ def test_layers_are_balanced_for_the_time_of_all_sequences():
     profile, lengths = analytic_profile(shape_of(load_flags("llama3-8b")), H100), (200_000, 90_000, 3000, 500, 500)
 
     def slowest_us(layers: tuple[int, ...]) -> float:
-        lines = [stage.stage_forward + stage.stage_backward for stage in profile.costs(layers).stages]
+        lines = [stage.line("forward") + stage.line("backward") for stage in profile.costs(layers).stages]
         return max(line.time_us(sum(lengths), sum(causal_pairs(0, length) for length in lengths)) for line in lines)
 
     best = min(slowest_us((*even_layers(32 - last, 7), last)) for last in range(26))

@@ -14,14 +14,15 @@ from megatron_epp.cost import (
     ModeCosts,
     ModelShape,
     PipelineCosts,
-    StageCosts,
     Static,
     analytic_costs,
     causal_pairs,
     work_of,
 )
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from tests.support.plan.planner_cases import pipeline
+from tests.support.plan.stages import stage_of
 
 LENGTHS = (10, 3, 4)
 SPLIT = Chunk((Segment(0, 0, 6),))
@@ -29,7 +30,7 @@ HYBRID = Chunk((Segment(0, 6, 10), Segment(1, 0, 3)))
 BATCHED = Chunk((Segment(2, 0, 4),))
 TABLE = (SPLIT, HYBRID, BATCHED)
 
-STAGE = StageCosts(
+STAGE = stage_of(
     num_layers=3,
     forward=Line(10.0, 1.0, 0.5),
     backward=Line(20.0, 2.0, 1.25),
@@ -96,7 +97,7 @@ def test_the_gradient_of_keys_and_values_is_as_long_as_their_sequence_and_as_wid
     long = work_of((Chunk((Segment(0, 0, 1000),)), Chunk((Segment(0, 1000, 1030),))), (1030,))
     assert COSTS.gradient_bytes(0, long).tolist() == [3 * 16 * 1030] * 2
     assert (COSTS.cache_bytes(0, long) > COSTS.gradient_bytes(0, long)).all()
-    wide = replace(COSTS, stages=(replace(STAGE, kv_gradient_bytes_per_token=32.0),))
+    wide = replace(COSTS, stages=(STAGE.changed(LAYER, kv=replace(STAGE.kv, gradient_bytes_per_token=32.0)),))
     assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 13, 3 * 32 * 13, 0]
     assert (wide.cache_bytes(0, work) == COSTS.cache_bytes(0, work)).all()
 
@@ -107,7 +108,9 @@ def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
     rest = [Chunk((Segment(1, 0, 2),)), Chunk((Segment(1, 2, 4),)), Chunk((Segment(2, 0, 5),))]
     work = work_of([*many, *rest], (9, 4, 5))
     assert work.num_slices.tolist() == [9] * 9 + [2, 2, 0]
-    wide = replace(COSTS, stages=(replace(STAGE, many_kv_gradient_bytes_per_token=32.0),), host_us_per_byte=1.0)
+    wide = replace(
+        COSTS, stages=(STAGE.changed(LAYER, kv=replace(STAGE.kv, many_gradient_bytes_per_token=32.0)),), host_us_per_byte=1.0
+    )
     assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
     tails = wide.layer_peak_bytes(0, work).gradient
     assert tails[[8, 10]].tolist() == [32 * 9, 16 * 4]
@@ -122,13 +125,13 @@ def test_by_formula_the_wider_sums_are_in_fp32(bytes_per_value: int, times: floa
         num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=96, bytes_per_value=bytes_per_value
     )
     stage = analytic_costs(shape, CPU, [4]).stages[0]
-    assert stage.many_kv_gradient_bytes_per_token == times * stage.kv_bytes_per_token
-    assert stage.kv_gradient_bytes_per_token is None
+    assert stage.kv.many_gradient_bytes_per_token == times * stage.kv.bytes_per_token
+    assert stage.kv.gradient_bytes_per_token is None
 
 
 def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_the_gradient_of_keys_and_values():
     def peaks(mode: str = "", **changes: object):
-        costs = replace(COSTS, stages=(replace(STAGE, **changes),))
+        costs = replace(COSTS, stages=(STAGE.changed(LAYER, **changes),))
         return [column.tolist() for column in costs.layer_peak_bytes(0, work_of(TABLE, LENGTHS), mode)]
 
     early, gradient = [6 * 84, 7 * 84, 4 * 100], 16 * 13
@@ -174,7 +177,7 @@ def linear_flops_per_token(shape: ModelShape, stages: list[int]) -> float:
     rates = {name: getattr(H100, name) for name in type(H100).__dataclass_fields__}
     rates |= {"memory_bytes": float("inf"), "attention_tile": 0.0}
     costs = analytic_costs(shape, type(H100)(**rates), stages)
-    per_token_us = sum(s.stage_forward.per_token_us + s.stage_backward.per_token_us for s in costs.stages)
+    per_token_us = sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in costs.stages)
     return per_token_us * H100.linear_flops / 1e6
 
 
@@ -187,17 +190,17 @@ def test_linear_work_is_six_operations_per_parameter_and_token(gated: bool):
 
 def test_attention_is_two_products_forward_and_five_backward_over_the_pairs_and_the_query_width():
     stage = analytic_costs(SHAPE, H100, [8]).stages[0]
-    assert stage.forward.per_pair_us * H100.attention_forward_flops / 1e6 == pytest.approx(2 * 2 * 64)
-    assert stage.backward.per_pair_us * H100.attention_backward_flops / 1e6 == pytest.approx(5 * 2 * 64)
+    assert stage.layers.forward.per_pair_us * H100.attention_forward_flops / 1e6 == pytest.approx(2 * 2 * 64)
+    assert stage.layers.backward.per_pair_us * H100.attention_backward_flops / 1e6 == pytest.approx(5 * 2 * 64)
 
 
 def test_grouped_queries_shrink_keys_and_values_and_nothing_of_attention_itself():
     plain, grouped = (analytic_costs(with_shape(num_query_groups=groups), H100, [8]).stages[0] for groups in (8, 2))
-    assert grouped.kv_bytes_per_token == plain.kv_bytes_per_token / 4
-    assert grouped.forward.per_pair_us == plain.forward.per_pair_us
-    assert grouped.forward.per_token_us < plain.forward.per_token_us
-    assert grouped.layer_bytes_per_token == plain.layer_bytes_per_token - (
-        plain.kv_bytes_per_token - grouped.kv_bytes_per_token
+    assert grouped.kv.bytes_per_token == plain.kv.bytes_per_token / 4
+    assert grouped.layers.forward.per_pair_us == plain.layers.forward.per_pair_us
+    assert grouped.layers.forward.per_token_us < plain.layers.forward.per_token_us
+    assert grouped.layers.bytes_per_token == plain.layers.bytes_per_token - (
+        plain.kv.bytes_per_token - grouped.kv.bytes_per_token
     )
 
 
@@ -206,19 +209,19 @@ def test_parallel_ranks_share_the_work_and_sequence_parallelism_also_the_residua
         analytic_costs(shape, H100, [8]).stages[0]
         for shape in (SHAPE, with_shape(tensor_parallel=2), with_shape(tensor_parallel=2, sequence_parallel=True))
     )
-    assert tensor.forward.per_pair_us == one.forward.per_pair_us / 2
-    assert tensor.recomputed_layer_bytes_per_token == one.recomputed_layer_bytes_per_token
-    assert sequence.recomputed_layer_bytes_per_token == one.recomputed_layer_bytes_per_token / 2
-    assert sequence.layer_bytes_per_token == pytest.approx(one.layer_bytes_per_token / 2)
-    assert sequence.layer_bytes_per_token < tensor.layer_bytes_per_token < one.layer_bytes_per_token
+    assert tensor.layers.forward.per_pair_us == one.layers.forward.per_pair_us / 2
+    assert tensor.layers.input_bytes_per_token == one.layers.input_bytes_per_token
+    assert sequence.layers.input_bytes_per_token == one.layers.input_bytes_per_token / 2
+    assert sequence.layers.bytes_per_token == pytest.approx(one.layers.bytes_per_token / 2)
+    assert sequence.layers.bytes_per_token < tensor.layers.bytes_per_token < one.layers.bytes_per_token
 
 
 def test_context_parallel_ranks_share_the_tokens():
     one, two = (analytic_costs(shape, H100, [8]) for shape in (SHAPE, with_shape(context_parallel=2)))
     output = SHAPE.query_width * SHAPE.bytes_per_value  # which exchanging heads for tokens keeps twice
     assert two.hidden_bytes_per_token == one.hidden_bytes_per_token / 2
-    assert two.stages[0].layer_bytes_per_token == (one.stages[0].layer_bytes_per_token + output) / 2
-    assert two.stages[0].kv_bytes_per_token == one.stages[0].kv_bytes_per_token / 2
+    assert two.stages[0].layers.bytes_per_token == (one.stages[0].layers.bytes_per_token + output) / 2
+    assert two.stages[0].kv.bytes_per_token == one.stages[0].kv.bytes_per_token / 2
     assert two.stages[0].static_bytes == one.stages[0].static_bytes
 
 
@@ -241,9 +244,9 @@ def test_a_tensor_parallel_rank_has_a_whole_key_head_where_there_are_fewer_heads
 
 def test_only_the_last_stage_pays_for_the_vocabulary():
     first, middle, last = analytic_costs(SHAPE, CPU, [3, 3, 2]).stages
-    assert middle.extra_forward == middle.extra_backward == Line()
-    assert last.extra_forward.per_token_us > first.extra_forward.per_token_us > 0
-    assert last.extra_bytes_per_token > middle.extra_bytes_per_token
+    assert middle.line_of_ends("forward") == middle.line_of_ends("backward") == Line()
+    assert last.line_of_ends("forward").per_token_us > first.line_of_ends("forward").per_token_us > 0
+    assert last.ends_bytes_per_token > middle.ends_bytes_per_token
     assert middle.static_bytes < first.static_bytes
 
 

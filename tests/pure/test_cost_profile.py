@@ -49,10 +49,10 @@ PROFILE = Profile(
 def test_a_pipeline_has_the_embedding_in_its_first_stage_and_the_head_in_its_last():
     costs = PROFILE.costs([3, 2, 1], state_bytes_per_parameter=2.0)
     assert [stage.num_layers for stage in costs.stages] == [3, 2, 1]
-    assert [stage.extra_forward for stage in costs.stages] == [Line(0, 0.25), Line(), Line(2, 3)]
-    assert [stage.extra_bytes_per_token for stage in costs.stages] == [11, 8, 48]
+    assert [stage.line_of_ends("forward") for stage in costs.stages] == [Line(0, 0.25), Line(), Line(2, 3)]
+    assert [stage.ends_bytes_per_token for stage in costs.stages] == [11, 8, 48]
     assert [stage.static_bytes for stage in costs.stages] == [2 * 37, 2 * 20, 2 * 10]
-    assert PROFILE.costs([6]).stages[0].extra_backward == Line(4, 6.5)
+    assert PROFILE.costs([6]).stages[0].line_of_ends("backward") == Line(4, 6.5)
 
 
 def test_weight_gradients_are_a_part_of_the_backward():
@@ -65,7 +65,7 @@ def test_weight_gradients_are_a_part_of_the_backward():
 
 
 def test_costs_without_weight_lines_do_not_split():
-    stages = tuple(replace(stage, weight=Line(), extra_weight=Line()) for stage in PROFILE.costs([2, 1]).stages)
+    stages = tuple(stage.changed(weight=Line()) for stage in PROFILE.costs([2, 1]).stages)
     assert not replace(PROFILE.costs([2, 1]), stages=stages).splits_weight
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import Line, PipelineCosts, work_of
+from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.work import trained_tokens
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.serialize import digest
@@ -15,13 +16,19 @@ from megatron_epp.planner.search.recent import canonical
 from megatron_epp.planner.service.replica_balance import divide
 from tests.support.plan.planner_cases import pipeline, problem
 
-HEAD = {"extra_forward": Line(5.0, 20.0), "extra_backward": Line(5.0, 40.0), "extra_weight": Line(0.0, 15.0)}
+TIMES = {"forward": Line(5.0, 20.0), "backward": Line(5.0, 40.0), "weight": Line(0.0, 15.0)}
 
 
 def with_head(stages: int = 2) -> PipelineCosts:
     """Costs of a pipeline whose output layer takes most of the time."""
     costs = pipeline(stages)
-    return replace(costs, stages=(*costs.stages[:-1], replace(costs.stages[-1], **HEAD)))
+    return replace(
+        costs,
+        stages=(
+            *costs.stages[:-1],
+            costs.stages[-1].changed(INPUT, HEAD, **dict.fromkeys(TIMES, Line())).changed(HEAD, **TIMES),
+        ),
+    )
 
 
 def parts_of(length: int, trained: range) -> tuple[int, ...]:

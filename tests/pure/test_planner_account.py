@@ -16,6 +16,7 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.account import account_of
 from tests.support.plan.planner_cases import problem
+from tests.support.plan.stages import stage_of
 
 SEEDS = range(12)
 
@@ -23,7 +24,7 @@ SEEDS = range(12)
 def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
     def stage(last: bool) -> StageCosts:
         layer, extra, kv = draw.uniform(20, 90), draw.uniform(0, 20), draw.uniform(0, 9)
-        return StageCosts(
+        return stage_of(
             num_layers=draw.randint(1, 4),
             forward=Line(1.0, draw.random()),
             backward=Line(1.0, 2 * draw.random() + 0.5),
@@ -165,7 +166,7 @@ def test_what_fragments_is_a_share_of_what_comes_and_goes():
 
 def test_ranks_need_room_for_the_layer_that_runs_and_for_messages_in_flight():
     """In 1F1B the first rank has up to two payloads of 50 and 7 tokens, 2 bytes each, before a gradient of 50 is received."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=1, forward=Line(), backward=Line(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
         kv_bytes_per_token=0,
     )  # fmt: skip
@@ -178,7 +179,7 @@ def test_ranks_need_room_for_the_layer_that_runs_and_for_messages_in_flight():
 
 def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
     """Ten tokens in two slices, on one stage of three layers: tokens of the last slice, and what its backward takes."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=3,
         forward=Line(10.0, 1.0),
         backward=Line(20.0, 2.0),

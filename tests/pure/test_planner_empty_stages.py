@@ -9,6 +9,7 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
@@ -65,7 +66,7 @@ def asked_of(seed: int) -> tuple[list[Problem], PipelineCosts, Options]:
     longest = draw.choice((2000, 20000))
     batches = [tuple(round(longest ** draw.random()) for _ in range(draw.randint(1, 6))) for _ in range(replicas)]
     static = max(sum(costs.static_bytes(s) for s in range(len(placement)) if placement[s] == rank) for rank in once)
-    per_token = sum(s.num_layers * s.layer_bytes_per_token + s.extra_bytes_per_token for s in costs.stages) / ranks
+    per_token = sum(s.num_layers * s.layers.bytes_per_token + s.ends_bytes_per_token for s in costs.stages) / ranks
     cap = UNLIMITED_BYTES if draw.random() < 0.2 else static + int(draw.random() ** 3 * per_token * sum(batches[0]))
     rest = {"token_multiple": draw.choice((1, 8)), "forward_only": draw.random() < 0.2}
     rest["host_cap_bytes"] = draw.choice((UNLIMITED_BYTES, UNLIMITED_BYTES, 10**6))
@@ -113,7 +114,7 @@ def test_the_command_line_refuses_a_cap_that_is_too_small_where_a_stage_has_no_l
 
 def test_only_stages_with_a_weight_gradient_put_it_off():
     asked, costs = problem((9000, 5000, 3000), 3), pipeline(3)
-    costs = replace(costs, stages=(replace(costs.stages[0], num_layers=0), *costs.stages[1:]))
+    costs = replace(costs, stages=(costs.stages[0].changed(LAYER, count=0), *costs.stages[1:]))
     made = plan(asked, costs, Options(split_weight=True))
     assert check(made) == []
     assert {step.action.stage for steps in made.ranks for step in steps if step.action.op is Op.W} == {1, 2}
@@ -122,7 +123,7 @@ def test_only_stages_with_a_weight_gradient_put_it_off():
 @pytest.mark.parametrize("link_us_per_byte", [0.0, 1e-5])
 def test_the_bound_under_a_cap_takes_no_recompute_of_a_stage_without_layers(link_us_per_byte: float):
     costs = pipeline(2)
-    costs = replace(costs, stages=(replace(costs.stages[0], num_layers=0), costs.stages[1]), host_us_per_byte=link_us_per_byte)
+    costs = replace(costs, stages=(costs.stages[0].changed(LAYER, count=0), costs.stages[1]), host_us_per_byte=link_us_per_byte)
     free = problem((9000, 300), 2)
     table = plan(free, costs).chunks
     capped = replace(free, cap_bytes=(1, UNLIMITED_BYTES))

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
+from megatron_epp.cost import Line, PipelineCosts, work_of
 from megatron_epp.cost import memory as item
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
@@ -30,6 +30,7 @@ from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_account import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
 ON = Options(offload=True)
@@ -43,7 +44,7 @@ def slices(sequence: int, *ends: int) -> tuple[Chunk, ...]:
 
 def pencil(per_pair_us: float) -> PipelineCosts:
     """Two layers, two heads, so four pieces of 5 bytes per token; the gradient has twice that. A byte takes a microsecond."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=2,
         forward=Line(per_pair_us=per_pair_us),
         backward=Line(per_pair_us=2 * per_pair_us),

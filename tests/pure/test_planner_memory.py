@@ -9,7 +9,8 @@ from itertools import product
 
 import pytest
 
-from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, work_of
+from megatron_epp.cost import Line, ModeCosts, PipelineCosts, Static, work_of
+from megatron_epp.cost.blocks import INPUT, LAYER
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
@@ -23,6 +24,7 @@ from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
@@ -48,7 +50,7 @@ def small_case(seed: int):
 
 
 def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=2,
         forward=Line(1.0, draw.random()),
         backward=Line(1.0, draw.random()),
@@ -97,7 +99,7 @@ def test_nothing_is_recomputed_where_memory_is_loose():
 
 
 def recompute_us(made: Plan) -> float:
-    costs = {s: pipeline(made.num_stages).stages[s].stage_backward for s in range(made.num_stages)}
+    costs = {s: pipeline(made.num_stages).stages[s].line("backward") for s in range(made.num_stages)}
     base = 0.0
     for steps in made.ranks:
         for (op, stage, c), *_ in steps:
@@ -132,9 +134,9 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
 def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recompute():
     """A rank's first stage keeps chunks for longer than its second, whose recompute takes 1 % less time for the same bytes."""
     placement, count, plain = Placement("looped", 4, 2), 32, pipeline(8)
-    first = plain.stages[0].forward
+    first = plain.stages[0].layers.forward
     dearer = replace(first, fixed_us=1.01 * first.fixed_us, per_token_us=1.01 * first.per_token_us)
-    costs = replace(plain, stages=(replace(plain.stages[0], forward=dearer),) * 4 + plain.stages[4:])
+    costs = replace(plain, stages=(plain.stages[0].changed(LAYER, forward=dearer),) * 4 + plain.stages[4:])
     asked = Problem((4096,) * count, placement.rank_of, (UNLIMITED_BYTES,) * 4)
     chunks = whole_sequences(asked.lengths)
     tables = tabulate(chunks, asked, costs)
@@ -154,8 +156,8 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
-    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.recompute.items()}
-    costs = replace(pipeline(2), stages=(replace(plain, recompute=modes),) * 2)
+    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.layers.recompute.items()}
+    costs = replace(pipeline(2), stages=(plain.changed(LAYER, recompute=modes),) * 2)
     free = plan(problem((16384,) * 4, 2), costs, Options(slices=1))
     static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)
     made = plan(problem((16384,) * 4, 2, int(static + share * (peak - static))), costs, Options(slices=1))
@@ -188,7 +190,9 @@ FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Op
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)
     if not wide_sums:
-        costs = replace(costs, stages=tuple(replace(s, many_kv_gradient_bytes_per_token=None) for s in costs.stages))
+        costs = replace(
+            costs, stages=tuple(s.changed(LAYER, kv=replace(s.kv, many_gradient_bytes_per_token=None)) for s in costs.stages)
+        )
     cap = least_cap(WHALE, 4, options, costs)
     fits = plan(problem(WHALE, 4, cap), costs, options)
     peak = max(fits.predicted.peak_bytes)
@@ -226,12 +230,12 @@ def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backwar
     made = plan(problem((8192,), 1), costs, Options(slices=2))
     stage = costs.stages[0]
     steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv_bytes_per_token * 8192)
+    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
     kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
     assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
     assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
     assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layer_bytes_per_token - stage.kv_bytes_per_token) + stage.extra_bytes_per_token
+    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
     assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
@@ -240,24 +244,25 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     """Three layers of odd sizes, and every step on the ladder of recompute."""
     draw = random.Random(seed)
     costs = small_costs(draw, draw.choice([1, 2]))
-    own, kv = costs.stages[0], costs.stages[0].kv_bytes_per_token
+    own, kv = costs.stages[0], costs.stages[0].kv.bytes_per_token
     whole, linear, *sizes = sorted(draw.randint(0, 20) for _ in range(5))  # a level that recomputes more keeps less
     mlp, attended, layer = (kv + size for size in sizes)
-    own = replace(
-        own,
-        num_layers=3,
-        layer_bytes_per_token=layer,
+    own = own.changed(
+        LAYER,
+        count=3,
+        bytes_per_token=layer,
         attended_bytes_per_token=draw.choice([None, attended]),
-        kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
+        kv=replace(own.kv, gradient_bytes_per_token=draw.choice([None, 2 * kv])),
         weight_bytes_per_token=(weight := draw.randint(0, 20)),
-        extra_weight_bytes_per_token=draw.randint(0, 9),
         apart_bytes_per_token=draw.choice([None, layer + weight // 2]),
-        recomputed_layer_bytes_per_token=whole,
+        input_bytes_per_token=whole,
         recompute={
-            "selective": replace(own.recompute["selective"], bytes_per_token=linear),
-            "mlp": replace(own.recompute["mlp"], bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
+            "selective": replace(own.layers.recompute["selective"], bytes_per_token=linear),
+            "mlp": replace(
+                own.layers.recompute["mlp"], bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))
+            ),
         },
-    )
+    ).changed(INPUT, weight_bytes_per_token=draw.randint(0, 9))
     costs = replace(costs, stages=(own,) * len(costs.stages))
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
     tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, RECOMPUTE_MODES)

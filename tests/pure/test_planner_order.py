@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Line, PipelineCosts
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
@@ -15,6 +15,7 @@ from megatron_epp.planner.orders.patterns import Interleaved
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.stages import stage_of
 
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
 
@@ -26,7 +27,7 @@ def table(slices: tuple[int, ...], tokens: int = 10) -> tuple[Chunk, ...]:
 
 def tables(slices: tuple[int, ...], stages: int):
     """Tables of equal chunks: forward 1, backward 2, messages free."""
-    stage = StageCosts(
+    stage = stage_of(
         num_layers=1,
         forward=Line(1.0),
         backward=Line(2.0),

@@ -61,7 +61,7 @@ def examples(count: int, /, **strategies: st.SearchStrategy[Any]) -> Callable[[C
 def capped(batch: list[int], costs: PipelineCosts, share: float, multiple: int, forward_only: bool = False) -> Problem:
     """A cap between what is static and a little more than all the batch's activations would take without any planning."""
     stage = costs.stages[-1]
-    per_token = stage.num_layers * (stage.layer_bytes_per_token + stage.kv_bytes_per_token) + stage.extra_bytes_per_token
+    per_token = stage.num_layers * (stage.layers.bytes_per_token + stage.kv.bytes_per_token) + stage.ends_bytes_per_token
     cap = max(s.static_bytes for s in costs.stages) + int(share**3 * per_token * sum(batch))
     return problem(batch, len(costs.stages), cap, token_multiple=multiple, forward_only=forward_only)
 

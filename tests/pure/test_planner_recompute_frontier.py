@@ -12,13 +12,14 @@ from megatron_epp.plan import RECOMPUTE_MODES, Chunk, Recompute, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.frontier import ABSENT, num_steps_of, recompute_frontier, recompute_of
 from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.stages import stage_of
 
 GIB = 1 << 30
 
 
 def stage(draw: random.Random) -> StageCosts:
     layer = draw.randint(20, 60)
-    return StageCosts(
+    return stage_of(
         num_layers=3,
         forward=Line(5.0, 3.0, 0.1),
         backward=Line(5.0, 6.0, 0.2),

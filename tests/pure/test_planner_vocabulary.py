@@ -166,7 +166,7 @@ def test_the_work_and_the_weights_of_the_output_layer_are_divided():
     head = PROFILE.head.forward + PROFILE.head.backward
     divided = shards.logits + shards.gradient
     assert divided.per_token_us == pytest.approx(head.per_token_us)
-    assert parts.stages[-1].stage_forward.per_token_us == pytest.approx(parts.stages[1].stage_forward.per_token_us)
+    assert parts.stages[-1].line("forward").per_token_us == pytest.approx(parts.stages[1].line("forward").per_token_us)
     moved = whole.stages[-1].static_bytes - parts.stages[-1].static_bytes
     gained = sum(stage.static_bytes for stage in parts.stages[:-1]) - sum(stage.static_bytes for stage in whole.stages[:-1])
     assert moved == pytest.approx(gained, abs=len(parts.stages) * 4)

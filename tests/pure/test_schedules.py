@@ -16,6 +16,7 @@ import pytest
 from megatron_epp.contrib.helix.layout import HelixLayout
 from megatron_epp.contrib.helix.operations import A
 from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
@@ -193,7 +194,7 @@ def test_stp_hides_the_exchange_of_all_but_as_many_passes_as_its_phases_have(sha
 
 def exchanging(unit: Unit, share: float, joined: bool = True) -> float:
     """Return the makespan in units, if a share of a forward, and as much of a backward, is exchange."""
-    stages = tuple(replace(stage, exchange=stage.forward.scaled(share)) for stage in unit.costs.stages)
+    stages = tuple(stage.changed(LAYER, exchange=stage.layers.forward.scaled(share)) for stage in unit.costs.stages)
     made = unit.of_paper() if joined else replace(unit.of_paper(), joined=frozenset())
     return made.makespan_us(unit.problem, replace(unit.costs, stages=stages)) / TOKENS
 

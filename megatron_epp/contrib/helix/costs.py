@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import add
 
 import numpy as np
 
 from megatron_epp.contrib.helix.operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
+from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, StageCosts
+from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
@@ -95,30 +97,21 @@ def without_attention(stage: StageCosts) -> StageCosts:
     leaves attention out, so modes that keep that output or run attention again are no modes of their own.
     """
     queries = _query_bytes_per_token(stage)
-    away = queries + stage.kv_bytes_per_token
-    half, mlp = stage.half, stage.recompute.get("mlp")
+    away = queries + stage.kv.bytes_per_token
+    own, mlp = stage.layers, stage.layers.recompute.get("mlp")
     if mlp is not None:
         mlp = replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)
-    return replace(
-        stage,
-        forward=_no_pairs(stage.forward),
-        backward=_no_pairs(stage.backward),
-        recompute={} if mlp is None else {"mlp": mlp},
-        attended_bytes_per_token=None,
-        apart_bytes_per_token=None,
-        apart_attended_bytes_per_token=None,
-        half=replace(
-            half,
-            forward=_no_pairs(half.forward),
-            backward=_no_pairs(half.backward),
-            bytes_per_token=half.bytes_per_token - away * half.num_cached_layers,
-        ),
-        layer_bytes_per_token=stage.layer_bytes_per_token - away,
-        full_bytes_per_token=None,
-        recomputed_layer_bytes_per_token=stage.recomputed_layer_bytes_per_token + queries,
-        kv_bytes_per_token=0.0,
-        kv_gradient_bytes_per_token=0.0,
-        many_kv_gradient_bytes_per_token=0.0,
+    for name in ("forward", "backward"):
+        layer, inner, ends = stage.lines(name)
+        stage = stage.with_lines(name, _no_pairs(layer), _no_pairs(inner), ends)
+    for half in stage.inner:
+        if half.kv is not None:
+            stage = stage.changed(half.kind, bytes_per_token=half.bytes_per_token - away)
+    kv = KVBytes(bytes_per_token=0.0, heads=stage.kv.heads, queries_per_key=stage.kv.queries_per_key)
+    input_bytes = own.input_bytes_per_token + queries
+    unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
+    return stage.changed(LAYER, ATTENTION, kv=kv, input_bytes_per_token=input_bytes).changed(
+        LAYER, recompute={} if mlp is None else {"mlp": mlp}, bytes_per_token=own.bytes_per_token - away, **unknown
     )
 
 
@@ -131,21 +124,12 @@ def in_backward(last: StageCosts) -> StageCosts:
     Args:
         last: the stage, as `without_attention` returns it.
     """
-    half, head = last.half, last.head_bytes_per_token
-    return replace(
-        last,
-        half=replace(
-            half,
-            forward=NO_TIME,
-            backward=half.backward + half.forward,
-            bytes_per_token=last.recomputed_layer_bytes_per_token,
-        ),
-        extra_forward=NO_TIME,
-        extra_backward=last.extra_backward + last.extra_forward,
-        extra_bytes_per_token=last.extra_bytes_per_token - head,
-        head_bytes_per_token=0.0,
-        working_bytes_per_token=last.working_bytes_per_token + half.bytes_per_token + head,
-    )
+    goes = [*last.inner, *(block for block in last.ends if block.kind == HEAD)]
+    working = sum((block.bytes_per_token for block in goes), last.layers.working_bytes_per_token)
+    (layer, *forward), (of_layer, *backward) = last.lines("forward"), last.lines("backward")
+    last = last.with_lines("backward", of_layer, *map(add, backward, forward)).with_lines("forward", layer, NO_TIME, NO_TIME)
+    last = last.changed(ATTENTION, MLP, bytes_per_token=last.layers.input_bytes_per_token).changed(HEAD, bytes_per_token=0.0)
+    return last.changed(LAYER, MLP, working_bytes_per_token=working)
 
 
 def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
@@ -157,16 +141,16 @@ def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
     stage = max(stages, key=lambda one: one.num_layers)
     queries = _query_bytes_per_token(stage)
     return SeparateAttention(
-        forward=Line(0.0, 0.0, stage.forward.per_pair_us),
-        backward=Line(0.0, 0.0, stage.backward.per_pair_us),
-        input_bytes_per_token=queries + stage.kv_bytes_per_token,
+        forward=Line(0.0, 0.0, stage.layers.forward.per_pair_us),
+        backward=Line(0.0, 0.0, stage.layers.backward.per_pair_us),
+        input_bytes_per_token=queries + stage.kv.bytes_per_token,
         output_bytes_per_token=queries,
     )
 
 
 def _query_bytes_per_token(stage: StageCosts) -> float:
-    """Bytes of a layer's queries, equal to its attention output's: keys take half of `kv_bytes_per_token`."""
-    return stage.kv_bytes_per_token / 2 * stage.queries_per_key
+    """Bytes of a layer's queries, equal to its attention output's: keys take half of `stage.kv`."""
+    return stage.kv.bytes_per_token / 2 * stage.kv.queries_per_key
 
 
 def _no_pairs(line: Line) -> Line:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP
+from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -42,24 +44,24 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     splits = stage.weights is not None
     if splits:
         deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
-        of_layers, of_half = layers * costs.weight_bytes_per_token, costs.half.weight_bytes_per_token
+        of_layers = layers * costs.layers.weight_bytes_per_token
+        of_half = sum(half.weight_bytes_per_token for half in costs.inner)
         of_half = deferred.layers_weights * (of_half / (of_layers + of_half) if of_half else 0.0)
-        costs = replace(
-            costs,
-            weight_bytes_per_token=(deferred.layers_weights - of_half) / max(1, layers),
-            half=replace(costs.half, weight_bytes_per_token=of_half),
-            extra_weight_bytes_per_token=deferred.weights - deferred.layers_weights,
-            extra_weight=costs.extra_weight if deferred.weights > deferred.layers_weights else Line(),
-        )
+        costs = costs.changed(LAYER, weight_bytes_per_token=(deferred.layers_weights - of_half) / max(1, layers))
+        costs = costs.changed(ATTENTION, MLP, weight_bytes_per_token=of_half).changed(INPUT, weight_bytes_per_token=0.0)
+        costs = costs.changed(HEAD, weight_bytes_per_token=deferred.weights - deferred.layers_weights)
+        if deferred.weights <= deferred.layers_weights:
+            costs = costs.changed(INPUT, HEAD, weight=Line())
     least = message_bytes(stage)
-    costs = replace(costs, recomputed_layer_bytes_per_token=least)
+    costs = costs.changed(LAYER, ATTENTION, input_bytes_per_token=least)
     base = _held(stage, Recompute(full=layers))
-    costs = replace(costs, half=replace(costs.half, bytes_per_token=base.half))
+    costs = costs.changed(ATTENTION, MLP, bytes_per_token=base.half)
+    caches_half = any(half.kv is not None for half in costs.inner)
     if layers == 0:
-        costs = replace(costs, extra_bytes_per_token=max(0.0, base.kept - base.half), head_bytes_per_token=0.0)
-        return _with_kv_bytes(costs, stage, _of_slices(stage)) if costs.half.num_cached_layers else costs
+        costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.kept - base.half)).changed(HEAD, bytes_per_token=0.0)
+        return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
     is_alike = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
-    is_uniform = is_alike and not costs.first_mlp_bytes_per_token
+    is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
         """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
@@ -70,27 +72,27 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         above = found.peak_above_entry if is_uniform else _peak(stage, mode)
         return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + above)
 
-    if costs.first_mlp_bytes_per_token:
-        costs = replace(costs, first_mlp_bytes_per_token=_first_mlp(stage))
+    first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     plain = at(ModeCosts(Line(), 0.0), "")
-    costs = replace(
-        costs,
-        layer_bytes_per_token=plain.bytes_per_token,
+    of_head = max(0.0, base.head - base.half * caches_half)
+    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.kept - layers * least - base.half) - of_head)
+    costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
+        LAYER,
+        first_mlp_bytes_per_token=first_mlp,
+        bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
-        recompute={name: at(known, name) for name, known in costs.recompute.items()},
-        extra_bytes_per_token=max(0.0, base.kept - layers * least - base.half),
-        head_bytes_per_token=max(0.0, base.head - base.half * costs.half.num_cached_layers),
+        recompute={name: at(known, name) for name, known in costs.layers.recompute.items()},
     )
     if splits and is_alike:
-        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + _peak(stage, "", keep_weights=True))
+        costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
     slices = _of_slices(stage)
     costs = _with_kv_bytes(costs, stage, slices)
-    if is_alike and costs.kv_gradient_bytes_per_token:
-        held = least + costs.kv_bytes_per_token
-        costs = replace(costs, attended_bytes_per_token=held + _left(stage, slices, costs.first_mlp_bytes_per_token))
+    if is_alike and slices.gradient:
+        held = least + slices.cache
+        costs = costs.changed(LAYER, attended_bytes_per_token=held + _left(stage, slices, first_mlp))
         if splits:
-            left = _left(stage, _of_slices(stage, keep_weights=True), costs.first_mlp_bytes_per_token, keep_weights=True)
-            costs = replace(costs, apart_attended_bytes_per_token=held + left)
+            left = _left(stage, _of_slices(stage, keep_weights=True), first_mlp, keep_weights=True)
+            costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + left)
     return costs
 
 
@@ -110,12 +112,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     # Only gradients of less than 32 bits are added up in a wider type where slices are many.
     is_wide = all(parameter.dtype == torch.float32 for parameter in stage.parameters)
     many = few if is_wide else _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
-    return replace(
-        costs,
-        kv_bytes_per_token=few.cache,
-        kv_gradient_bytes_per_token=few.gradient,
-        many_kv_gradient_bytes_per_token=many.gradient,
-    )
+    kv = KVBytes(few.cache, few.gradient, many.gradient, costs.kv.heads, costs.kv.queries_per_key)
+    return costs.changed(LAYER, ATTENTION, kv=kv)
 
 
 def _first_mlp(stage: MegatronStage) -> float:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -59,7 +60,7 @@ def pipeline_costs(
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         given = stored_costs.checked(given, args.epp_costs, num_stages, token_bytes)
         check_shares(args, given)
-        split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
+        split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
     profile = given or formulas(args)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
@@ -92,28 +93,37 @@ def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> 
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
-    base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
+    base = _with_workspace(base, 0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
     found = measure_bytes(stage, base)
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
-        found = replace(found, extra_bytes_per_token=found.extra_bytes_per_token + message_bytes(stage))
-    return replace(found, static=_static(args, stage), **_heads(args))
+        (received, *_) = found.ends
+        found = found.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
+    return replace(_with_kv(found, **_heads(args)), static=_static(args, stage))
+
+
+def _with_kv(costs: StageCosts, **changes: Any) -> StageCosts:
+    return costs.changed(LAYER, ATTENTION, kv=replace(costs.kv, **changes))
+
+
+def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:
+    return costs.changed(INPUT, workspace_bytes=0).changed(HEAD, workspace_bytes=num_bytes)
 
 
 def _heads(args: argparse.Namespace) -> dict[str, Any]:
     """Return this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
     shape = model_shape(args)
-    return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+    return {"heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
 
 
 def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
     """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
-    kept = costs.kv_bytes_per_token
+    kept = costs.kv.bytes_per_token
     wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
     few, many = (
         wide if sums_in_fp32(args.epp_fp32_kv_gradients, count) else kept
         for count in (MOST_ROUNDED_SLICES, MOST_ROUNDED_SLICES + 1)
     )
-    return {"kv_gradient_bytes_per_token": few, "many_kv_gradient_bytes_per_token": many}
+    return {"gradient_bytes_per_token": few, "many_gradient_bytes_per_token": many}
 
 
 def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:
@@ -123,7 +133,7 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
     """
     everyone = from_each({number: costs.workspace_bytes for number, costs in mine.items()})
     return {
-        number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
+        number: _with_workspace(costs, max(each[number] for each in everyone if number in each))
         for number, costs in mine.items()
     }
 
@@ -134,8 +144,9 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
     Its backward has one more matrix product, which takes as long as the one for the weight's gradient, and its weight gradient
     cannot be split off. Times of a profile that assumes blocks already stay as they are.
     """
-    again = costs.extra_backward + costs.extra_weight
-    return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
+    (layer, inner, ends), again = costs.lines("backward"), costs.line_of_ends("weight")
+    costs = costs.changed(INPUT, HEAD, weight=Line()).with_lines("backward", layer, inner, ends + again)
+    return _with_workspace(costs, workspace_bytes)
 
 
 def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:

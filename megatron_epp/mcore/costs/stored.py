@@ -15,12 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, StageCosts
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
 from megatron_epp.plan.writing import write_text
 
-_TIMES_OF_STAGES = ("forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight")
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
 _TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
 """Fields with times; recompute modes have theirs besides."""
@@ -98,10 +98,11 @@ def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
 
 
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
-    both = now.recompute.keys() & then.recompute.keys()
-    modes = {name: replace(known, again=then.recompute[name].again) for name, known in now.recompute.items() if name in both}
-    half = replace(now.half, forward=then.half.forward, backward=then.half.backward, weight=then.half.weight)
-    return replace(now, half=half, recompute=modes, **{name: getattr(then, name) for name in _TIMES_OF_STAGES})
+    timed = then.layers.recompute
+    modes = {name: replace(mode, again=timed[name].again) for name, mode in now.layers.recompute.items() if name in timed}
+    for name in ("forward", "backward", "weight"):
+        now = now.with_lines(name, *then.lines(name))
+    return now.changed(LAYER, recompute=modes)
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:

@@ -36,6 +36,7 @@ def account_of(plan: Plan, costs: Costs) -> Account:
     pairs = {step.action: stages[step.action.stage].pairs(step) if step.action.op in known else _added(step) for step in steps}
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
+    more = sorted({name for stage in stages for items in stage.kept for name in items}.difference(item.DYNAMIC))
     return Account(
         simulate(plan),
         tuple(
@@ -44,7 +45,7 @@ def account_of(plan: Plan, costs: Costs) -> Account:
         ),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
-        (*dynamic, *texts, lost),
+        (*dynamic, *more, *texts, lost),
         costs.fragmentation_share,
     )
 

@@ -65,7 +65,7 @@ def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared
     """
     shapes = microbatches(kind, count)
     costs = analytic_profile(shape_of(load_flags("llama3-8b")), H100).costs((32 // num_ranks,) * num_ranks)
-    costs = replace(costs, stages=tuple(replace(stage, recompute={}) for stage in costs.stages))  # a caller's layers: in full
+    costs = replace(costs, stages=tuple(stage.changed(recompute={}) for stage in costs.stages))  # a caller's layers: in full
     problem = Problem((), tuple(range(num_ranks)), (UNLIMITED_BYTES,) * num_ranks)
     stock = plan_as_given(shapes, problem, costs, Options(recompute=0))
     full = plan_as_given(shapes, problem, costs, Options(recompute=32 // num_ranks))

@@ -7,13 +7,16 @@ forward keeps stays until its W, and recompute saves nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.layout import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, causal_pairs
-from megatron_epp.cost.stage import ATTENTION, MLP, NO_HALF, HalfLayer
+from megatron_epp.cost import BlockCosts, Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
+from megatron_epp.cost.kv_cache import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
@@ -40,12 +43,13 @@ def unit_costs(num_stages: int, share: float = 1.0, host_us_per_byte: float = ma
         share: of the unit of time and of the byte that each of F, B and W of a token takes on a stage.
         host_us_per_byte: time of a copy; infinite if nothing can be offloaded.
     """
-    whole = ("layer", "full", "apart", "apart_attended", "attended", "weight", "recomputed_layer")
-    kept = {f"{name}_bytes_per_token": share for name in whole}
-    if math.isfinite(host_us_per_byte):  # no copy moves less than what recompute would keep
-        kept["recomputed_layer_bytes_per_token"] = 0.0
+    kept: dict[str, Any] = {
+        f"{name}_bytes_per_token": share for name in ("full", "apart", "apart_attended", "attended", "weight")
+    }
+    # No copy moves less than what recompute would keep.
+    kept |= {"bytes_per_token": share, "input_bytes_per_token": 0.0 if math.isfinite(host_us_per_byte) else share}
     times = {name: Line(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
-    stage = StageCosts(num_layers=1, kv_bytes_per_token=0.0, **kept, **times)
+    stage = StageCosts((BlockCosts(kind=INPUT), BlockCosts(kind=LAYER, kv=NO_KV, **kept, **times)))
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0, host_us_per_byte=host_us_per_byte)
 
 
@@ -62,18 +66,14 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
     def pass_of(part: float, pairs: float, count: int) -> Line:
         return Line(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
 
-    def half(kind: str, part: float) -> HalfLayer:
-        pairs = float(kind == ATTENTION)
-        return HalfLayer(
-            kind=kind, forward=pass_of(part, pairs, 1), backward=pass_of(part, pairs, 2), bytes_per_token=part * share
-        )
+    def block(kind: str, part: float, pairs: float, **more: Any) -> BlockCosts:
+        times = {"forward": pass_of(part, pairs, 1), "backward": pass_of(part, pairs, 2)}
+        return BlockCosts(kind=kind, bytes_per_token=part * share, **times, **more)
 
-    of_layer = {"forward": pass_of(1, 1, 1), "backward": pass_of(1, 1, 2), "kv_bytes_per_token": 0.0}
-    kept = {f"{name}_bytes_per_token": share for name in ("layer", "recomputed_layer")}
-    first, inner, last = (
-        StageCosts(num_layers=count, half=part, **kept, **of_layer)
-        for count, part in ((0, half(ATTENTION, before)), (1, NO_HALF), (0, half(MLP, 1 - before)))
-    )
+    received, layer = BlockCosts(kind=INPUT), block(LAYER, 1, 1, kv=NO_KV, input_bytes_per_token=share)
+    attention, mlp = block(ATTENTION, before, 1, kv=NO_KV, input_bytes_per_token=share), block(MLP, 1 - before, 0)
+    none = replace(layer, count=0)
+    first, inner, last = map(StageCosts, ((received, none, attention), (received, layer), (received, mlp, none)))
     stages = (first, *(inner,) * (num_layers - 1), last)
     return with_separate_attention(PipelineCosts("unit", stages, hidden_bytes_per_token=0.0), last_in_backward=False)
 

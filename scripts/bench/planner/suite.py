@@ -113,7 +113,8 @@ class Case:
             shape = self._by_blocks(replace(shape, context_parallel=context))
             stages = self._costs(shape).stages
             kept = max(
-                s.num_layers * (2 * s.kv_bytes_per_token + s.recomputed_layer_bytes_per_token) + s.extra_bytes_per_token
+                s.num_layers * (2 * s.kv.bytes_per_token + s.layers.input_bytes_per_token)
+                + sum(e.bytes_per_token for e in s.ends)
                 for s in stages
             )
             if static + kept * self.longest <= LEAST_SHARE * cap:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
+from megatron_epp.cost import BlockCosts, Line, PipelineCosts, Static
+from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner import Decisions, Options, Problem
@@ -16,6 +18,7 @@ from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import problem
+from tests.support.plan.stages import stage_of
 
 
 def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
@@ -29,7 +32,7 @@ def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
         for start, end in itertools.pairwise(itertools.accumulate(row, initial=0))
     )
     stages = tuple(
-        StageCosts(
+        stage_of(
             num_layers=1,
             forward=Line(draw.random() * 3, draw.random() + 0.2),
             backward=Line(draw.random() * 3, 2 * draw.random() + 0.2),
@@ -93,11 +96,16 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
 def with_features(costs: PipelineCosts, seed: int) -> PipelineCosts:
     """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
     draw = random.Random(seed)
-    sizes = [name for name in StageCosts.__dataclass_fields__ if "bytes" in name]
+
+    def larger[T: (BlockCosts, KVBytes)](one: T) -> T:
+        sizes = {field.name: getattr(one, field.name) for field in fields(one) if "bytes" in field.name}
+        return replace(one, **{name: size * 10**6 for name, size in sizes.items() if size is not None})
+
     stages = []
     for stage in costs.stages:
-        own = replace(stage, weight=stage.backward.scaled(draw.uniform(0.2, 0.6)), weight_bytes_per_token=draw.randint(1, 8))
-        stages.append(replace(own, **{name: size * 10**6 for name in sizes if (size := getattr(own, name)) is not None}))
+        weight = stage.layers.backward.scaled(draw.uniform(0.2, 0.6))
+        own = stage.changed(LAYER, weight=weight, weight_bytes_per_token=draw.randint(1, 8), kv=larger(stage.kv))
+        stages.append(replace(own, blocks=tuple(map(larger, own.blocks))))
     link = {"host_latency_us": draw.uniform(0.05, 0.5), "host_us_per_byte": draw.uniform(2e-9, 5e-8), "offloadable_share": 0.9}
     return replace(costs, stages=tuple(stages), **link)
 

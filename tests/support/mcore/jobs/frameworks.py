@@ -268,14 +268,16 @@ def compared(
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
     from megatron_epp.cost import Line
+    from megatron_epp.cost.blocks import LAYER
     from megatron_epp.mcore import run
 
     learn, lines = run.fitted_costs, {name: Line(0.0, value) for name, value in us_per_token.items()}
-    lines |= {f"extra_{name}": Line() for name in us_per_token}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
-        return replace(costs, stages=tuple(replace(stage, **lines) for stage in costs.stages))
+        return replace(
+            costs, stages=tuple(stage.changed(**dict.fromkeys(lines, Line())).changed(LAYER, **lines) for stage in costs.stages)
+        )
 
     run.fitted_costs = fixed
 

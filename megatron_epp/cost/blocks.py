@@ -1,0 +1,281 @@
+"""Costs of a pipeline stage, which is a list of blocks: input, layers or halves of layers, head, and any that others add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost import memory
+from megatron_epp.cost.kv_cache import NO_KV, KVBytes
+from megatron_epp.cost.memory import NO_STATIC, Static
+from megatron_epp.cost.serialize import check_part
+from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import printable, shown
+from megatron_epp.plan.recompute import FULL, MODES
+
+INPUT, LAYER, ATTENTION, MLP, HEAD = "input", "layer", "attention", "mlp", "head"
+"""Kinds of blocks: the stage's input, with the embedding that makes it; layers; attention at the stage's end or an MLP at its
+start, whose other half another stage has; final norm, logits and loss."""
+KINDS = (INPUT, LAYER, ATTENTION, MLP, HEAD)
+_GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
+_ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """Costs that a block takes over unchanged from a profile's part of a model.
+
+    Attributes:
+        forward: one forward; recomputing a layer in full costs the same.
+        backward: one backward, weight gradient included, recompute not.
+        weight: the weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
+        exchange: the part of a layer's forward, and of its backward, in which tensor-parallel ranks exchange activations.
+            Another action in the same step can compute meanwhile.
+        recompute: a layer in each recompute mode whose costs are known, by the mode's name, except a layer that recomputes in
+            full.
+        bytes_per_token: kept from forward to backward, K and V included.
+        attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
+            then all bytes of the layer are assumed.
+        apart_bytes_per_token: peak of a layer during a backward with split weight gradient, which keeps what that needs; None
+            if unknown.
+        apart_attended_bytes_per_token: `attended_bytes_per_token` of such a backward; None if unknown.
+        weight_bytes_per_token: needed by its W after its B: inputs and output gradients of the linear layers.
+        workspace_bytes: held only while a pass runs, independent of its tokens: logits of a block of the loss.
+    """
+
+    forward: Line = NO_TIME
+    backward: Line = NO_TIME
+    weight: Line = NO_TIME
+    exchange: Line = NO_TIME
+    recompute: dict[str, ModeCosts] = field(default_factory=dict, hash=False)
+    bytes_per_token: float = 0.0
+    attended_bytes_per_token: float | None = None
+    apart_bytes_per_token: float | None = None
+    apart_attended_bytes_per_token: float | None = None
+    weight_bytes_per_token: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts(PartCosts):
+    """Equal neighbours in a stage's list, and the costs of one of them.
+
+    A subclass with a kind of its own is a block that the planner has not seen before: its times count with the stage's, what it
+    keeps with the stage's activations. Its methods return columns ``[chunk]``, without the fragmentation share.
+
+    Attributes:
+        kind: one of `KINDS`, or a name of a subclass.
+        count: number of them; only layers are more than one, or none. Only they recompute.
+        full_bytes_per_token: peak of a layer that keeps everything or recomputes in full, while its backward runs; None if
+            it is `bytes_per_token`.
+        input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
+        working_bytes_per_token: held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
+        first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one of the layers with the attention at
+            the stage's end: both take as long as a layer, keep as much and recompute together, but backward comes to that
+            attention first and to the MLP last, so these bytes go later than a layer's.
+        kv: keys and values that one caches; None without attention.
+    """
+
+    kind: str
+    count: int = 1
+    full_bytes_per_token: float | None = None
+    input_bytes_per_token: float = 0.0
+    working_bytes_per_token: float = 0.0
+    first_mlp_bytes_per_token: float = 0.0
+    kv: KVBytes | None = None
+
+    @property
+    def group(self) -> int:
+        """Position of its times in `StageCosts.lines`."""
+        return _GROUPS.get(self.kind, 1)
+
+    @property
+    def item(self) -> str:
+        """Name of what it keeps, in reports."""
+        return _ITEMS.get(self.kind, memory.LAYERS)
+
+    def mode(self, name: str) -> ModeCosts | None:
+        """Costs of a recompute mode by its name in `plan.recompute.MODES`; None if unknown."""
+        if name == FULL:
+            return ModeCosts(self.forward, self.input_bytes_per_token)
+        return self.recompute.get(name)
+
+    def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
+        """Bytes per token kept from forward to backward in a recompute mode, or by a layer that keeps everything. Keys and
+        values in a sequence's cache do not count; `keeps_kv` says that the mode keeps them.
+        """
+        return (self if mode is None else mode).bytes_per_token - self._in_cache(work) * keeps_kv
+
+    def kept_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
+        return np.zeros(len(work.tokens))
+
+    def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of the gradient of the whole sequence's keys and values."""
+        return np.zeros(len(work.tokens)) if self.kv is None else self.kv.gradient_per_token(work) * work.cache_tokens
+
+    def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
+        """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
+        full, attended = self._peaks_per_token(mode, split)
+        in_cache, prefix = self._in_cache(work), self.prefix_bytes(work)
+        gradient = np.where(work.last, self.kv_gradient_bytes(work), 0.0)
+        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
+        comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
+        return np.maximum(early, late), comes, made
+
+    def passing_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes that the backward of a block behind the layers needs for a moment: gradients of a prefix, and if weight
+        gradients are split off the gradient of its output, which is as large as its input.
+        """
+        deferred = self.input_bytes_per_token if self.weight_bytes_per_token else 0.0
+        return deferred * work.tokens + self.prefix_bytes(work)
+
+    def _in_cache(self, work: ChunkWork) -> TimeColumn:
+        return np.where(work.sliced, 0.0 if self.kv is None else self.kv.bytes_per_token, 0.0)
+
+    def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`); 0 if memory of passes is not counted."""
+        if self.kv is None or not self.working_bytes_per_token:
+            return np.zeros(len(work.tokens))
+        return self.kv.prefix_bytes(work)
+
+    def _peaks_per_token(self, mode: str, split: bool) -> tuple[float, float]:
+        """Bytes per token when its backward begins, and when its attention has made the gradient of K and V."""
+        if split:
+            everything = self.bytes_per_token + self.weight_bytes_per_token
+            sizes = self.apart_bytes_per_token, self.apart_attended_bytes_per_token
+        else:
+            own = self.mode(mode) if mode else None
+            everything = self.bytes_per_token if self.full_bytes_per_token is None else self.full_bytes_per_token
+            sizes = None if own is None else own.full_bytes_per_token, self.attended_bytes_per_token
+        full, attended = sizes
+        if attended is not None and (split or not mode):  # the attention at the stage's end is reached before this MLP is freed
+            attended += self.first_mlp_bytes_per_token
+        return everything if full is None else full, everything if attended is None else attended
+
+
+_NO_LAYERS = BlockCosts(kind=LAYER, count=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Time and memory of one pipeline stage.
+
+    Attributes:
+        blocks: in the order in which a forward runs them. Layers are one block, which a stage without layers may have too.
+        static: weights, gradients, optimizer state.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    static: Static = NO_STATIC
+
+    @property
+    def layers(self) -> BlockCosts:
+        return next((block for block in self.blocks if block.kind == LAYER), _NO_LAYERS)
+
+    @property
+    def inner(self) -> tuple[BlockCosts, ...]:
+        """Blocks that are neither layers nor ends: halves of layers, and any that others add."""
+        return tuple(block for block in self.blocks if block.group == 1)
+
+    @property
+    def ends(self) -> tuple[BlockCosts, ...]:
+        """The input and the head."""
+        return tuple(block for block in self.blocks if block.group == 2)
+
+    @property
+    def ends_bytes_per_token(self) -> float:
+        """Bytes that they keep from forward to backward."""
+        return sum(block.bytes_per_token for block in self.ends)
+
+    @property
+    def behind(self) -> tuple[BlockCosts, ...]:
+        """Inner blocks that a backward passes before it reaches the layers."""
+        at = next((at for at, block in enumerate(self.blocks) if block.kind == LAYER), -1)
+        return tuple(block for block in self.blocks[at + 1 :] if block.group == 1)
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers.count
+
+    @property
+    def num_halves(self) -> int:
+        """Half layers of the stage: twice its layers, and one more if it has a half."""
+        return 2 * self.num_layers + sum(block.kind in (ATTENTION, MLP) for block in self.blocks)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers whose keys and values the stage caches: layers whose attention it has."""
+        return sum(block.count for block in self.blocks if block.kv is not None)
+
+    @property
+    def kv(self) -> KVBytes:
+        """Keys and values of each of them."""
+        return next((block.kv for block in self.blocks if block.kv is not None), NO_KV)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.static.num_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(block.workspace_bytes for block in self.blocks)
+
+    def lines(self, name: str) -> tuple[Line, Line, Line]:
+        """Times of each layer, of all inner blocks and of all ends in a pass: ``forward``, ``backward`` or ``weight``."""
+        inner, ends = (sum((getattr(one, name) for one in some), NO_TIME) for some in (self.inner, self.ends))
+        return getattr(self.layers, name), inner, ends
+
+    def line(self, name: str) -> Line:
+        """Time of the stage's whole pass; ``split`` is a backward whose weight gradients are split off."""
+        if name == "split":
+            return self.line("backward").without(self.line("weight"))
+        layer, inner, ends = self.lines(name)
+        return layer.scaled(self.num_layers) + inner + ends
+
+    def line_of_ends(self, name: str) -> Line:
+        """Time of the ends in `line`."""
+        if name == "split":
+            return self.line_of_ends("backward").without(self.line_of_ends("weight"))
+        return self.lines(name)[2]
+
+    @property
+    def exchange(self) -> Line:
+        """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
+        return sum((one.exchange for one in self.inner), self.layers.exchange.scaled(self.num_halves / 2))
+
+    def with_lines(self, name: str, layer: Line, inner: Line, ends: Line) -> StageCosts:
+        """Return the stage with other times of a pass, see `lines`. The last of several inner blocks, or ends, has all."""
+        last = {block.group: at for at, block in enumerate(self.blocks)}
+        none = self.changed(**{name: NO_TIME}).blocks
+        found = {at: replace(none[at], **{name: (layer, inner, ends)[group]}) for group, at in last.items()}  # type: ignore[arg-type]
+        return replace(self, blocks=tuple(found.get(at, block) for at, block in enumerate(none)))
+
+    def changed(self, *kinds: str, **changes: Any) -> StageCosts:
+        """Return the stage with other fields of its blocks of these kinds (none for all); a head is added if it has none."""
+        blocks = self.blocks
+        if kinds == (HEAD,) and any(changes.values()) and all(block.kind != HEAD for block in blocks):
+            blocks = (*blocks, BlockCosts(kind=HEAD))
+        changed = (replace(one, **changes) if not kinds or one.kind in kinds else one for one in blocks)
+        return replace(self, blocks=tuple(changed))
+
+
+def check_modes(part: PartCosts, name: str) -> None:
+    """Raise `EppError` if a part has costs of a recompute mode that is not known; `name` is the part's in errors."""
+    for mode in part.recompute:
+        if mode not in MODES:
+            raise EppError(f"{name}.recompute.{printable(mode)} is unknown; modes are {', '.join(MODES)}")
+
+
+def check_stage(stage: StageCosts, name: str) -> None:
+    """Raise `EppError` if weight gradients take longer than a backward, or a kind of block or recompute mode is not known."""
+    for at, block in enumerate(stage.blocks):
+        where = f"{name}.blocks[{at}]"
+        if block.kind not in KINDS:
+            raise EppError(f"{where}.kind is {shown(block.kind)}; kinds are {', '.join(KINDS)}")
+        check_modes(block, where)
+        check_part(f"{where}.weight", block.weight, block.backward)

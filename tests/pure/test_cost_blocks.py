@@ -1,0 +1,135 @@
+"""A stage is a list of blocks: it takes their sum, a half layer is a part of a layer, and others add blocks of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost import CPU, BlockCosts, ChunkWork, Line, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
+from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP
+from megatron_epp.cost.work import TimeColumn
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Op, Plan, Segment, simulate
+from megatron_epp.plan.check import check
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.planner import plan
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.report.memory import item_colours, peak_table
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+PROFILE = analytic_profile(SHAPE, CPU)
+LENGTHS = (150, 64)
+CHUNKS = [Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),)), Chunk((Segment(1, 0, 64),))]
+WORK = work_of(CHUNKS, LENGTHS)
+CUTS = [[4], [2, 2], [2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [0, 2.5, 0, 1.5]]
+STATE_BYTES = 20_000
+STATES = "states between slices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayer(BlockCosts):
+    """A layer that hands a state of fixed size from each slice of a sequence to the next, and keeps it until the backward."""
+
+    kind: str = "state"
+    state_bytes: int = STATE_BYTES
+
+    @property
+    def item(self) -> str:
+        return STATES
+
+    def kept_bytes(self, work: ChunkWork) -> TimeColumn:
+        return np.where(work.sliced & ~work.last, float(self.state_bytes), 0.0)
+
+
+STATE_LAYER = StateLayer(forward=Line(7.0, 0.5), backward=Line(9.0, 1.25), weight=Line(0.0, 0.25))
+
+
+def with_state_layers(costs: PipelineCosts, behind: bool = False) -> PipelineCosts:
+    """Return the costs with such a layer ahead of the other layers of each stage, or behind them."""
+
+    def longer(blocks: tuple[BlockCosts, ...]) -> tuple[BlockCosts, ...]:
+        at = [block.kind for block in blocks].index(LAYER) + behind
+        return *blocks[:at], STATE_LAYER, *blocks[at:]
+
+    return replace(costs, stages=tuple(replace(stage, blocks=longer(stage.blocks)) for stage in costs.stages))
+
+
+def made(costs: PipelineCosts, cap: int = UNLIMITED_BYTES, **options: object) -> Plan:
+    ranks = tuple(range(len(costs.stages)))
+    return plan(Problem(LENGTHS, ranks, (cap,) * len(ranks)), costs, Options(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", CUTS)
+@pytest.mark.parametrize("name", ["forward", "backward", "weight"])
+def test_the_time_of_a_stage_is_the_sum_of_its_blocks_times(layers: list[float], name: str):
+    costs = PROFILE.costs(layers)
+    for number, stage in enumerate(costs.stages):
+        us = sum(block.count * getattr(block, name).time_us(WORK.tokens, WORK.pairs) for block in stage.blocks)
+        np.testing.assert_allclose(getattr(costs, f"{name}_us")(number, WORK), us)
+
+
+@pytest.mark.parametrize("layers", CUTS)
+def test_the_bytes_of_a_stage_are_the_sum_of_its_blocks_bytes(layers: list[float]):
+    costs = PROFILE.costs(layers)
+    for number, stage in enumerate(costs.stages):
+        blocks = [block for block in stage.blocks for _ in range(block.count)]
+        kept = sum(block.kept_per_token(WORK) * WORK.tokens for block in blocks)
+        np.testing.assert_allclose(costs.activation_bytes(number, WORK), kept, atol=1)
+        assert sum(costs.activation_items(number, WORK).values()).tolist() == costs.activation_bytes(number, WORK).tolist()
+        weights = sum(block.weight_bytes_per_token for block in blocks)
+        np.testing.assert_allclose(costs.weight_bytes(number, WORK), weights * WORK.tokens, atol=1)
+        gradients = sum((block.kv_gradient_bytes(WORK) for block in blocks), 0.0 * WORK.tokens)
+        np.testing.assert_allclose(costs.gradient_bytes(number, WORK), gradients, atol=1)
+
+
+def test_a_half_layer_is_a_split_of_the_list():
+    whole, (first, last) = PROFILE.costs([3, 1]).stages[0].layers, PROFILE.costs([2.5, 1.5]).stages
+    assert [block.kind for block in first.blocks] == ["input", "layer", "attention"]
+    assert [block.kind for block in last.blocks] == ["input", "mlp", "layer", "head"]
+    (attention,), (mlp,) = first.inner, last.inner
+    assert (attention.kind, mlp.kind) == (ATTENTION, MLP)
+    assert replace(first.layers, count=3) == replace(last.layers, count=3) == whole
+    for name in ("forward", "backward", "weight"):
+        both = getattr(attention, name) + getattr(mlp, name)
+        assert both.time_us(100, 5050) == pytest.approx(getattr(whole, name).time_us(100, 5050))
+    for name in ("bytes_per_token", "weight_bytes_per_token"):
+        assert getattr(attention, name) + getattr(mlp, name) == pytest.approx(getattr(whole, name))
+    assert (attention.kv, mlp.kv) == (whole.kv, None)
+
+
+def test_a_block_of_another_kind_takes_its_own_time_and_keeps_a_state_per_boundary_of_slices():
+    bare = PROFILE.costs([2.5, 1.5])
+    costs = with_state_layers(bare)
+    assert (costs.num_layers, costs.num_halves) == (bare.num_layers, bare.num_halves)
+    for stage in (0, 1):
+        own_us = STATE_LAYER.forward.time_us(WORK.tokens, WORK.pairs)
+        np.testing.assert_allclose(costs.forward_us(stage, WORK) - bare.forward_us(stage, WORK), own_us)
+        more = costs.activation_bytes(stage, WORK) - bare.activation_bytes(stage, WORK)
+        assert more.tolist() == [STATE_BYTES, 0, 0]
+
+
+@pytest.mark.parametrize("layers", [[2, 2], [2.5, 1.5]])
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("options", [{}, {"split_weight": True, "slices": 2}])
+def test_such_a_block_is_planned_checked_simulated_and_explained(layers: list[float], behind: bool, options: dict[str, object]):
+    costs = on_device(with_state_layers(PROFILE.costs(layers, state_bytes_per_parameter=0.0), behind))
+    wide = made(costs, **options)
+    tight = made(costs, int(0.8 * max(wide.predicted.peak_bytes)), **options | {"slices": 2})
+    for found in (wide, tight):
+        assert check(found) == []
+        assert from_json(to_json(found)) == found
+        assert tuple(simulate(found).peak_bytes) == found.predicted.peak_bytes
+        account = account_of(found, costs)
+        for step in (step for row in found.ranks for step in row):
+            assert sum(account.takes[step.action].values()) == step.alloc_bytes
+            assert sum(account.gives[step.action].values()) == step.free_bytes
+    (first, *_) = (step.action for step in tight.ranks[0] if tight.chunks[step.action.chunk].slice_of(LENGTHS) is not None)
+    assert first.op is Op.F
+    assert STATES in account.items
+    assert account.takes[first][STATES] == pytest.approx(STATE_BYTES * (1 + costs.fragmentation_share), abs=1)
+    assert any(STATES in moment.items for moment in account.moments(0))
+    assert STATES in item_colours(account)
+    sliced = made(costs, **options | {"slices": 2, "recompute": 2})
+    assert any(STATES in row for row in peak_table(account_of(sliced, costs)))

@@ -1,0 +1,133 @@
+"""Files of costs of version 1 are read as the blocks that they describe, and refused where they are wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost import (
+    CPU,
+    H100,
+    Line,
+    ModeCosts,
+    ModelShape,
+    PipelineCosts,
+    StageCosts,
+    Static,
+    analytic_profile,
+    on_device,
+)
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, BlockCosts
+from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.older import _ENDS, _KV, _LAYER
+from megatron_epp.plan import EppError
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+CUTS = [[2, 2], [2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [0, 2.5, 0, 1.5]]
+BY_HAND = {
+    "num_layers": 2,
+    "half": {"kind": "attention", "forward": {"fixed_us": 5.0}, "backward": {"fixed_us": 6.0}, "bytes_per_token": 60.0},
+    "forward": {"fixed_us": 9.0, "per_token_us": 1.0},
+    "backward": {"fixed_us": 19.0, "per_token_us": 2.0},
+    "extra_forward": {"per_token_us": 3.0},
+    "recompute": {"mlp": {"again": {"per_token_us": 0.5}, "bytes_per_token": 70.0}},
+    "layer_bytes_per_token": 100.0,
+    "recomputed_layer_bytes_per_token": 8.0,
+    "extra_bytes_per_token": 11.0,
+    "head_bytes_per_token": 3.0,
+    "kv_bytes_per_token": 16.0,
+    "kv_heads": 2,
+    "extra_weight_bytes_per_token": 4.0,
+    "static": {"weights": 1000},
+    "workspace_bytes": 77,
+}
+
+
+def older(costs: PipelineCosts) -> dict[str, Any]:
+    """Return the fields of version 1."""
+    return {"schema": "megatron-epp/costs", "version": 1, **asdict(costs), "stages": [*map(flat, costs.stages)]}
+
+
+def flat(stage: StageCosts) -> dict[str, Any]:
+    own, (received, *head) = stage.layers, stage.ends
+    ends = {old: sum((getattr(end, new) for end in head), getattr(received, new)) for old, new in _ENDS.items()}
+    kept = {
+        "extra_bytes_per_token": stage.ends_bytes_per_token,
+        "head_bytes_per_token": sum(one.bytes_per_token for one in head),
+    }
+    of_half = ("kind", "forward", "backward", "weight", "bytes_per_token", "weight_bytes_per_token")
+    half = {name: getattr(stage.inner[0], name) for name in of_half} if stage.inner else {"kind": ""}
+    of_layer = {old: getattr(own, new) for old, new in _LAYER.items()} | {
+        old: getattr(stage.kv, new) for old, new in _KV.items()
+    }
+    return of_layer | ends | kept | {"half": half, "static": stage.static}
+
+
+def text_of(body: dict[str, Any]) -> str:
+    return json.dumps(body, default=asdict)
+
+
+def by_hand(**changes: Any) -> str:
+    """Return a file of one stage; a change to None leaves a field out."""
+    stage = {name: value for name, value in (BY_HAND | changes).items() if value is not None}
+    body = {"schema": "megatron-epp/costs", "version": 1, "name": "by hand", "hidden_bytes_per_token": 4.0, "stages": [stage]}
+    return json.dumps(body)
+
+
+@pytest.mark.parametrize("layers", CUTS)
+@pytest.mark.parametrize("shares", [(), (0.25, 0.75)])
+def test_a_file_of_version_1_gives_the_costs_that_were_written(layers: list[float], shares: tuple[float, ...]):
+    costs = analytic_profile(SHAPE, H100).costs(layers, vocabulary_shares=shares)
+    for written in (costs, on_device(costs), on_device(analytic_profile(SHAPE, CPU).costs(layers))):
+        written = replace(written, host_us_per_byte=0.5)
+        assert PipelineCosts.from_json(text_of(older(written))) == written
+
+
+def test_each_field_becomes_one_of_a_block():
+    costs = PipelineCosts.from_json(by_hand())
+    kv = KVBytes(16.0, heads=2)
+    received = BlockCosts(kind=INPUT, bytes_per_token=8.0)
+    layers = BlockCosts(
+        kind=LAYER,
+        count=2,
+        forward=Line(9.0, 1.0),
+        backward=Line(19.0, 2.0),
+        recompute={"mlp": ModeCosts(Line(0.0, 0.5), 70.0)},
+        bytes_per_token=100.0,
+        input_bytes_per_token=8.0,
+        kv=kv,
+    )
+    half = BlockCosts(
+        kind=ATTENTION, forward=Line(5.0), backward=Line(6.0), bytes_per_token=60.0, input_bytes_per_token=8.0, kv=kv
+    )
+    head = BlockCosts(kind=HEAD, forward=Line(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77)
+    assert costs.stages == (StageCosts((received, layers, half, head), Static(weights=1000)),)
+    assert '"version": 2' in costs.to_json()
+    assert PipelineCosts.from_json(costs.to_json()) == costs
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_layers": None}, r"stages\[0\].num_layers is missing"),
+        ({"kv_bytes_per_token": None}, r"stages\[0\].kv_bytes_per_token is missing"),
+        ({"layer_flops": 5}, r"stages\[0\].layer_flops is unknown"),
+        ({"half": 5}, r"stages\[0\].half is 5"),
+        ({"half": {"kind": "norm"}}, r"kind is 'norm'"),
+        ({"head_bytes_per_token": "much"}, r"stages\[0\].head_bytes_per_token: 'much' is not a number"),
+        ({"forward": 7}, r"forward is 7"),
+        ({"weight": {"fixed_us": 99.0}}, r"weight is above the backward"),
+    ],
+)
+def test_a_wrong_file_of_version_1_is_refused(changes: dict[str, Any], error: str):
+    with pytest.raises(EppError, match=error):
+        PipelineCosts.from_json(by_hand(**changes))
+
+
+def test_files_of_other_versions_are_refused():
+    for version in (0, 3):
+        with pytest.raises(EppError, match=f"version {version}, where this reads 'megatron-epp/costs' 2"):
+            PipelineCosts.from_json(by_hand().replace('"version": 1', f'"version": {version}'))
