@@ -26,7 +26,8 @@ class Columns(NamedTuple):
         num_layers: of the item's stage.
         most: most recompute steps of the item.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
-            node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order.
+            node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order, unless a
+            collective is between the two, which takes time there as well.
         action_us: time of each node, of a backward without recompute and with its weight gradient.
         spared_us: by which the backward is shorter without its weight gradient.
         added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
@@ -140,7 +141,8 @@ def _needs(
             related = [
                 one
                 for one in resolve(op, site, rank_of)
-                if one.op in number and not (one.site == site and operation(one.op).sites is sites)
+                if one.op in number
+                and (isinstance(one.need.carries, Collective) or one.site != site or operation(one.op).sites is not sites)
             ]
             first = kind * num_items + site * num_chunks
             per_node[first : first + num_chunks] = len(related)

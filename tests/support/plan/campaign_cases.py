@@ -52,13 +52,13 @@ def case_of(seed: int) -> Case:
         overlap_exchanges=overlaps,
     )
     problem = Problem(
-        lengths=_lengths(draw),
+        lengths=lengths_of(draw),
         placement=placement.rank_of,
         cap_bytes=(UNLIMITED_BYTES,) * ranks,
         token_multiple=draw.choice([1, 1, 2, 16, 128]),
         forward_only=forward_only,
     )
-    costs = _costs(draw, placement)
+    costs = costs_of(draw, placement)
     return _capped(draw, Case(problem, _exchanging(costs) if overlaps else costs, options))
 
 
@@ -70,14 +70,14 @@ def exact_case_of(seed: int) -> Case | None:
     return replace(case, options=replace(case.options, planner="milp"))
 
 
-def _lengths(draw: random.Random) -> tuple[int, ...]:
+def lengths_of(draw: random.Random) -> tuple[int, ...]:
     """Up to 12 sequences, from one token to some ten thousand; sometimes many of equal length."""
     if draw.random() < 0.15:
         return (draw.choice([1, 500, 4096]),) * draw.randint(1, 16)
     return tuple(1 + int(draw.lognormvariate(6.5, 1.8)) % 60000 for _ in range(draw.randint(1, 12)))
 
 
-def _costs(draw: random.Random, placement: Placement) -> PipelineCosts:
+def costs_of(draw: random.Random, placement: Placement) -> PipelineCosts:
     """Costs of stages with whole and half layers, or none; with the vocabulary on the last stage or in shards, some of zero."""
     stages, ranks = placement.num_stages, placement.num_ranks
     layers: list[float] = [float(draw.choice([1, 2, 2, 3, 4])) for _ in range(stages)]

@@ -1,0 +1,111 @@
+"""The planner's clocks agree with `simulate` and with a second simulator on random orders."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Op, simulate
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.kernels import shards, split
+from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
+from megatron_epp.planner.kernels.compiled import integers
+from megatron_epp.planner.memory.offload import timed
+from megatron_epp.planner.orders import vocabulary
+from megatron_epp.planner.orders.list_scheduling import ListScheduling
+from megatron_epp.planner.orders.warm_up import CopyOrder, Order
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
+from tests.support.plan import second_simulator
+from tests.support.plan.campaign_cases import costs_of, lengths_of
+from tests.support.seeds import some_by_default
+
+PART = 20
+"""Problems of one test."""
+
+
+def placement_of(draw: random.Random) -> Placement:
+    chunks = draw.choice([1, 1, 2, 3])
+    return Placement(draw.choice(["v", "looped"]) if chunks > 1 else "looped", draw.choice([1, 2, 3, 4, 6]), chunks)
+
+
+def with_weights(order: Order, tables: Tables, recompute_steps: list[list[int]], gap_share: float) -> tuple[Order, float]:
+    """Split weight gradients off; return the order, and its makespan by the clock that put them in."""
+    codes, steps = encode(order, tables.columns.num_chunks), integers(chain.from_iterable(recompute_steps))
+    whole, filled = split.storage(codes.actions, codes.starts, tables.columns)
+    caps = integers([UNLIMITED_BYTES] * codes.num_ranks)
+    took_us = split.split_off(whole, tables.columns, steps, caps, integers([]), filled, gap_share)
+    rows = [filled.actions[start:end] for start, end in zip(filled.starts, filled.ends, strict=True)]
+    starts = [sum(map(len, rows[:rank])) for rank in range(len(rows) + 1)]
+    return CodedOrder(Codes(integers(chain.from_iterable(rows)), integers(starts)), tables.columns.num_chunks), took_us
+
+
+def with_shards(order: Order, tables: Tables, recompute_steps: list[list[int]]) -> tuple[Order, float]:
+    """Insert the shards' operations; return the order, and its makespan by the clock that put them in."""
+    codes, run = encode(order, tables.columns.num_chunks), vocabulary.storage(tables, list(map(len, order)))
+    columns, steps = tables.columns_with(vocabulary.SHARD_KINDS), integers(chain.from_iterable(recompute_steps))
+    took_us = shards.insert(codes.actions, codes.starts[:-1], codes.starts[1:], columns, steps, run)
+    return CodedOrder(Codes(run.out, run.first, vocabulary.SHARD_KINDS), tables.columns.num_chunks), took_us
+
+
+def copies_of(order: Order, draw: random.Random) -> CopyOrder:
+    """Copy some chunks out behind their forward, and back after any action before their backward."""
+    found = []
+    for row in order:
+        at, row_copies = {action: position for position, action in enumerate(row)}, []
+        for stage, c in [(action.stage, action.chunk) for action in row if action.op is Op.B]:
+            opened, closed = at[Action(Op.F, stage, c)], at[Action(Op.B, stage, c)]
+            if draw.random() < 0.4:
+                after = draw.choice([position for position in range(opened, closed) if row[position].op in KINDS])
+                row_copies += [(opened, Action(Op.O, stage, c), None), (after, Action(Op.L, stage, c), row[after])]
+        found.append(tuple((action, after) for _, action, after in sorted(row_copies, key=lambda one: one[0])))
+    return tuple(found)
+
+
+@some_by_default("part", range(100), by_default=10)
+def test_both_clocks_agree_with_two_simulators(part: int):
+    for seed in range(part * PART, (part + 1) * PART):
+        draw = random.Random(seed)
+        placement = placement_of(draw)
+        costs, lengths = costs_of(draw, placement), lengths_of(draw)
+        forward_only = draw.random() < 0.15
+        caps = (UNLIMITED_BYTES,) * placement.num_ranks
+        problem = Problem(lengths, placement.rank_of, caps, forward_only=forward_only)
+        chunks = whole_sequences(lengths)
+        tables = tabulate(chunks, problem, costs)
+        recompute_steps = [[0] * len(chunks) for _ in placement.rank_of]
+        rule = ListScheduling(draw.choice([1.0, 1.5, 2.0]), draw.random() < 0.5, draw.choice([None, 0.5, 2.0]))
+        order, dispatched_us = rule.order(chunks, tables, problem), None
+        if not forward_only and draw.random() < 0.5:
+            order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE, split.EAGER]))
+        if vocabulary.has_shards(tables):
+            order, dispatched_us = with_shards(order, tables, recompute_steps)
+        made = Decisions(chunks, order, recompute_steps)
+        if not forward_only and tables.offloadable_share > 0 and draw.random() < 0.5:
+            copies = copies_of(order, draw)
+            away = {(action.stage, action.chunk) for row in copies for action, _ in row}
+            shares = tuple(
+                tuple(tables.offloadable_share * ((stage, c) in away) for c in range(len(chunks)))
+                for stage in range(placement.num_stages)
+            )
+            made = Decisions(chunks, order, recompute_steps, copies=copies, offload=shares)
+        plan = build_plan(problem, costs, Options(), made, tables)
+        played, line = play(order, tables, recompute_steps, timed(made.as_offload, tables)), simulate(plan)
+        start_us, _ = second_simulator.times(plan)
+        for times, others in (
+            (played.start_us, line.start_us),
+            (played.end_us, line.end_us),
+            (played.copy_start_us, line.copy_start_us),
+            (played.copy_end_us, line.copy_end_us),
+        ):
+            assert tuple(map(tuple, times)) == others[: len(times)], seed
+        assert [[start_us[tuple(step.action)] for step in row] for row in plan.ranks] == list(map(list, played.start_us)), seed
+        if not any(made.copies) and dispatched_us is not None:
+            assert dispatched_us == pytest.approx(played.makespan_us, rel=1e-12), seed
