@@ -364,7 +364,7 @@ def gated_delta(config: Config) -> Flags:
 
 
 SYMBOLS = {"mamba": "M", "M": "M", "attention": "*", "*": "*", "mlp": "-", "-": "-", "moe": "E", "E": "E"}
-"""Symbols of `--hybrid-layer-pattern` by the config's names, and by those of its older pattern."""
+"""Symbols of a hybrid layer pattern by the config's names, and by those of its older pattern."""
 
 
 def hybrid(config: Config) -> Flags:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_epp.cost import CPU, ModelShape, analytic_profile
+from megatron_epp.cost.work import work_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows, vocabulary_shares
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
+from megatron_epp.plan import Chunk, Op, Segment
 from megatron_epp.runtime.loss.shards import Shard, logits_pass
 from tests.support.mcore.forked import job, returned
 from tests.support.mcore.megatron_flags import arguments
@@ -112,13 +113,14 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     shape = ModelShape(num_layers=4, hidden_size=width, ffn_hidden_size=16, num_attention_heads=2, vocab_size=entries)
     costs = with_shard_bytes(args, analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=vocabulary_shares(args)))
     assert costs.vocabulary is not None
-    planned = costs.vocabulary.kept_bytes(1, np.array([tokens], dtype=np.float64), 0.0)
+    rows = costs.vocabulary.rows(Op.S, 4, work_of([Chunk((Segment(0, 0, tokens),))], [tokens]))
+    planned = rows.takes[1][0] - rows.gives[1][0]
     weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
     found = logits_pass(x, torch.randint(entries, (tokens,)), shard, needs_gradient=True)
     held = [x, *(one for one in (found.part, found.kept) if one is not None)]
-    assert sum(one.nbytes for one in held) == int(planned[0])
+    assert sum(one.nbytes for one in held) == planned
 
 
 @pytest.mark.parametrize(

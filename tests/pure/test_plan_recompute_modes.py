@@ -48,7 +48,8 @@ def test_every_mode_has_a_column_of_its_own_and_those_that_repeat_attention_come
 @pytest.mark.parametrize("name", ["half", "whole", "linear"])
 def test_costs_of_modes_that_are_unknown_are_refused(name: str):
     costs, profile = (json.loads(made.to_json()) for made in (analytic_costs(SHAPE, H100, [8]), analytic_profile(SHAPE, H100)))
-    for of, read, body in ((costs["stages"][0], PipelineCosts, costs), (profile["layer"], Profile, profile)):
+    layers = next(block for block in costs["stages"][0]["blocks"] if block["kind"] == "layer")
+    for of, read, body in ((layers, PipelineCosts, costs), (profile["layer"], Profile, profile)):
         of["recompute"][name] = of["recompute"]["mlp"]
         with pytest.raises(
             EppError, match=rf"recompute\.{name} is unknown; modes are full, selective, mlp.*megatron-epp profile"
