@@ -15,15 +15,16 @@ from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.decisions import Decisions, Planner
+from megatron_epp.planner.messages import planned_with_room
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b, slice_groups
+from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
-from megatron_epp.planner.search.greedy import Planner, for_table, greedy
+from megatron_epp.planner.search.greedy import for_table, greedy
 from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

@@ -16,11 +16,11 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.kernels.codes import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
-from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import step_bytes
+from megatron_epp.planner.messages import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
-from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 

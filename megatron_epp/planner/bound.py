@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Op
-from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, Times, less
 

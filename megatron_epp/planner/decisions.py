@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
@@ -12,8 +12,8 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.memory.recompute import Sharing
-from megatron_epp.planner.orders.warm_up import CopyOrder, Order
-from megatron_epp.planner.problem import FULL_ONLY, Problem
+from megatron_epp.planner.order import CopyOrder, Order
+from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -79,3 +79,7 @@ class Decisions:
     def as_offload(self) -> Offload:
         """Offload of the decisions: recompute, shares and copies; empty shares and copies if nothing is copied."""
         return Offload(self.recompute_steps, self.offload, self.copies)
+
+
+Planner = Callable[[Problem, Costs, Options], Decisions]
+"""Function that plans a batch."""

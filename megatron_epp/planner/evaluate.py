@@ -14,11 +14,11 @@ from megatron_epp.planner.kernels import timing
 from megatron_epp.planner.kernels.codes import Codes, code_of, decode, encode_known
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers, numbers
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
 RecomputeSteps = Sizes
-"""Recompute ``[stage][chunk]`` in recompute steps (see `memory.frontier`): layers, where whole layers are the only mode."""
+"""Recompute ``[stage][chunk]`` in recompute steps (see `frontier`): layers, where whole layers are the only mode."""
 
 Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
 """Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b
-from megatron_epp.planner.baselines.whole import packed_1f1b, padded_1f1b
-from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.orders.warm_up import elastic_1f1b
+from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.greedy import Planner, baseline, greedy
 
 
 @runtime_checkable
@@ -83,25 +79,25 @@ class PlannerEntry:
 
 
 class Planners(MutableMapping[str, Planner]):
-    """Planners by name. Tables are imported when a name is not known without them, or all names are listed.
+    """Planners by name. Tables are imported, one after the other, while a name is not known without them.
 
     Args:
-        own: entries that are there from the start.
-        tables: modules with more of them, each a mapping `PLANNERS`.
+        tables: modules of planners, each with a mapping `PLANNERS`.
     """
 
-    def __init__(self, own: Mapping[str, PlannerEntry], tables: tuple[str, ...]) -> None:
-        self._entries, self._tables = dict(own), tables
+    def __init__(self, *tables: str) -> None:
+        self._entries, self._tables = dict[str, PlannerEntry](), list(tables)
 
     def entry(self, name: str) -> PlannerEntry | None:
         """Return what is known of a planner; None if no planner has the name."""
-        if name not in self._entries and ":" not in name:
+        while name not in self._entries and ":" not in name and self._tables:
             self._import()
         return self._entries.get(name)
 
     def entries(self) -> dict[str, PlannerEntry]:
         """Return all planners, the package's own first."""
-        self._import()
+        while self._tables:
+            self._import()
         return dict(self._entries)
 
     def __getitem__(self, name: str) -> Planner:
@@ -114,6 +110,7 @@ class Planners(MutableMapping[str, Planner]):
         self._entries[name] = PlannerEntry(planner)
 
     def __delitem__(self, name: str) -> None:
+        self.entry(name)
         del self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,35 +120,12 @@ class Planners(MutableMapping[str, Planner]):
         return len(self.entries())
 
     def _import(self) -> None:
-        tables, self._tables = self._tables, ()
-        for module in tables:
-            self._entries |= importlib.import_module(module).PLANNERS
+        found = importlib.import_module(self._tables.pop(0)).PLANNERS
+        self._entries |= {name: entry for name, entry in found.items() if name not in self._entries}
 
 
-PLANNERS = Planners(
-    {
-        "greedy": PlannerEntry(
-            greedy,
-            "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
-            begins_with_greedy=True,
-            may_offload=True,
-        ),
-        "1f1b": PlannerEntry(
-            baseline(elastic_1f1b),
-            "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
-            has_own_size=True,
-        ),
-        "1f1b-padded": PlannerEntry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
-        "1f1b-packed": PlannerEntry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
-        "seq1f1b": PlannerEntry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True),
-    },
-    ("megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table"),
-)
-"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here.
-
-A new order of whole sequences is a function (see `Schedule`) and an entry, `baseline(it)`. A planner that cuts its own chunks
-is a function too: docs/your-own-schedule.md.
-"""
+PLANNERS = Planners("megatron_epp.planner.planners", "megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table")
+"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
 
 
 def begins_with_greedy(name: str) -> bool:

@@ -9,10 +9,10 @@ import numpy as np
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows
+from megatron_epp.planner.frontier import num_steps_of, recompute_of
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
 from megatron_epp.planner.kernels.columns import Columns, by_node, frontier_sum, need_columns, stacked
 from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers, plain
-from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 
 Times = list[list[float]]
 Sizes = list[list[int]]

@@ -13,8 +13,8 @@ from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op
 from megatron_epp.plan.operations import OperationRows, Track, operations
-from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, recompute_frontier
-from megatron_epp.planner.memory.messages import message_room
+from megatron_epp.planner.frontier import ABSENT, FrontierStep, recompute_frontier
+from megatron_epp.planner.messages import message_room
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import FrontierRows, Sizes, Tables, Times
 

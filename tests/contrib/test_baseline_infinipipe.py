@@ -18,7 +18,7 @@ from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

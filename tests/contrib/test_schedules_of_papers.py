@@ -25,7 +25,8 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, placements_of
-from megatron_epp.planner.orders.warm_up import run_ahead, slice_groups
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.orders.warm_up import run_ahead
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
 from tests.support.plan.stages import stage_of
 

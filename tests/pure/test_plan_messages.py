@@ -10,7 +10,7 @@ from megatron_epp.plan.messages import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.ways import Way
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.memory.messages import message_room
+from megatron_epp.planner.messages import message_room
 from megatron_epp.planner.search import greedy
 from tests.support.plan.launch_plans import costs_of
 from tests.support.plan.planner_cases import web_lengths

@@ -18,9 +18,9 @@ from megatron_epp.planner.kernels import shards, split
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.offload import timed
+from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.orders import vocabulary
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan import second_simulator

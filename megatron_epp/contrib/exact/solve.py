@@ -18,7 +18,7 @@ from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
-from megatron_epp.planner.orders.warm_up import CopyOrder
+from megatron_epp.planner.order import CopyOrder
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 

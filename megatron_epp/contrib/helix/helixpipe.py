@@ -24,7 +24,7 @@ from megatron_epp.contrib.helix.operations import A, G
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 
 FOLDS = 2

@@ -21,7 +21,8 @@ from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_s
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.orders.warm_up import elastic_1f1b, slice_groups
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.rows import LetterRow
 from megatron_epp.plan import PlanError
-from megatron_epp.planner.orders.warm_up import Order, descending
+from megatron_epp.planner.order import Order, descending
 
 
 def dualpipe_v(batch: Batch) -> Iterator[Order]:

@@ -17,7 +17,7 @@ from megatron_epp.plan.operations import Presence, operation
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.fitted import fitted
 

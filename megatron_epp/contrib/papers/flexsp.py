@@ -26,7 +26,7 @@ from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.recompute import fit_recompute
-from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 
 MICROBATCHES_PER_RANK = (1, 2, 3, 4, 6, 8, 12, 16)

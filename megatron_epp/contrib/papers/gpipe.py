@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.plan import Op
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import actions
-from megatron_epp.planner.orders.warm_up import Order
 
 
 def gpipe(batch: Batch) -> Iterator[Order]:

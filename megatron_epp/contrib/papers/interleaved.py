@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import one_warm_up
-from megatron_epp.planner.orders.warm_up import Order
 
 
 def interleaved(batch: Batch) -> Iterator[Order]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.plan import Action, Op
+from megatron_epp.planner.order import Order, descending
 from megatron_epp.planner.orders.patterns import actions
-from megatron_epp.planner.orders.warm_up import Order, descending
 
 GROUPS = (1, 2, 3, 4, 6, 8)
 """Values of k that are tried."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 
 
 def one_f_one_b(batch: Batch) -> Iterator[Order]:

@@ -14,8 +14,8 @@ from megatron_epp.contrib.papers.fixed_order import CHUNKS_PER_RANK, Batch, Chun
 from megatron_epp.cost import Costs
 from megatron_epp.plan import PlanError, Remedy
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.reversed_slices import reversed_slices
-from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 
 

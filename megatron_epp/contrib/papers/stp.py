@@ -16,7 +16,7 @@ from megatron_epp.contrib.overlap.joined import JoinedOrder
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.rows import LetterRow
 from megatron_epp.plan import Action, PlanError
-from megatron_epp.planner.orders.warm_up import descending
+from megatron_epp.planner.order import descending
 
 
 def stp(batch: Batch) -> Iterator[JoinedOrder]:

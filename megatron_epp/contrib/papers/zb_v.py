@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.v_blocks import repeated
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 
 
 def zb_v(batch: Batch) -> Iterator[Order]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.rows import with_waiting
 from megatron_epp.plan import Op
+from megatron_epp.planner.order import Order, descending
 from megatron_epp.planner.orders.patterns import actions, one_each
-from megatron_epp.planner.orders.warm_up import Order, descending
 
 
 def zb_h1(batch: Batch) -> Iterator[Order]:

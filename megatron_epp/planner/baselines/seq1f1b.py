@@ -14,8 +14,8 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.orders.patterns import actions, one_each
-from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.order import slice_groups
 
 Unit = tuple[Chunk, ...]
 """Chunks that follow each other: the slices of one sequence, or a single batched chunk."""

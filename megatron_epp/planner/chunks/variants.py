@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.chunker import Chunker, longest_first, whole_sequences
-from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Problem
 
 MOST_WHOLE = 3

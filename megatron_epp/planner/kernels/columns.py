@@ -155,7 +155,7 @@ def _needs(
 
 @compiled
 def frontier_sum[N: (int, float)](values: MutableSequence[N], first: int, num_layers: int, num_steps: int) -> N:
-    """Sum the values of the first recompute steps (`memory.frontier`); each mode has as many steps as the stage has layers.
+    """Sum the values of the first recompute steps (`frontier`); each mode has as many steps as the stage has layers.
 
     Args:
         values: value of one step, by mode.

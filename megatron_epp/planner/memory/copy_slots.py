@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 
 PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)

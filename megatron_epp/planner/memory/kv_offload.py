@@ -18,7 +18,7 @@ from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

@@ -27,7 +27,7 @@ from megatron_epp.planner.memory.recompute import (
     peaks_bytes,
     step_bytes,
 )
-from megatron_epp.planner.orders.warm_up import CopyOrder, Order
+from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work import WITH_COPIES, spend

@@ -21,7 +21,7 @@ from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 

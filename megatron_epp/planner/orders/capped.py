@@ -13,7 +13,8 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, Codes
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.recompute import step_bytes
-from megatron_epp.planner.orders.warm_up import Order, WarmUp, descending, run_ahead, slice_groups, window_ahead
+from megatron_epp.planner.order import Order, descending, slice_groups
+from megatron_epp.planner.orders.warm_up import WarmUp, run_ahead, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 

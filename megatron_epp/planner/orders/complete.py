@@ -6,9 +6,9 @@ from operator import itemgetter
 
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory.offload import Offload, timed
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
-from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
 

@@ -8,8 +8,8 @@ from itertools import chain
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.orders.patterns import by_laps, is_looped, looped, one_each, running
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 

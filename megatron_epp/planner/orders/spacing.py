@@ -14,8 +14,8 @@ from itertools import count
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.order import Order, descending, slice_groups, without_weights
 from megatron_epp.planner.orders.patterns import is_looped, looped, running
-from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups, without_weights
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 

@@ -12,7 +12,7 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 
 UnitTimes = Mapping[int, Action]
 """Forwards and backwards of a rank by the unit of time in which they run, each after its inputs.

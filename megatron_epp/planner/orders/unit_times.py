@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.order import Order, descending, slice_groups, without_weights
 from megatron_epp.planner.orders.patterns import is_v, running
-from megatron_epp.planner.orders.warm_up import Order, descending, slice_groups, without_weights
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 

@@ -15,7 +15,7 @@ from megatron_epp.planner.kernels import shards
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 
 SHARD_KINDS = (*KINDS, Op.S, Op.N, Op.T)

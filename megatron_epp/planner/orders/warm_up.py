@@ -13,17 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Chunk
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import Numbers, integers
+from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
-
-Order = Sequence[Sequence[Action]]
-"""The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.codes.CodedOrder`)."""
-
-CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
-"""Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
 
 Schedule = Callable[[Sequence[Chunk], int, bool], Order]
 """Function from a chunk table, the number of stages and `forward_only` to an order, for one stage on each rank."""
@@ -45,22 +40,6 @@ class OrderRule(Protocol):
             problem: the placement and the memory caps.
         """
         ...
-
-
-def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
-    """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk."""
-    starts = [c for c, chunk in enumerate(chunks) if chunk.segments[0].start == 0]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
-
-
-def descending(groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the chunks in the order of their backwards: group by group, the last slice of each first."""
-    return [c for group in groups for c in reversed(group)]
-
-
-def without_weights(order: Order) -> Order:
-    """Return an order without its weight gradients (W)."""
-    return tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
 
 
 def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:

@@ -13,7 +13,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.finishing import finisher_of
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished

@@ -11,7 +11,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.evaluate import backward_times
-from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.grains import FEW
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST

@@ -11,8 +11,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.memory.recompute import is_within, least_peaks, peaks_bytes
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
-from megatron_epp.planner.orders.warm_up import Order, OrderRule
+from megatron_epp.planner.orders.warm_up import OrderRule
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ONE_STAGE_PER_RANK, rules_for
 from megatron_epp.planner.tables import Tables

@@ -17,7 +17,7 @@ leave none, `memory.messages` plans again with that much less.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length
-from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule
@@ -57,8 +57,6 @@ completion come after it, from fewer starts. Not measured: more cuts more search
 
 FINISHED = 8
 """Candidates that a finisher (`finishing`) tries to improve, the fastest. With 2 no plan of 70 changes."""
-
-Planner = Callable[[Problem, Costs, Options], Decisions]
 
 
 class Earlier(NamedTuple):

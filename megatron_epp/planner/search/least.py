@@ -21,7 +21,7 @@ from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.memory.messages import MessageRoomError, with_room
+from megatron_epp.planner.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.search.grains import grain_counts, whole_bytes

@@ -23,7 +23,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.kernels.codes import Codes
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.memory.recompute import RecomputeFit, fit_lockstep
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

@@ -17,9 +17,10 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Key, coded
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.split_weight import peaks
-from megatron_epp.planner.orders.warm_up import Order, OrderRule
+from megatron_epp.planner.orders.warm_up import OrderRule
 from megatron_epp.planner.search.order_rules import rules_for
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.tables import Tables

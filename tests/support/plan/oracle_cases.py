@@ -15,7 +15,7 @@ from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import problem
 from tests.support.plan.stages import stage_of

@@ -11,7 +11,7 @@ from megatron_epp.contrib.papers.infinipipe.integer_program import Model, total
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
-from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 
 GAP = 0.02

@@ -29,7 +29,7 @@ from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, cuts_at, j
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
-from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
