@@ -9,9 +9,8 @@ import pytest
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, Problem, messages, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.memory import messages
 from megatron_epp.planner.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.search import greedy as greedy_module
