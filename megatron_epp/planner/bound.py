@@ -105,9 +105,9 @@ def _forced(
         kept += np.array(tables.activation[stage]) + (0 if copies else stays)
     excess = np.add.reduceat(kept, starts) + tables.static[rank] - tables.shard_room[rank] - cap
     frontier = [
-        (tables.num_layers[stage], frontier_step.saved[stage], frontier_step.layer_us[stage])
+        (tables.num_layers[stage], step.saved.tolist(), step.layer_us.tolist())
         for stage in tables.stages_of[rank]
-        for frontier_step in tables.frontier
+        for step in tables.passes[stage].frontier
     ]
     pieces: list[tuple[float, float]] = []
     for number in np.flatnonzero(excess > 0).tolist():

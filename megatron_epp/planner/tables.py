@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -11,23 +13,12 @@ from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows
 from megatron_epp.planner.frontier import num_steps_of, recompute_of
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
-from megatron_epp.planner.kernels.columns import Columns, by_node, frontier_sum, need_columns, stacked
-from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers, plain
+from megatron_epp.planner.kernels.columns import Columns, by_node, need_columns, stacked
+from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers
+from megatron_epp.planner.passes import StagePasses, Ways
 
 Times = list[list[float]]
 Sizes = list[list[int]]
-
-_frontier_sum = plain(frontier_sum)
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierRows:
-    """One step of the recompute frontier of every stage and chunk, ``[stage][chunk]``; see `frontier.FrontierStep`."""
-
-    mode: Sizes
-    saved: Sizes
-    layer_us: Times
-    fuller: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +26,12 @@ class Tables:
     """Times in microseconds and sizes in bytes, ``[stage][chunk]``.
 
     Attributes:
+        passes: of each stage; equal stages share one. The rows from `forward_us` to `weight_bytes` are theirs (`StagePasses`).
+            In the planners, counts of layers are counts of recompute steps.
         num_layers: of each stage.
-        forward_us, backward_us: of a pass without recompute.
-        weight_us: of the weight gradient, a part of the backward.
-        spared_us: by which the backward is shorter if its weight gradient is split off.
-        exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
+        backward_us, weight_us, spared_us: no rows in a forward-only plan.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
-        activation: bytes kept from forward to backward without recompute.
-        frontier: steps of the recompute frontiers, first to last. In the planners, counts of layers are counts of recompute
-            steps.
-        layer_input: bytes of the chunk that a layer that recomputes whole keeps.
-        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
-            the bytes freed at its end.
-        backward_head: bytes that a backward frees before it reaches the layers: the head's, and an attention half's.
-        backward_release_per_layer: bytes that it frees with each layer that keeps everything, with keys and values and their
-            gradient if it is the sequence's first slice, less their gradient if it is the last.
-        backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
-        backward_constant: further bytes that a backward holds all along: for half layers, and buffers of KV offload.
-        backward_half_peak: bytes that a backward needs only while it passes the attention half at the end of its stage, before
-            it frees anything of a layer.
-        first_mlp: bytes of the MLP at the start of a stage, where it counts as one layer with the attention at the stage's end
-            and that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
-        backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
-            opened or closed.
-        passing: bytes held only while a pass of the chunk runs; `static` includes the largest pass.
-        weight_bytes: bytes that the backward keeps for a split weight gradient.
-        weight_layer: of these, one layer's.
-        split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
         static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
             pass, `message_room` and `shard_room`.
         message_bytes: of each chunk's message, ``[chunk]``.
@@ -76,30 +45,22 @@ class Tables:
         added: of operations that other modules have added to the table of operations.
     """
 
+    passes: tuple[StagePasses, ...]
     num_layers: tuple[int, ...]
     forward_us: Times
     backward_us: Times
     weight_us: Times
     spared_us: Times
     exchange_us: Times
-    message_us: list[float]
-    hops: Times
     activation: Sizes
-    frontier: tuple[FrontierRows, ...]
     layer_input: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
-    backward_head: Sizes
-    backward_release_per_layer: Sizes
-    backward_layer_peak: Sizes
-    backward_constant: Sizes
-    backward_half_peak: Sizes
-    first_mlp: Sizes
     backward_residual: Sizes
     passing: Sizes
     weight_bytes: Sizes
-    weight_layer: Sizes
-    split_layer_peak: Sizes
+    message_us: list[float]
+    hops: Times
     static: tuple[int, ...]
     message_bytes: tuple[int, ...]
     message_room: tuple[int, ...]
@@ -112,6 +73,18 @@ class Tables:
     offloadable_share: float
     added: dict[Op, OperationRows] = field(default_factory=dict)
     _columns: dict[Kinds, Columns] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ways: dict[StagePasses, Ways] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_passes(self, passes: Sequence[StagePasses]) -> Tables:
+        """Return the tables with other passes of the stages."""
+        return replace(self, passes=tuple(passes), **rows_of(passes, trains=bool(self.backward_us)))
+
+    def ways(self, stage: int) -> Ways:
+        """All ways to run the passes of a stage, tabulated on the first use."""
+        passes = self.passes[stage]
+        if passes not in self._ways:
+            self._ways[passes] = passes.ways()
+        return self._ways[passes]
 
     @property
     def columns(self) -> Columns:
@@ -152,42 +125,6 @@ class Tables:
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
 
-    @property
-    def saved(self) -> Sizes:
-        """Bytes that one layer saves by the first recompute step; the only one where whole layers are the only mode."""
-        return self.frontier[0].saved
-
-    @property
-    def layer_us(self) -> Times:
-        """Microseconds that the first recompute step of one layer adds; the only step where whole layers are the only mode."""
-        return self.frontier[0].layer_us
-
-    def at_ends(self, stage: int, chunk: int, split: bool) -> tuple[int, int]:
-        """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only mode.
-
-        See `kernels.memory.backward_peak`.
-
-        Args:
-            stage, chunk: the stage and chunk.
-            split: the weight gradient is split off.
-
-        Returns:
-            the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that
-            recomputes adds `saved`; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
-            was recomputed.
-        """
-        first = self.backward_constant[stage][chunk] - self.backward_head[stage][chunk]
-        release_per_layer = self.backward_release_per_layer[stage][chunk]
-        num_layers, layer_peak = self.num_layers[stage], self.backward_layer_peak[stage][chunk]
-        if split:
-            of_layer, layer_peak = self.weight_layer[stage][chunk], self.split_layer_peak[stage][chunk]
-            first += self.weight_bytes[stage][chunk] - num_layers * of_layer
-            release_per_layer -= of_layer
-        first += max(layer_peak, self.backward_half_peak[stage][chunk]) + (
-            self.first_mlp[stage][chunk] if num_layers > 1 else 0
-        )
-        return first, self.activation[stage][chunk] + first - max(0, num_layers - 1) * release_per_layer
-
     def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
         """Return the recomputed layers per mode after `num_steps` recompute steps.
 
@@ -197,8 +134,7 @@ class Tables:
         """
         if not num_steps:
             return NO_RECOMPUTE
-        modes = tuple(frontier_step.mode[stage][chunk] for frontier_step in self.frontier)
-        return recompute_of(modes, self.num_layers[stage], num_steps)
+        return recompute_of(self._modes(stage, chunk), self.num_layers[stage], num_steps)
 
     def num_steps(self, stage: int, chunk: int, recompute: Recompute) -> int:
         """Number of recompute steps that amounts to a given recompute.
@@ -207,7 +143,10 @@ class Tables:
             stage, chunk: the stage and chunk.
             recompute: layers per mode.
         """
-        return num_steps_of(recompute, [frontier_step.mode[stage][chunk] for frontier_step in self.frontier])
+        return num_steps_of(recompute, self._modes(stage, chunk))
+
+    def _modes(self, stage: int, chunk: int) -> tuple[int, ...]:
+        return tuple(int(step.mode[chunk]) for step in self.passes[stage].frontier)
 
     def recompute_us(self, stage: int, chunk: int, num_steps: int) -> float:
         """Microseconds that `num_steps` recompute steps add to the backward.
@@ -216,11 +155,7 @@ class Tables:
             stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
-        if not num_steps:
-            return 0.0
-        return _frontier_sum(
-            [frontier_step.layer_us[stage][chunk] for frontier_step in self.frontier], 0, self.num_layers[stage], num_steps
-        )
+        return float(self.ways(stage).again_us[chunk, num_steps])
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
         """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
@@ -229,8 +164,7 @@ class Tables:
             stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
-        saved = [frontier_step.saved[stage][chunk] for frontier_step in self.frontier]
-        return self.activation[stage][chunk] - _frontier_sum(saved, 0, self.num_layers[stage], num_steps)
+        return int(self.ways(stage).kept[chunk, num_steps])
 
     @property
     def input_us(self) -> Times:
@@ -253,6 +187,21 @@ def less(whole_us: Times, parts_us: Times) -> Times:
     return [[whole - part for whole, part in zip(*row, strict=True)] for row in rows]
 
 
+def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
+    """Return the rows of `Tables` that passes have, by name. Stages with the same passes share rows, which must not be changed.
+
+    Args:
+        passes: of every stage.
+        trains: there are backwards.
+    """
+    names = (name for name in StagePasses.__slots__ if name in Tables.__slots__ and name not in ("num_layers", "passes"))
+    found: dict[str, Any] = {}
+    for name in names:
+        rows = {one: getattr(one, name).tolist() for one in dict.fromkeys(passes)}
+        found[name] = [rows[one] for one in passes] if trains or name not in ("backward_us", "weight_us", "spared_us") else []
+    return found
+
+
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     """Return the tables as flat columns.
 
@@ -264,46 +213,37 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     added = [tables.added[op] for op in kinds[ADDED:]]
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
     need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)
+    distinct = {passes: tables.ways(stage) for stage, passes in enumerate(tables.passes)}
+    starts = dict(zip(distinct, accumulate((ways.kept.size for ways in distinct.values()), initial=0), strict=False))
+    first_way = [starts[one] + distinct[one].kept.shape[1] * np.arange(chunks) for one in tables.passes]
 
     def sizes(rows: Sizes) -> IntegerList:
         return integers(stacked(rows, np.int64).ravel())
 
-    def by_frontier_step(tables: Iterable[Sequence[Sequence[float]]]) -> Numbers:
-        return np.stack([stacked(table) for table in tables], axis=-1)  # [stage, chunk, step]
+    def by_way(name: str) -> Numbers:
+        return np.concatenate([getattr(ways, name).ravel() for ways in distinct.values()])
 
-    layer_us = by_frontier_step(step.layer_us for step in tables.frontier)
-    saved = by_frontier_step(step.saved for step in tables.frontier)
-    heights = (by_frontier_step(step.mode for step in tables.frontier) >= 0).sum(axis=-1)
-    num_layers = np.repeat(np.array(tables.num_layers)[:, None], chunks, axis=1)
-    price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)
+    dear_us = [np.max([step.layer_us for step in one.frontier] or [np.zeros(chunks)], axis=0) for one in tables.passes]
     times_us = [tables.forward_us, tables.backward_us, tables.weight_us, *(rows.time_us for rows in added)]
     return Columns(
         num_stages=len(tables.rank_of),
         num_chunks=chunks,
-        num_frontier_steps=len(tables.frontier),
         num_items=num_items,
         rank_of=integers(tables.rank_of),
         static=integers(tables.static),
-        layer_us=floats(layer_us.ravel()),
-        price=floats(price.ravel()),
-        dear_us=floats(layer_us.max(axis=-1).ravel()),
-        num_layers=integers(num_layers.ravel()),
-        most=integers((num_layers * heights).ravel()),
-        activation=sizes(tables.activation),
-        saved=integers(saved.ravel()),
-        fuller=integers(by_frontier_step(step.fuller for step in tables.frontier).ravel()),
+        num_layers=integers(np.repeat(tables.num_layers, chunks)),
+        most=integers(np.concatenate([passes.most for passes in tables.passes])),
+        first_way=integers(np.concatenate(first_way)),
+        kept=integers(by_way("kept")),
+        again_us=floats(by_way("again_us")),
+        whole=integers(by_way("whole")),
+        apart=integers(by_way("apart")),
+        price=floats(by_way("price")),
+        dear_us=floats(np.concatenate(dear_us)),
         forward_alloc=sizes(tables.forward_alloc),
         forward_free=sizes(tables.forward_free),
-        head=sizes(tables.backward_head),
-        release_per_layer=sizes(tables.backward_release_per_layer),
-        layer_peak=sizes(tables.backward_layer_peak),
-        constant=sizes(tables.backward_constant),
-        half_peak=sizes(tables.backward_half_peak),
-        first_mlp=sizes(tables.first_mlp),
         residual=sizes(tables.backward_residual),
         weight_bytes=sizes(tables.weight_bytes),
-        weight_layer=sizes(tables.weight_layer),
-        split_layer_peak=sizes(tables.split_layer_peak),
         need_starts=need_starts,
         needs=needs,
         need_us=need_us,

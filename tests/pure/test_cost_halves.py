@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, StageCosts, analytic_profile, on_device, work_of
@@ -14,14 +15,10 @@ from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
-from megatron_epp.planner.kernels.compiled import plain
-from megatron_epp.planner.kernels.memory import backward_peak as compiled_backward_peak
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import headline
-
-backward_peak = plain(compiled_backward_peak)
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)
@@ -118,7 +115,7 @@ def test_the_backward_of_a_sequences_first_slice_frees_the_keys_and_values_of_a_
     tables = tabulate(CHUNKS, Problem((150, 64), (0, 1), (UNLIMITED_BYTES,) * 2), costs)
     (goes, *_), kept = costs.cache_bytes(0, WORK) + costs.gradient_bytes(0, WORK), costs.half_freed_bytes(0, WORK)
     assert goes > 0
-    assert tables.backward_head[0] == [kept[0] + goes // 2, kept[1], kept[2]]
+    assert (-tables.passes[0].backward.reached).tolist() == [kept[0] + goes // 2, kept[1], kept[2]]
 
 
 @pytest.mark.parametrize(("num_steps", "stays"), [(0, True), (1, True), (2, False)])
@@ -128,8 +125,9 @@ def test_an_mlp_at_the_start_stays_until_the_backward_ends_unless_its_layer_reco
     problem = Problem((150, 64), (0, 1, 2), (UNLIMITED_BYTES,) * 3)
     tables = tabulate(CHUNKS, problem, costs, modes=("full",))
     assert costs.stages[1].layers.first_mlp_bytes_per_token > 0
-    more = replace(tables, first_mlp=[[10**6] * 3] * 3)
-    peaks = [backward_peak(each.columns, len(CHUNKS) + 2, num_steps, False) for each in (tables, more)]
+    own = tables.passes[1]
+    more = replace(own, backward=own.backward._replace(first_mlp=np.full(3, 10**6)))
+    peaks = [each.ways().whole[2, num_steps] for each in (own, more)]
     assert (peaks[1] > peaks[0] + 500_000) == stays
 
 

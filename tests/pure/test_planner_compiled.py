@@ -119,8 +119,8 @@ def test_loops_that_make_no_lists_count_no_references_to_columns(tmp_path: Path,
 
 KEEPING = """
 import numpy as np
-from megatron_epp.planner.kernels.columns import frontier_sum
-frontier_sum(np.array([1, 2]), 0, 1, 1)
+from megatron_epp.planner.kernels.timing import mark_split
+mark_split(np.array([1, 2]), np.array([0]))
 """
 
 

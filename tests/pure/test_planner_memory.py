@@ -18,7 +18,6 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
@@ -71,7 +70,7 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
-    steps = range(2 * len(tables.frontier) + 1)
+    steps = range(2 * len(tables.passes[0].frontier) + 1)
     choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: len(tables.message_us)]))
     peaks = [peaks_bytes(order, tables, [list(recompute_steps)] * len(order)) for recompute_steps in choices]
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
@@ -281,4 +280,5 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 kept, peak = costs.layer_bytes(0, work, mode), costs.layer_peak_bytes(0, work, mode, split=split)[0]
                 most = max(most, held + int(peak[c] - kept[c]))
                 held += comes - int(kept[c]) + stays
-            assert backward_peak(tables.columns, c, taken, split) == most - start
+            left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
+            assert (tables.ways(0).apart if split else tables.ways(0).whole)[c, taken] == max(most, left)

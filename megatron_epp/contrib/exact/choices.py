@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.planner.evaluate import moved_of
-from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.tables import Tables
 
 FINEST = 1 << 20
@@ -89,15 +88,13 @@ def choices_of(
         shares: of the kept bytes that may be copied; zero is always a choice.
         recompute: numbers of recompute steps to choose from.
     """
-    columns, item = tables.columns, stage * len(tables.message_us) + c
+    ways = tables.ways(stage)
     may_split = splits and tables.weight_us[stage][c] > 0.0 and tables.weight_bytes[stage][c] > 0
     for num_steps in recompute:
         kept = tables.kept_bytes(stage, c, num_steps)
         whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
         for split in (False, True) if may_split else (False,):
-            held = tables.weight_bytes[stage][c] if split else 0
-            growth = tables.backward_residual[stage][c] - kept + held
-            takes = max(int(backward_peak(columns, item, num_steps, split)), growth)
+            takes = int((ways.apart if split else ways.whole)[c, num_steps]) - kept
             backward_us = whole_us - (tables.spared_us[stage][c] if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
             seen = {0}

@@ -139,7 +139,7 @@ def makespan_us(
 
 def _serial_us(tables: Tables) -> float:
     """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
-    again = sum(sum(step.layer_us[s]) * most for step in tables.frontier for s, most in enumerate(tables.num_layers))
+    again = sum(float(step.layer_us.sum()) * one.num_layers for one in tables.passes for step in one.frontier)
     work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + again
     if math.isinf(tables.host_us_per_byte):
         return work

@@ -92,11 +92,13 @@ class GroupedDecisions(Decisions):
         """
         groups = groups_of(self.extensions)
         assert groups is not None
-        grouped, stages = GroupCosts(costs), costs.equal_stages
+        grouped = GroupCosts(costs)
         tables = tabulate(self.chunks, problem, costs, self.modes, work=grouped.work(groups, self.chunks))
-        passes = {stage: grouped.pass_us(stage, groups, self.chunks) for stage in set(stages)}
-        forward_us, backward_us = ([passes[stage][backward].tolist() for stage in stages] for backward in (False, True))
-        return replace(tables, forward_us=forward_us, backward_us=[] if problem.forward_only else backward_us)
+        passes = dict(zip(costs.equal_stages, tables.passes, strict=True))
+        for stage, own in passes.items():
+            forward_us, backward_us = grouped.pass_us(stage, groups, self.chunks)
+            passes[stage] = replace(own, forward_us=forward_us, backward_us=backward_us)
+        return tables.with_passes([passes[stage] for stage in costs.equal_stages])
 
 
 def _columns(groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[IntColumn, IntColumn, IntColumn, IntColumn]:

@@ -1,8 +1,8 @@
-"""Tables as flat columns of numbers, and sums over a column's recompute steps."""
+"""Tables as flat columns of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 from megatron_epp.plan.operations import Collective, MessageKind, operation
 from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.kernels.codes import Kinds
-from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, Numbers, compiled, floats, integers
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, Numbers, floats, integers
 
 
 class Columns(NamedTuple):
@@ -19,9 +19,9 @@ class Columns(NamedTuple):
 
     Attributes:
         num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
-        num_frontier_steps: steps of the longest recompute frontier. The columns `layer_us`, `saved` and `price` have an entry
-            per step of each item, item by item.
-        price: time of recompute per byte it saves; infinite where it saves none.
+        first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
+            stages share them.
+        kept, again_us, whole, apart, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
         num_layers: of the item's stage.
         most: most recompute steps of the item.
@@ -35,30 +35,22 @@ class Columns(NamedTuple):
 
     num_stages: int
     num_chunks: int
-    num_frontier_steps: int
     num_items: int
     rank_of: IntegerList
     static: IntegerList
-    layer_us: FloatList
-    price: FloatList
-    dear_us: FloatList
     num_layers: IntegerList
     most: IntegerList
-    activation: IntegerList
-    saved: IntegerList
-    fuller: IntegerList
+    first_way: IntegerList
+    kept: IntegerList
+    again_us: FloatList
+    whole: IntegerList
+    apart: IntegerList
+    price: FloatList
+    dear_us: FloatList
     forward_alloc: IntegerList
     forward_free: IntegerList
-    head: IntegerList
-    release_per_layer: IntegerList
-    layer_peak: IntegerList
-    constant: IntegerList
-    half_peak: IntegerList
-    first_mlp: IntegerList
     residual: IntegerList
     weight_bytes: IntegerList
-    weight_layer: IntegerList
-    split_layer_peak: IntegerList
     need_starts: IntegerList
     needs: IntegerList
     need_us: FloatList
@@ -151,22 +143,3 @@ def _needs(
                 needs.append(np.stack(nodes, axis=1).ravel())
                 carried.append([(one.need.carries, min(site, one.site)) for one in related])
     return np.concatenate([[0], np.cumsum(per_node)]), np.concatenate(needs), carried
-
-
-@compiled
-def frontier_sum[N: (int, float)](values: MutableSequence[N], first: int, num_layers: int, num_steps: int) -> N:
-    """Sum the values of the first recompute steps (`frontier`); each mode has as many steps as the stage has layers.
-
-    Args:
-        values: value of one step, by mode.
-        first: index of the item's first mode in `values`.
-        num_layers: layers of the stage.
-        num_steps: number of steps.
-    """
-    at, left = first, num_steps
-    total = values[first] * 0
-    while left > num_layers:
-        total += num_layers * values[at]
-        left -= num_layers
-        at += 1
-    return total + left * values[at]

@@ -5,89 +5,8 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns, frontier_sum
-from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists, inlined
-
-
-@compiled
-def kept(columns: Columns, item: int, num_steps: int) -> int:
-    """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
-
-    Args:
-        columns: sizes by item.
-        item: a stage and a chunk (`Columns`).
-        num_steps: recompute steps.
-    """
-    return columns.activation[item] - frontier_sum(
-        columns.saved, item * columns.num_frontier_steps, columns.num_layers[item], num_steps
-    )
-
-
-@inlined
-def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> int:
-    """Compute the peak bytes of a chunk's backward above those live when it starts, after `num_steps` recompute steps.
-
-    A backward goes through the stage from its end. The bytes that the head kept are freed first, then the bytes of an attention
-    at the stage's end, which needs more for a moment. At each layer memory rises for a while: by what recompute makes again, or
-    by the gradient of its keys and values, which stays. Then the bytes that the layer kept are freed, and with a sequence's
-    first slice its keys and values and their gradient.
-
-    The layers with fewest steps come first. Layers with equally many steps are equal, so each such group has its peak at its
-    first or its last layer. The next group keeps less, so where there are two groups the last layer of the first is never the
-    peak. If the first layer of all keeps an MLP until the end of the backward (`Tables.first_mlp`), the peak may be at the
-    second, too.
-
-    Args:
-        columns: sizes by item.
-        item: the stage and chunk.
-        num_steps: recompute steps.
-        split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer that it has
-            passed.
-    """
-    num_layers = columns.num_layers[item]
-    full, rest, frontier_step = (
-        (num_steps // num_layers, num_steps % num_layers, item * columns.num_frontier_steps) if num_layers > 0 else (0, 0, 0)
-    )
-    live, release_per_layer, layer_peak = -columns.head[item], columns.release_per_layer[item], columns.layer_peak[item]
-    if split:
-        live += columns.weight_bytes[item] - num_layers * columns.weight_layer[item]
-        release_per_layer -= columns.weight_layer[item]
-        layer_peak = columns.split_layer_peak[item]
-    if num_layers == 0:
-        return columns.constant[item] + max(columns.half_peak[item], live)
-    for at in range(frontier_step, frontier_step + full):
-        release_per_layer -= columns.saved[at]
-        layer_peak += columns.saved[at]
-        if not split:
-            layer_peak += columns.fuller[at]
-    most = max(columns.half_peak[item], live + layer_peak)
-    if full == 0 and num_layers > 1:
-        live += columns.first_mlp[item]
-        if rest < num_layers - 1:
-            most = max(most, live - release_per_layer + layer_peak)
-    if rest > 0:
-        live -= (num_layers - rest) * release_per_layer
-        release_per_layer -= columns.saved[frontier_step + full]
-        layer_peak += columns.saved[frontier_step + full]
-        if not split:
-            layer_peak += columns.fuller[frontier_step + full]
-        most = max(most, live + layer_peak)
-        return columns.constant[item] + max(most, live - (rest - 1) * release_per_layer + layer_peak)
-    return columns.constant[item] + max(most, live - (num_layers - 1) * release_per_layer + layer_peak)
-
-
-@compiled
-def own(columns: Columns, item: int, num_steps: int) -> int:
-    """Peak bytes of a backward and its chunk's activations together, where it computes the weight gradients itself.
-
-    It never grows with `num_steps`, except where layers that recompute hold more bytes while their own backward runs.
-
-    Args:
-        columns: sizes by item.
-        item: a stage and a chunk (`Columns`).
-        num_steps: recompute steps.
-    """
-    return max(kept(columns, item, num_steps) + backward_peak(columns, item, num_steps, False), columns.residual[item])
+from megatron_epp.planner.kernels.columns import Columns
+from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists
 
 
 @compiled
@@ -105,12 +24,13 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
     for at in range(begin, stop):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
         if op == FORWARD:
-            live += kept(columns, item, recompute_steps[item]) + columns.forward_alloc[item]
+            live += columns.kept[columns.first_way[item] + recompute_steps[item]] + columns.forward_alloc[item]
             most = max(most, live)
             live -= columns.forward_free[item]
         elif op == BACKWARD:
-            live -= kept(columns, item, recompute_steps[item])
-            most = max(most, live + own(columns, item, recompute_steps[item]))
+            way = columns.first_way[item] + recompute_steps[item]
+            live -= columns.kept[way]
+            most = max(most, live + columns.whole[way])
             live += columns.residual[item]
         elif op >= ADDED:
             added = (op - ADDED) * columns.num_items + item
@@ -142,15 +62,15 @@ def step_bytes(
             added = (op - ADDED) * columns.num_items + item
             takes[at], gives[at] = columns.added_takes[added], columns.added_gives[added]
             continue
-        stays = kept(columns, item, recompute_steps[item])
+        way = columns.first_way[item] + recompute_steps[item]
+        stays = columns.kept[way]
         if op == FORWARD:
             takes[at] = stays + columns.forward_alloc[item]
             gives[at] = columns.forward_free[item]
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
-            growth = columns.residual[item] - stays + held
-            takes[at] = max(backward_peak(columns, item, recompute_steps[item], split[item] != 0), growth)
-            gives[at] = takes[at] - growth
+            takes[at] = (columns.apart[way] if split[item] else columns.whole[way]) - stays
+            gives[at] = takes[at] + stays - columns.residual[item] - held
         else:
             takes[at] = 0
             gives[at] = columns.weight_bytes[item]
@@ -200,15 +120,16 @@ def sweep(
         if op == WEIGHT:
             continue
         held = change = 0  # bytes while the action runs, and what it leaves behind
+        first = 0 if op >= ADDED else columns.first_way[item]
         if op == FORWARD:
-            live += columns.activation[item] + columns.forward_alloc[item]
-            if columns.saved[item * columns.num_frontier_steps] > 0 and limit[item] > 0:
+            live += columns.kept[first] + columns.forward_alloc[item]
+            if limit[item] > 0 and columns.kept[first] > columns.kept[first + 1]:
                 stay = leaves[item] - at if by_stay else 1
-                heapq.heappush(alive, (columns.price[item * columns.num_frontier_steps] / stay, -leaves[item], item, stay))
+                heapq.heappush(alive, (columns.price[first] / stay, -leaves[item], item, stay))
             change = -columns.forward_free[item]
         elif op == BACKWARD:
-            live -= kept(columns, item, recompute_steps[item])
-            held = own(columns, item, recompute_steps[item])
+            live -= columns.kept[first + recompute_steps[item]]
+            held = columns.whole[first + recompute_steps[item]]
             change = columns.residual[item]
         else:
             added = (op - ADDED) * columns.num_items + item
@@ -216,9 +137,9 @@ def sweep(
             change = -columns.added_gives[added]
         while live + held > caps[at] and len(alive) > 0:
             is_own = op == BACKWARD and alive[0][2] == item and recompute_steps[item] < limit[item]
-            if is_own and own(columns, item, limit[item]) < held:
+            if is_own and columns.whole[first + limit[item]] < held:
                 recompute_steps[item] += 1
-                held = own(columns, item, recompute_steps[item])
+                held = columns.whole[first + recompute_steps[item]]
                 continue
             live -= give_cheapest(alive, columns, limit, recompute_steps, leaves, at, live + held - caps[at])
         if live + held > caps[at]:
@@ -280,21 +201,18 @@ def give_cheapest(
         excess: bytes above the cap.
     """
     item = alive[0][2]
-    num_layers = columns.num_layers[item]
-    frontier_step = item * columns.num_frontier_steps + recompute_steps[item] // num_layers if num_layers > 0 else 0
-    if leaves[item] <= at or recompute_steps[item] >= limit[item] or columns.saved[frontier_step] == 0:
+    taken, first = recompute_steps[item], columns.first_way[item]
+    if leaves[item] <= at or taken >= limit[item] or columns.kept[first + taken] == columns.kept[first + taken + 1]:
         heapq.heappop(alive)
         return 0
-    count = min(
-        limit[item] - recompute_steps[item],
-        num_layers - recompute_steps[item] % num_layers,
-        -(-excess // columns.saved[frontier_step]),
-    )
-    recompute_steps[item] += count
-    if recompute_steps[item] % num_layers == 0 and recompute_steps[item] < limit[item]:
+    saved, num_layers = columns.kept[first + taken] - columns.kept[first + taken + 1], columns.num_layers[item]
+    count = min(limit[item] - taken, num_layers - taken % num_layers, -(-excess // saved))
+    taken += count
+    recompute_steps[item] = taken
+    if taken % num_layers == 0 and taken < limit[item]:
         stay = alive[0][3]
-        heapq.heapreplace(alive, (columns.price[frontier_step + 1] / stay, -leaves[item], item, stay))
-    return count * columns.saved[frontier_step]
+        heapq.heapreplace(alive, (columns.price[first + taken] / stay, -leaves[item], item, stay))
+    return count * saved
 
 
 @compiled

@@ -16,7 +16,7 @@ from megatron_epp.planner.kernels.compiled import (
     integer_zeros,
     integers,
 )
-from megatron_epp.planner.kernels.memory import backward_peak, step_bytes
+from megatron_epp.planner.kernels.memory import step_bytes
 from megatron_epp.planner.kernels.timing import STUCK, durations
 
 WHOLE = 1.0
@@ -141,8 +141,8 @@ def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerLis
             live -= whole.gives[at]
             item, whole.extra[at] = whole.actions[at] >> KIND_BITS, 0
             if whole.actions[at] & KIND_MASK == BACKWARD:
-                rise = backward_peak(columns, item, recompute_steps[item], True)
-                whole.extra[at] = max(0, rise - whole.takes[at], columns.weight_bytes[item] - whole.gives[at])
+                way = columns.first_way[item] + recompute_steps[item]
+                whole.extra[at] = max(0, columns.apart[way] - columns.whole[way])
 
 
 @inlined
@@ -155,7 +155,7 @@ def leaves_bytes(columns: Columns, item: int) -> bool:
         columns: times and sizes by item.
         item: a stage and a chunk (`Columns`).
     """
-    return columns.weight_bytes[item] > 0 or columns.activation[item] + columns.forward_alloc[item] == 0
+    return columns.weight_bytes[item] > 0 or columns.kept[columns.first_way[item]] + columns.forward_alloc[item] == 0
 
 
 @compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns, frontier_sum
+from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 
 STUCK = -1.0
@@ -196,9 +196,7 @@ def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList
     """
     items = columns.num_items
     for item in range(len(recompute_steps)):
-        again_us = frontier_sum(
-            columns.layer_us, item * columns.num_frontier_steps, columns.num_layers[item], recompute_steps[item]
-        )
+        again_us = columns.again_us[columns.first_way[item] + recompute_steps[item]]
         time_us = columns.action_us[BACKWARD * items + item] + again_us
         if split[item]:
             time_us -= columns.spared_us[item]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import Any
 
 import numpy as np
 
@@ -19,27 +18,13 @@ from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.passes import StagePasses, passes_of
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
 
 Pairs = frozenset[tuple[int, int]]
 """Stages and sequences whose keys and values are in host memory."""
 
-_ROWS = (
-    "forward_us",
-    "forward_alloc",
-    "forward_free",
-    "backward_us",
-    "backward_head",
-    "backward_release_per_layer",
-    "backward_layer_peak",
-    "backward_constant",
-    "backward_half_peak",
-    "backward_residual",
-    "split_layer_peak",
-)
-_FRONTIER_COLUMNS = "mode", "saved", "layer_us", "fuller"
 SHARING = 2.0
 """Factor by which the link slows down for KV offload and for copies of activations each, where a plan has both. Assumed: each
 gets half of the link whenever it copies, which counts too much where they do not copy at once.
@@ -68,28 +53,56 @@ def with_kv_offload(
         sharing: factor by which the link is slower for each of its uses.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
-    bare = tabulate(chunks, problem, costs, modes, in_order, without_caches(work))
-    found = _kv_offload_costs(costs, work, pairs, sharing)
-    slices = slices_in(chunks, problem.lengths)
-    attending = {position for position, mode in enumerate(MODES.values()) if mode.repeats_attention}
-    items = [(s, c) for s, sequence in pairs for c in slices.get(sequence, ())]
-    rows = _merged(tables, bare, _ROWS, items)
-    frontier = [
-        replace(own, **_merged(own, other, _FRONTIER_COLUMNS, items))
-        for own, other in zip(tables.frontier, bare.frontier, strict=True)
-    ]
-    for s, c in items:
-        host = found[s]
-        rows["forward_us"][s][c] += float(host.forward_us[c])
-        rows["forward_alloc"][s][c] += int(host.forward_bytes[c])
-        rows["forward_free"][s][c] += int(host.forward_bytes[c])
-        if problem.forward_only:
-            continue
-        rows["backward_us"][s][c] += float(host.backward_us[c])
-        rows["backward_constant"][s][c] += int(host.backward_bytes[c])
-        if repeating := next((frontier_step for frontier_step in frontier if frontier_step.mode[s][c] in attending), None):
-            repeating.layer_us[s][c] += float(host.again_us[c])  # attention, run again, streams them again
-    return replace(tables, **rows, frontier=tuple(frontier), host_us_per_byte=tables.host_us_per_byte * sharing)
+    found, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
+    first_equal, bare_work = costs.equal_stages, without_caches(work)
+    bare = {
+        first_equal[stage]: passes_of(first_equal[stage], bare_work, costs, modes, in_order, problem.forward_only)
+        for stage, _ in pairs
+    }
+    passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
+    for stage, host in found.items():
+        there = frozenset(sequence for at, sequence in pairs if at == stage)
+        which = np.zeros(len(chunks), dtype=np.bool_)
+        which[[c for sequence in there for c in slices.get(sequence, ())]] = True
+        equal = first_equal[stage]
+        if (equal, there) not in known:
+            known[equal, there] = streamed(passes[stage].where(which, bare[equal]), which, host, not problem.forward_only)
+        passes[stage] = known[equal, there]
+    return replace(tables.with_passes(passes), host_us_per_byte=tables.host_us_per_byte * sharing)
+
+
+def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, trains: bool) -> StagePasses:
+    """Add the times and device bytes of keys and values that stream from and to the host.
+
+    Args:
+        passes: of a stage, without caches of these chunks.
+        which: the chunks.
+        host: costs of KV offload.
+        trains: there are backwards.
+    """
+    pieces = np.where(which, host.forward_bytes, 0)
+    passes = replace(
+        passes,
+        forward_us=passes.forward_us + np.where(which, host.forward_us, 0.0),
+        forward_alloc=passes.forward_alloc + pieces,
+        forward_free=passes.forward_free + pieces,
+    )
+    if not trains:
+        return passes
+    attending = [position for position, mode in enumerate(MODES.values()) if mode.repeats_attention]
+    frontier, left = [], which
+    for step in passes.frontier:  # attention, run again, streams them again
+        again = left & np.isin(step.mode, attending)
+        frontier.append(replace(step, layer_us=step.layer_us + np.where(again, host.again_us, 0.0)))
+        left = left & ~again
+    held = np.where(which, host.backward_bytes, 0)
+    return replace(
+        passes,
+        backward_us=passes.backward_us + np.where(which, host.backward_us, 0.0),
+        frontier=tuple(frontier),
+        backward=passes.backward._replace(constant=passes.backward.constant + held),
+        split_backward=passes.split_backward._replace(constant=passes.split_backward.constant + held),
+    )
 
 
 def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:
@@ -100,22 +113,6 @@ def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWor
         which: of those chunks; None for all.
     """
     return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
-
-
-def _merged(own: Any, other: Any, names: Iterable[str], items: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Merge the named rows ``[stage][chunk]``: the listed entries come from `other`. Rows that stages share are copied first.
-
-    Args:
-        own, other: objects with these rows, in the same shapes.
-        names: of the rows.
-        items: stage and chunk of the entries to replace.
-    """
-    stages, merged = {stage for stage, _ in items}, {}
-    for name in names:
-        merged[name] = rows = [list(row) if stage in stages else row for stage, row in enumerate(getattr(own, name))]
-        for stage, c in items if rows else ():
-            rows[stage][c] = getattr(other, name)[stage][c]
-    return merged
 
 
 def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, KVOffloadCosts]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import neg
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +25,14 @@ from megatron_epp.planner.kernels.codes import Codes
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.memory.recompute import RecomputeFit, fit_lockstep
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
-_TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us", "hops", "message_us")
+_TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +190,29 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Return every replica's tables with the times of the slowest at each stage and chunk."""
     if len(tables) == 1:
         return tuple(tables)
-    common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
-    again_us = [
-        np.max([step.layer_us for step in steps], axis=0).tolist()
-        for steps in zip(*(own.frontier for own in tables), strict=True)
-    ]
+    common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in ("hops", "message_us")}
     added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
     room = tuple(map(max, *(own.shard_room for own in tables)))
+    together = list(zip(*(own.passes for own in tables), strict=True))  # by stage
+    slowed = {passes: _slowest(passes) for passes in dict.fromkeys(together)}
     found = []
-    for own in tables:
-        frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
+    for number, own in enumerate(tables):
         static = tuple(map(sum, zip(own.static, room, map(neg, own.shard_room), strict=True)))
-        as_slow = replace(own, **common, frontier=tuple(frontier))
-        found.append(replace(as_slow, added=added, shard_room=room, static=static))
+        as_slow = own.with_passes([slowed[passes][number] for passes in together])
+        found.append(replace(as_slow, **common, added=added, shard_room=room, static=static))
     return tuple(found)
+
+
+def _slowest(replicas: Sequence[StagePasses]) -> list[StagePasses]:
+    """Return the passes of one stage in every replica with the longest times of all."""
+    times: dict[str, Any] = {name: np.max([getattr(own, name) for own in replicas], axis=0) for name in _TIMES}
+    steps = list(zip(*(own.frontier for own in replicas), strict=True))
+    again_us = [np.max([step.layer_us for step in one], axis=0) for one in steps]
+    found = []
+    for own in replicas:
+        frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
+        found.append(replace(own, **times, frontier=tuple(frontier)))
+    return found
 
 
 def _largest(rows: Sequence[OperationRows]) -> OperationRows:

@@ -12,6 +12,7 @@ from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.passes import BackwardBytes
 from megatron_epp.planner.tables import Tables
 
 GAP = 0.02
@@ -105,13 +106,14 @@ def _solve(
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
     for p, diagonal_of in enumerate(diagonal):
+        step_bytes = tables.passes[p].frontier[0].saved.tolist()  # whole layers are the only mode
         for level, others, c in _live_bytes(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
-            saved, own = tables.saved[p][c] / UNIT_BYTES, count[diagonal_of[c]]
+            saved, own = step_bytes[c] / UNIT_BYTES, count[diagonal_of[c]]
             kept = tables.activation[p][c] / UNIT_BYTES
-            at_first, at_last = tables.at_ends(p, c, split=False)
+            at_first, at_last = _at_ends(tables, p, c)
             first, last = kept + at_first / UNIT_BYTES, max(at_last, tables.backward_residual[p][c]) / UNIT_BYTES
-            relief = total(count[diagonal_of[u]] * (tables.saved[p][u] / UNIT_BYTES) for u in others)
+            relief = total(count[diagonal_of[u]] * (step_bytes[u] / UNIT_BYTES) for u in others)
             if last > room:
                 model.at_most(last - relief, room)
             if kept > room:
@@ -153,6 +155,24 @@ def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, lis
             del alive[c]
             yield live, list(alive), c
             live += tables.backward_residual[p][c]
+
+
+def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
+    """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only mode.
+
+    Args:
+        tables: sizes of the chunks in bytes.
+        p, c: the stage and chunk.
+
+    Returns:
+        the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that
+        recomputes adds what it saves; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
+        was recomputed.
+    """
+    passes, num_layers = tables.passes[p], tables.num_layers[p]
+    sizes = BackwardBytes(*(int(column[c]) for column in passes.backward))
+    first = sizes.constant + sizes.reached + max(sizes.peak - sizes.kept, sizes.at_half) + sizes.first_mlp * (num_layers > 1)
+    return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.kept + sizes.gone)
 
 
 def _fit(order: Order, tables: Tables, recompute_steps: RecomputeSteps, caps: tuple[int, ...]) -> bool:

@@ -193,7 +193,7 @@ class Grouping:
         cells = len(tables.num_layers) * len(tables.message_us)
         pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
-        self.layer_us = sum(map(sum, tables.layer_us)) / cells
+        self.layer_us = sum(float(one.frontier[0].layer_us.sum()) for one in tables.passes) / cells
 
     def pipelines(self) -> list[Pipeline] | None:
         """The cheapest partition into runs of like numbers of chunks, longest first; None where no partition fits."""

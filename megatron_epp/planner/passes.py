@@ -1,0 +1,312 @@
+"""Passes of a kind of stage: their times and bytes, and every way in which a backward can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs
+from megatron_epp.cost import memory as item
+from megatron_epp.cost.work import BoolColumn, IntColumn, TimeColumn
+from megatron_epp.plan import NO_RECOMPUTE
+from megatron_epp.planner.frontier import ABSENT, FrontierStep, recompute_frontier
+from megatron_epp.planner.kernels.compiled import Numbers
+
+
+class BackwardBytes[Bytes](NamedTuple):
+    """Bytes of a stage's backward, from which `moments` follow: in all as columns ``[chunk]``, or by item.
+
+    Attributes:
+        constant: held all along, besides the layers' peaks.
+        at_half: in addition while it passes the attention half at the end of its stage, before it frees anything.
+        reached: what it has freed (below zero) or added when it reaches its last layer: head, halves behind the layers, inputs
+            for their split weight gradients.
+        first_mlp: of the MLP at the start of a stage, where it counts as one layer with the attention at the stage's end and
+            that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
+        kept: by a layer from forward to backward.
+        peak: of a layer while its backward runs, `kept` included.
+        gone: freed with a layer besides `kept`: keys and values and their gradient with a sequence's first slice, less the
+            gradient that its last slice opens, less the inputs of a split weight gradient.
+    """
+
+    constant: Bytes
+    at_half: Bytes
+    reached: Bytes
+    first_mlp: Bytes
+    kept: Bytes
+    peak: Bytes
+    gone: Bytes
+
+
+class LayerGroup(NamedTuple):
+    """Neighbouring layers with the same recompute; sizes as in `BackwardBytes`."""
+
+    count: Any
+    kept: Any
+    peak: Any
+
+
+def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iterator[Numbers]:
+    """Yield the bytes above those live when a backward starts, at every moment at which they can be most.
+
+    A backward goes through the stage from its end. The bytes that the head kept are freed first, then the bytes of an attention
+    at the stage's end, which needs more for a moment. At each layer memory rises for a while: by what recompute makes again, or
+    by the gradient of its keys and values, which stays. Then the bytes that the layer kept are freed, and with a sequence's
+    first slice its keys and values and their gradient. Equal layers have their peak at the first or the last of them, or at the
+    second where the first keeps an MLP until the end of the backward.
+
+    Args:
+        sizes: of the stage; `first_mlp` is zero where the first layer does not keep it.
+        groups: of layers, in the order in which a backward comes to them; sizes and counts can be arrays that broadcast.
+    """
+    yield (start := sizes.constant + sizes.at_half)
+    live = sizes.constant + sizes.reached
+    if not groups:
+        yield live
+    for at, (count, kept, peak) in enumerate(groups):
+        rise, freed = peak - kept, kept + sizes.gone
+        yield np.where(count > 0, live + rise, start)
+        if at == 0:
+            live = live + sizes.first_mlp
+            yield np.where(count > 1, live - freed + rise, start)
+        yield np.where(count > 0, live - (count - 1) * freed + rise, start)
+        live = live - count * freed
+
+
+def backward_items(
+    stage: int, work: ChunkWork, costs: Costs, mode: str = "", *, split: bool = False
+) -> BackwardBytes[dict[str, IntColumn]]:
+    """Compute the bytes of backwards by item (`cost.memory`).
+
+    Args:
+        stage: the stage.
+        work: of the chunks.
+        costs: time and memory of every stage.
+        mode: recompute mode of the layer in `kept` and `peak`; empty for one that keeps everything.
+        split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
+    """
+    cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
+    opened, goes, comes = cache * work.first, gradient * work.first, gradient * work.last
+    cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_halves(stage)
+    of_cache, together, net = opened // cached, (opened + goes) // cached, (opened + goes - comes) // cached
+    layer, kept = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
+    own, held = item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS), kept if mode else 0 * kept
+    sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
+        constant=costs.half_layer_items(stage, work),
+        at_half={item.LAYERS: costs.half_peak_bytes(stage, work)},
+        reached={
+            item.HEAD: -costs.head_bytes(stage, work),
+            item.LAYERS: -costs.half_freed_bytes(stage, work),
+            item.CACHE: -of_cache * halves,
+            item.CACHE_GRADIENT: (of_cache - together) * halves,
+        },
+        first_mlp={item.LAYERS: costs.first_mlp_bytes(stage, work)},
+        kept={own: kept},
+        peak={
+            own: held,
+            item.RECOMPUTED if mode else own: layer.num_bytes - layer.gradient - layer.prefix - held,
+            item.CACHE_GRADIENT: layer.gradient,
+            item.TRANSIENT_KV_GRADIENT: layer.prefix,
+        },
+        gone={item.CACHE: of_cache, item.CACHE_GRADIENT: net - of_cache},
+    )
+    if split:
+        of_layer = costs.layer_weight_bytes(stage, work)
+        apart = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes - layer.num_bytes
+        sizes.reached[item.WEIGHT_INPUTS] = costs.weight_bytes(stage, work) - costs.num_layers[stage] * of_layer
+        sizes.peak[item.WEIGHT_INPUTS], sizes.gone[item.WEIGHT_INPUTS] = apart, -of_layer
+    return sizes
+
+
+def totals(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
+    """Add up the items."""
+    return BackwardBytes(*(np.asarray(sum(items.values())) for items in sizes))
+
+
+class Ways(NamedTuple):
+    """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``.
+
+    Attributes:
+        kept: bytes of activations kept from forward to backward.
+        again_us: time of recompute, a part of the backward.
+        whole, apart: most bytes of a backward and its chunk's activations together, with its weight gradient, and with the
+            weight gradient split off. They never grow with recompute, except where layers that recompute hold more bytes while
+            their own backward runs.
+        price: time of the next step per byte that it saves; infinite where there is none.
+    """
+
+    kept: Numbers
+    again_us: Numbers
+    whole: Numbers
+    apart: Numbers
+    price: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagePasses:
+    """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``.
+
+    Attributes:
+        num_layers: of the stage.
+        forward_us, backward_us: of a pass without recompute.
+        weight_us: of the weight gradient, a part of the backward.
+        spared_us: by which the backward is shorter if its weight gradient is split off.
+        exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
+        activation: bytes kept from forward to backward without recompute.
+        layer_input: of these, what a layer that recomputes whole keeps.
+        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
+            the bytes freed at its end.
+        backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
+            opened or closed.
+        passing: bytes held only while a pass runs, which static bytes include.
+        weight_bytes: that a backward keeps for a split weight gradient.
+        frontier: recompute, step after step; none in a forward-only plan.
+        backward, split_backward: bytes of backwards with and without their weight gradients.
+    """
+
+    num_layers: int
+    forward_us: TimeColumn
+    backward_us: TimeColumn
+    weight_us: TimeColumn
+    spared_us: TimeColumn
+    exchange_us: TimeColumn
+    activation: IntColumn
+    layer_input: IntColumn
+    forward_alloc: IntColumn
+    forward_free: IntColumn
+    backward_residual: IntColumn
+    passing: IntColumn
+    weight_bytes: IntColumn
+    frontier: tuple[FrontierStep, ...]
+    backward: BackwardBytes[Numbers]
+    split_backward: BackwardBytes[Numbers]
+
+    @property
+    def most(self) -> IntColumn:
+        """Most recompute steps of every chunk."""
+        heights = sum((step.mode != ABSENT for step in self.frontier), np.zeros(len(self.activation), dtype=np.int64))
+        return np.asarray(self.num_layers * heights, dtype=np.int64)
+
+    def ways(self) -> Ways:
+        """Tabulate all ways. All layers take the first step of the frontier before any takes the second."""
+        layers, most = self.num_layers, len(self.frontier)
+        saved, fuller, layer_us = (self._steps(name) for name in ("saved", "fuller", "layer_us"))
+        full, rest = np.divmod(np.arange(layers * most + 1)[:, None], max(1, layers))
+        full, following = full[:, 0], np.minimum(full[:, 0] + 1, most)
+        less, more = (np.cumsum(rows, axis=0) - rows for rows in (saved, fuller))  # of a layer, after so many steps
+
+        def most_bytes(sizes: BackwardBytes[Numbers], more: Numbers) -> Numbers:
+            keeps_mlp = (full[:, None] == 0) & (layers > 1)
+            groups = [
+                LayerGroup(count, sizes.kept - less[steps], sizes.peak + more[steps])
+                for count, steps in ((layers - rest, full), (rest, following))
+            ]
+            found = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
+            return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*found)]))
+
+        kept = self.activation - _taken(saved, layers, full, rest)
+        price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
+        return Ways(
+            kept=kept.T,
+            again_us=_taken(layer_us, layers, full, rest).T,
+            whole=np.maximum(kept + most_bytes(self.backward, more), self.backward_residual).T,
+            apart=np.maximum(kept + most_bytes(self.split_backward, 0 * more), self.backward_residual + self.weight_bytes).T,
+            price=price.T,
+        )
+
+    def _steps(self, name: str) -> Numbers:
+        """A column of every step of the frontier, ``[step, chunk]``, and zeros behind the last."""
+        return np.array([*(getattr(step, name) for step in self.frontier), 0 * self.activation])
+
+    def where(self, which: BoolColumn, other: StagePasses) -> StagePasses:
+        """Take the chunks of `which` from `other`."""
+
+        def chosen(own: Any, other: Any) -> Any:
+            if isinstance(own, np.ndarray):
+                return np.where(which, other, own)
+            if isinstance(own, FrontierStep):
+                return FrontierStep(*(chosen(getattr(own, one.name), getattr(other, one.name)) for one in fields(own)))
+            if isinstance(own, BackwardBytes):
+                return BackwardBytes(*map(chosen, own, other))
+            if isinstance(own, tuple):
+                return tuple(map(chosen, own, other))
+            return own
+
+        longest = max(len(self.frontier), len(other.frontier))
+        one, two = (replace(passes, frontier=padded(passes.frontier, longest, len(which))) for passes in (self, other))
+        return StagePasses(**{each.name: chosen(getattr(one, each.name), getattr(two, each.name)) for each in fields(one)})
+
+
+def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Numbers:
+    """Add up a column of the frontier's steps, ``[number of recompute steps, chunk]``.
+
+    Args:
+        values: ``[step, chunk]``, with one more that no layer takes.
+        layers: of the stage, each of which takes every step.
+        full, rest: steps that all layers have taken, and layers that have taken one more.
+    """
+    before = np.cumsum(layers * values, axis=0)[:-1]
+    return np.asarray(np.vstack([0 * values[:1], before])[full] + rest * values[full])
+
+
+def padded(frontier: Sequence[FrontierStep], count: int, num_chunks: int) -> tuple[FrontierStep, ...]:
+    """Return the steps, and `ABSENT` ones up to a number of steps."""
+    none = np.zeros(num_chunks, dtype=np.int64)
+    return (*frontier, *[FrontierStep(none + ABSENT, none, np.zeros(num_chunks), none)] * (count - len(frontier)))
+
+
+def passes_of(
+    stage: int, work: ChunkWork, costs: Costs, modes: Sequence[str], in_order: bool = False, forward_only: bool = False
+) -> StagePasses:
+    """Compute the passes of a stage.
+
+    A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
+    last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
+    the keys and values, and of everything else a forward holds only what it needs while it runs.
+
+    Args:
+        stage: the stage.
+        work: of the chunks.
+        costs: time and memory of every stage.
+        modes, in_order: as `recompute_frontier` takes them.
+        forward_only: there are no backwards.
+    """
+    none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
+    cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
+    opened, closed = cache * work.first, cache * work.last
+    found = StagePasses(
+        num_layers=costs.num_layers[stage],
+        forward_us=costs.forward_us(stage, work),
+        backward_us=no_time,
+        weight_us=no_time,
+        spared_us=no_time,
+        exchange_us=costs.exchange_us(stage, work),
+        activation=none,
+        layer_input=costs.layer_bytes(stage, work, "full"),
+        forward_alloc=opened,
+        forward_free=none,
+        backward_residual=none,
+        passing=sum(costs.pass_items(stage, work).values(), none),
+        weight_bytes=none,
+        frontier=(),
+        backward=BackwardBytes(*[none] * len(BackwardBytes._fields)),
+        split_backward=BackwardBytes(*[none] * len(BackwardBytes._fields)),
+    )
+    if forward_only:
+        passing = costs.transient_bytes(stage, work)
+        return replace(found, forward_alloc=opened + passing, forward_free=closed + passing)
+    return replace(
+        found,
+        backward_us=costs.backward_us(stage, work),
+        weight_us=costs.weight_us(stage, work),
+        spared_us=costs.spared_us(stage, work),
+        activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
+        backward_residual=gradient * work.last - gradient * work.first - opened,
+        weight_bytes=costs.weight_bytes(stage, work),
+        frontier=tuple(recompute_frontier(stage, work, costs, modes, in_order)),
+        backward=totals(backward_items(stage, work, costs)),
+        split_backward=totals(backward_items(stage, work, costs, split=True)),
+    )
