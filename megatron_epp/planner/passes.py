@@ -126,6 +126,12 @@ def totals(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]
     return BackwardBytes(*(np.asarray(sum(items.values())) for items in sizes))
 
 
+def by_item(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
+    """Stack the items ``[item, chunk]``, in the order of `cost.memory.DYNAMIC`."""
+    none = 0 * next(iter(sizes.kept.values()))
+    return BackwardBytes(*(np.array([items.get(name, none) for name in item.DYNAMIC]) for items in sizes))
+
+
 class Ways(NamedTuple):
     """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from itertools import groupby
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.account import Account, Items
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
+from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload import without_caches
+from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tabulate import static_items
 
 
@@ -63,23 +65,22 @@ class _Stage:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
         slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.kv_offload_on(stage)
         kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
-        self.streamed, self.num_cached = _streamed(costs, stage, work, kv_offload), costs.num_cached_layers[stage]
+        self.streamed = _streamed(costs, stage, work, kv_offload)
         work = without_caches(work, kv_offload)
-        self.freed: list[int] = costs.half_freed_bytes(stage, work).tolist()
-        self.has_cached_half = costs.num_cached_halves(stage) > 0
-        self.halves = {name: column.tolist() for name, column in costs.half_layer_items(stage, work).items()}
-        self.half_peak: list[int] = costs.half_peak_bytes(stage, work).tolist()
-        self.first_mlp: list[int] = costs.first_mlp_bytes(stage, work).tolist()
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
-        self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
-        used = {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
-        self.recompute_steps = {mode: _layers(costs, stage, work, mode) for mode in used}
         steps = {action: step for step in plan.ranks[plan.placement[stage]] for action in step.actions}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
+        self.backward = {
+            (mode, split): by_item(backward_items(stage, work, costs, mode, split=split))
+            for mode in {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
+            for split in {False, bool(self.split)}
+        }
+        for sizes in self.backward.values():
+            sizes.constant[item.DYNAMIC.index(item.KV_OFFLOAD)] += [in_backward for _, in_backward in self.streamed]
         again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
         self.passing = {name: row.tolist() for name, row in costs.pass_items(stage, work).items()}
         self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
@@ -130,84 +131,37 @@ class _Stage:
 
     def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
         split = c in self.split
-        takes = self._backward_peak(c, step.alloc_bytes, split)
         left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
         left.subtract(self.kept[c])
         left[item.WEIGHT_INPUTS] += self.stays[c] if split else 0
+        takes = self._backward_peak(c, step.alloc_bytes, split, left)
         gives = Counter(takes)
         gives.subtract(left)
         gives[item.RECOMPUTED] += self.ahead.get(c, 0)
         return takes, _filled(gives, step.free_bytes, item.LAYERS)
 
-    def _backward_peak(self, c: int, backward_peak: int, split: bool) -> dict[str, int]:
-        """Compute by item the peak of a backward above the bytes live when it starts (see
-        `planner.kernels.memory.backward_peak`).
+    def _backward_peak(self, c: int, num_bytes: int, split: bool, left: Counter[str]) -> dict[str, int]:
+        """Compute by item the peak of a backward above the bytes live when it starts.
 
         Args:
             c: the chunk.
-            backward_peak: bytes that the items add up to.
+            num_bytes: that the items add up to.
             split: the weight gradient is split off.
+            left: bytes that the backward leaves; the peak where it is there only in the end.
         """
-        of_layer = self.of_layer[c] if split else 0
-        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0), item.LAYERS: -self.freed[c]})
-        if self.has_cached_half:
-            live[item.CACHE] -= self.opened[c] // self.num_cached
-            live[item.CACHE_GRADIENT] -= self.gone[c] // self.num_cached
-        live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if split else 0
-        constant = Counter({item.KV_OFFLOAD: self.streamed[c][1]} | {name: column[c] for name, column in self.halves.items()})
-        live.update(constant)
-        found, most = constant + Counter({item.LAYERS: self.half_peak[c]}), constant.total() + self.half_peak[c]
-        found[item.HEAD] = 0
-        for number in reversed(range(self.num_layers)):
-            mode = self.recompute[c].mode(number)
-            layer, own = self.recompute_steps[mode][c], item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS)
-            there, of_weights = Counter(live), layer.split - layer.peak if split else 0
-            there[item.RECOMPUTED if mode else own] += layer.peak - layer.kept - layer.gradient - layer.prefix
-            there[item.TRANSIENT_KV_GRADIENT] += layer.prefix
-            there[item.CACHE_GRADIENT] += layer.gradient
-            there[item.WEIGHT_INPUTS] += of_weights
-            if there.total() > most:
-                found, most = there, there.total()
-            live[own] -= layer.kept
-            live[item.LAYERS] += self.first_mlp[c] if number == self.num_layers - 1 and not mode else 0
-            live[item.WEIGHT_INPUTS] += of_layer
-            live[item.CACHE] -= self.opened[c] // self.num_cached
-            live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_cached
-        if backward_peak > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
-            found = live
-        return _filled(dict(found), backward_peak, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
-
-
-class _Layer(NamedTuple):
-    """Bytes of one layer and chunk.
-
-    Attributes:
-        kept: from forward to backward.
-        peak: the most while the backward runs.
-        gradient: of the peak, the gradient of its keys and values as it is added up.
-        prefix: of the peak, the same gradient as it is made.
-        split: the most where the backward keeps the inputs of a split weight gradient.
-    """
-
-    kept: int
-    peak: int
-    gradient: int
-    prefix: int
-    split: int
-
-
-def _layers(costs: Costs, stage: int, work: ChunkWork, mode: str) -> list[_Layer]:
-    """List, for every chunk, the bytes of a layer that recomputes at a mode.
-
-    Args:
-        costs: of the pipeline.
-        stage: the stage.
-        work: of its chunks.
-        mode: the recompute mode; empty for none.
-    """
-    split = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes
-    columns = costs.layer_bytes(stage, work, mode), *costs.layer_peak_bytes(stage, work, mode), split
-    return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        recompute, streamed = (
+            self.recompute[c],
+            np.array([self.streamed[c][1] * (name == item.KV_OFFLOAD) for name in item.DYNAMIC]),
+        )
+        sizes = {mode: BackwardBytes(*(items[:, c] for items in self.backward[mode, split])) for mode, _ in self.backward}
+        modes = [recompute.mode(number) for number in reversed(range(self.num_layers))]
+        groups = [LayerGroup(len(list(same)), sizes[mode].kept, sizes[mode].peak) for mode, same in groupby(modes)]
+        whole, keeps_mlp = sizes[""], self.num_layers > 1 and not modes[0]
+        most: Numbers = max(moments(whole._replace(first_mlp=whole.first_mlp * keeps_mlp), groups), key=np.sum)
+        found = dict(zip(item.DYNAMIC, most.tolist(), strict=True))
+        if left.total() > most.sum() and num_bytes > most.sum() + self.num_layers + 1:
+            found = dict(left)
+        return _filled(found, num_bytes, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
 
 
 def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
