@@ -9,9 +9,9 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.extension import Extension
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
+from megatron_epp.planner.fit import Sharing
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
-from megatron_epp.planner.memory.recompute import Sharing
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables

@@ -15,7 +15,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
+from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.tabulate import tabulate

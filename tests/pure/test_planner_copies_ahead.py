@@ -12,10 +12,10 @@ from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced, Spacing
 from megatron_epp.planner.tables import Tables

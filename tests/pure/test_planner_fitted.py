@@ -13,7 +13,7 @@ from megatron_epp.planner import Chunker, ListScheduling, Options, WarmUp, elast
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.memory.recompute import held_bytes
+from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search import order_rules

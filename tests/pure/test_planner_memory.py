@@ -18,7 +18,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
+from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.orders.spacing import Spaced
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate

@@ -14,7 +14,7 @@ from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulat
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.variants import started
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.search import order_rules, passes

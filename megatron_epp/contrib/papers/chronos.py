@@ -20,9 +20,9 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.fit import by_stage, fit_with_copies
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import longest_lived_shares
-from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.spacing import whole_backwards
 from megatron_epp.planner.problem import Options, Problem

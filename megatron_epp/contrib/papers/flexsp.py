@@ -25,7 +25,7 @@ from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import longest_first
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.memory.recompute import fit_recompute
+from megatron_epp.planner.fit import fit_recompute
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 

@@ -10,8 +10,8 @@ from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, longest_first, round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.fit import is_within, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.memory.recompute import is_within, peaks_bytes
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

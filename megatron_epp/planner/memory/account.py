@@ -149,10 +149,7 @@ class _Stage:
             split: the weight gradient is split off.
             left: bytes that the backward leaves; the peak where it is there only in the end.
         """
-        recompute, streamed = (
-            self.recompute[c],
-            np.array([self.streamed[c][1] * (name == item.KV_OFFLOAD) for name in item.DYNAMIC]),
-        )
+        recompute = self.recompute[c]
         sizes = {mode: BackwardBytes(*(items[:, c] for items in self.backward[mode, split])) for mode, _ in self.backward}
         modes = [recompute.mode(number) for number in reversed(range(self.num_layers))]
         groups = [LayerGroup(len(list(same)), sizes[mode].kept, sizes[mode].peak) for mode, same in groupby(modes)]

@@ -15,8 +15,8 @@ from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.recompute import MODES
+from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import StagePasses, passes_of
 from megatron_epp.planner.problem import Problem

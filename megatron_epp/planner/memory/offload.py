@@ -15,9 +15,7 @@ from megatron_epp.plan import Action, Op
 from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of, play
-from megatron_epp.planner.kernels.codes import Codes, encode
-from megatron_epp.planner.memory.copy_slots import choose
-from megatron_epp.planner.memory.recompute import (
+from megatron_epp.planner.fit import (
     by_stage,
     fit_lockstep,
     fit_with_copies,
@@ -27,6 +25,8 @@ from megatron_epp.planner.memory.recompute import (
     peaks_bytes,
     step_bytes,
 )
+from megatron_epp.planner.kernels.codes import Codes, encode
+from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables

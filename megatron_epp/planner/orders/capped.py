@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk
+from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, Codes
 from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp, run_ahead, window_ahead
 from megatron_epp.planner.problem import Problem

@@ -7,11 +7,11 @@ from itertools import accumulate, chain
 
 from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, makespan_us, play
+from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.kernels import split, timing
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 

@@ -12,11 +12,11 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play, split_off
+from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.orders.vocabulary import completed_with_shards

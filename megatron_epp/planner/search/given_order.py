@@ -9,8 +9,8 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
+from megatron_epp.planner.fit import is_within, least_peaks, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.memory.recompute import is_within, least_peaks, peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
 from megatron_epp.planner.orders.warm_up import OrderRule

@@ -13,11 +13,11 @@ from megatron_epp.plan import is_unlimited
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, room_for
+from megatron_epp.planner.fit import by_stage, caps_at
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.kernels.steps import Facts, Spare, StepChoice, copy_choice, search
-from megatron_epp.planner.memory.recompute import by_stage, caps_at
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, has_shards, no_storage

@@ -11,8 +11,8 @@ from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.fit import is_within
 from megatron_epp.planner.kernels.codes import coded
-from megatron_epp.planner.memory.recompute import is_within
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights

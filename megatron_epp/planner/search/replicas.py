@@ -21,9 +21,9 @@ from megatron_epp.plan.operations import OperationRows
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.fit import RecomputeFit, fit_lockstep
 from megatron_epp.planner.kernels.codes import Codes
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
-from megatron_epp.planner.memory.recompute import RecomputeFit, fit_lockstep
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem

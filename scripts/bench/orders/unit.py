@@ -21,7 +21,7 @@ from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.memory.recompute import held_bytes, peaks_of
+from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.registry import PLANNERS
 
 TOKENS = 96

@@ -20,7 +20,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem

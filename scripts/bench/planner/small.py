@@ -25,7 +25,7 @@ from megatron_epp.cost import H100, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tabulate import tabulate
 

@@ -14,7 +14,7 @@ from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import problem

@@ -10,7 +10,7 @@ from functools import partial
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, total
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import BackwardBytes
 from megatron_epp.planner.tables import Tables

@@ -28,7 +28,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, cuts_at, joined, longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
