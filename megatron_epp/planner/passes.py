@@ -69,10 +69,9 @@ def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iter
     for at, (count, kept, peak) in enumerate(groups):
         rise, freed = peak - kept, kept + sizes.gone
         yield np.where(count > 0, live + rise, start)
-        if at == 0:
-            live = live + sizes.first_mlp
-            yield np.where(count > 1, live - freed + rise, start)
-        yield np.where(count > 0, live - (count - 1) * freed + rise, start)
+        live = live + (sizes.first_mlp if at == 0 else 0)
+        yield np.where(count > 1, live - freed + rise, start)
+        yield np.where(count > 1, live - (count - 1) * freed + rise, start)
         live = live - count * freed
 
 

@@ -44,15 +44,23 @@ class ListScheduling:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        run = _ready(chunks, tables, self)
-        starts = [*numbers(run.filled), len(run.out)]
-        ready.run(run)
-        if numbers(run.filled) != starts[1:]:
-            raise PlanError("list scheduling stopped before all actions ran: the chunks are not a table in forward order")
-        return CodedOrder(Codes(run.out, integers(starts)), len(chunks))
+        return order_of(ready_of(chunks, tables, self))
 
 
-def _ready(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> ready.Ready:
+def order_of(run: ready.Ready) -> CodedOrder:
+    """Run a pipeline, and return its order. Raises `PlanError` if not all actions can run.
+
+    Args:
+        run: times, limits and storage.
+    """
+    starts = [*numbers(run.filled), len(run.out)]
+    ready.run(run)
+    if numbers(run.filled) != starts[1:]:
+        raise PlanError("list scheduling stopped before all actions ran: the chunks are not a table in forward order")
+    return CodedOrder(Codes(run.out, integers(starts)), run.num_chunks)
+
+
+def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> ready.Ready:
     """Collect times and limits of a chunk table, and storage.
 
     Args:
@@ -83,12 +91,14 @@ def _ready(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> rea
         hop_us=floats(chain(*tables.hops, tables.turn_us)),
         backwards=integers(descending(groups) if trains else []),
         ahead=integers([*ahead, total] if trains else [total] * (total + 1)),
+        most_kept=0,
         alternating=int(rule.alternating),
         most_waiting=max(1, math.ceil((rule.waiting or 0) * ranks)) if is_split else 0,
         forward_in=floats([0.0] * total + [math.inf] * (items - total)),
         backward_in=floats([math.inf] * items),
         forward_count=integer_zeros(stages),
         backward_count=integer_zeros(stages),
+        kept=integer_zeros(ranks),
         clock_us=float_zeros(ranks),
         was_backward=integer_zeros(ranks),
         waiting_us=float_zeros(items if is_split else 0),
