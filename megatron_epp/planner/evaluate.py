@@ -59,10 +59,8 @@ def backward_times(tables: Tables, recompute_steps: RecomputeSteps, order: Order
 
 def recompute_times(tables: Tables, recompute_steps: RecomputeSteps) -> tuple[tuple[float, ...], ...]:
     """Compute the part of each backward that is recompute, in microseconds, ``[stage][chunk]``."""
-    return tuple(
-        tuple(tables.recompute_us(stage, c, num_steps) for c, num_steps in enumerate(row))
-        for stage, row in enumerate(recompute_steps)
-    )
+    chunks = np.arange(len(tables.message_us))
+    return tuple(tuple(tables.ways(stage).again_us[chunks, row].tolist()) for stage, row in enumerate(recompute_steps))
 
 
 def split_off(order: Order) -> set[tuple[int, int]]:

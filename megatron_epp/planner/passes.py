@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,11 +121,6 @@ def backward_items(
     return sizes
 
 
-def totals(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
-    """Add up the items."""
-    return BackwardBytes(*(np.asarray(sum(items.values())) for items in sizes))
-
-
 def by_item(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
     """Stack the items ``[item, chunk]``, in the order of `cost.memory.DYNAMIC`."""
     none = 0 * next(iter(sizes.kept.values()))
@@ -169,7 +165,7 @@ class StagePasses:
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
         frontier: recompute, step after step; none in a forward-only plan.
-        backward, split_backward: bytes of backwards with and without their weight gradients.
+        backward: computes the bytes of backwards, whose weight gradients are split off or not.
     """
 
     num_layers: int
@@ -186,8 +182,7 @@ class StagePasses:
     passing: IntColumn
     weight_bytes: IntColumn
     frontier: tuple[FrontierStep, ...]
-    backward: BackwardBytes[Numbers]
-    split_backward: BackwardBytes[Numbers]
+    backward: Callable[[bool], BackwardBytes[Numbers]]
 
     @property
     def most(self) -> IntColumn:
@@ -217,8 +212,8 @@ class StagePasses:
         return Ways(
             kept=kept.T,
             again_us=_taken(layer_us, layers, full, rest).T,
-            whole=np.maximum(kept + most_bytes(self.backward, more), self.backward_residual).T,
-            apart=np.maximum(kept + most_bytes(self.split_backward, 0 * more), self.backward_residual + self.weight_bytes).T,
+            whole=np.maximum(kept + most_bytes(self.backward(False), more), self.backward_residual).T,
+            apart=np.maximum(kept + most_bytes(self.backward(True), 0 * more), self.backward_residual + self.weight_bytes).T,
             price=price.T,
         )
 
@@ -234,15 +229,31 @@ class StagePasses:
                 return np.where(which, other, own)
             if isinstance(own, FrontierStep):
                 return FrontierStep(*(chosen(getattr(own, one.name), getattr(other, one.name)) for one in fields(own)))
-            if isinstance(own, BackwardBytes):
-                return BackwardBytes(*map(chosen, own, other))
-            if isinstance(own, tuple):
-                return tuple(map(chosen, own, other))
             return own
 
         longest = max(len(self.frontier), len(other.frontier))
-        one, two = (replace(passes, frontier=padded(passes.frontier, longest, len(which))) for passes in (self, other))
-        return StagePasses(**{each.name: chosen(getattr(one, each.name), getattr(two, each.name)) for each in fields(one)})
+        steps = zip(*(padded(passes.frontier, longest, len(which)) for passes in (self, other)), strict=True)
+        found = {one.name: chosen(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        backward = partial(_backward_where, which, self.backward, other.backward)
+        return StagePasses(**found | {"frontier": tuple(chosen(*pair) for pair in steps), "backward": backward})
+
+
+def _backward_where(
+    which: BoolColumn,
+    own: Callable[[bool], BackwardBytes[Numbers]],
+    other: Callable[[bool], BackwardBytes[Numbers]],
+    split: bool,
+) -> BackwardBytes[Numbers]:
+    return BackwardBytes(*(np.where(which, there, here) for here, there in zip(own(split), other(split), strict=True)))
+
+
+def _backward(stage: int, work: ChunkWork, costs: Costs, split: bool) -> BackwardBytes[Numbers]:
+    """Bytes of backwards in all. Arguments as in `backward_items`."""
+    return BackwardBytes(*(np.asarray(sum(items.values())) for items in backward_items(stage, work, costs, split=split)))
+
+
+def _no_backward(none: IntColumn, split: bool) -> BackwardBytes[Numbers]:
+    return BackwardBytes(*[none] * len(BackwardBytes._fields))
 
 
 def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Numbers:
@@ -297,8 +308,7 @@ def passes_of(
         passing=sum(costs.pass_items(stage, work).values(), none),
         weight_bytes=none,
         frontier=(),
-        backward=BackwardBytes(*[none] * len(BackwardBytes._fields)),
-        split_backward=BackwardBytes(*[none] * len(BackwardBytes._fields)),
+        backward=partial(_no_backward, none),
     )
     if forward_only:
         passing = costs.transient_bytes(stage, work)
@@ -312,6 +322,5 @@ def passes_of(
         backward_residual=gradient * work.last - gradient * work.first - opened,
         weight_bytes=costs.weight_bytes(stage, work),
         frontier=tuple(recompute_frontier(stage, work, costs, modes, in_order)),
-        backward=totals(backward_items(stage, work, costs)),
-        split_backward=totals(backward_items(stage, work, costs, split=True)),
+        backward=partial(_backward, stage, work, costs),
     )

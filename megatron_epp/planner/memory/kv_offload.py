@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.kv_cache import KVOffloadCosts
-from megatron_epp.cost.work import BoolColumn
+from megatron_epp.cost.work import BoolColumn, IntColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.kernels.codes import encode
+from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.passes import StagePasses, passes_of
+from megatron_epp.planner.passes import BackwardBytes, StagePasses, passes_of
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -95,14 +97,17 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, train
         again = left & np.isin(step.mode, attending)
         frontier.append(replace(step, layer_us=step.layer_us + np.where(again, host.again_us, 0.0)))
         left = left & ~again
-    held = np.where(which, host.backward_bytes, 0)
     return replace(
         passes,
         backward_us=passes.backward_us + np.where(which, host.backward_us, 0.0),
         frontier=tuple(frontier),
-        backward=passes.backward._replace(constant=passes.backward.constant + held),
-        split_backward=passes.split_backward._replace(constant=passes.split_backward.constant + held),
+        backward=partial(_with_pieces, passes.backward, np.where(which, host.backward_bytes, 0)),
     )
+
+
+def _with_pieces(backward: Callable[[bool], BackwardBytes[Numbers]], pieces: IntColumn, split: bool) -> BackwardBytes[Numbers]:
+    sizes = backward(split)
+    return sizes._replace(constant=sizes.constant + pieces)
 
 
 def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:

@@ -170,7 +170,7 @@ def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
         was recomputed.
     """
     passes, num_layers = tables.passes[p], tables.num_layers[p]
-    sizes = BackwardBytes(*(int(column[c]) for column in passes.backward))
+    sizes = BackwardBytes(*(int(column[c]) for column in passes.backward(False)))
     first = sizes.constant + sizes.reached + max(sizes.peak - sizes.kept, sizes.at_half) + sizes.first_mlp * (num_layers > 1)
     return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.kept + sizes.gone)
 
