@@ -17,7 +17,7 @@ from megatron_epp.planner.search import greedy as greedy_module
 from megatron_epp.planner.search import least
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.least import has_plan, least_cap_bytes, least_plan
-from megatron_epp.planner.search.passes import search
+from megatron_epp.planner.search.phases import search
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.work import WITH_COPIES, WorkSpentError, limited, spend

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
-from megatron_epp.planner.kernels.timing import STUCK, durations
+from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
 """Kinds of `S`, `N` and `T` in orders with shards."""
@@ -137,7 +137,8 @@ def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns,
     base_us = shard_us = loss_us = gradient_us = inf
     if run.at[rank] < ends[rank]:
         code = actions[run.at[rank]]
-        base_us = ready_us((code & KIND_MASK) * items + (code >> KIND_BITS), now, columns, run.ended_us)
+        arrived = arrived_us((code & KIND_MASK) * items + (code >> KIND_BITS), columns, run.ended_us)
+        base_us = max(now, arrived) if arrived >= 0.0 else inf
     at = run.shards[rank]
     is_full = False
     if at < chunks and run.came_us[at] >= 0.0:
@@ -163,25 +164,6 @@ def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns,
         run.choice[rank] = LOSS
     elif shard_us <= other_us:
         run.choice[rank] = SHARD
-
-
-@compiled
-def ready_us(node: int, now: float, columns: Columns, ended_us: FloatList) -> float:
-    """Time at which an action can start; infinite if something that it needs has not run.
-
-    Args:
-        node: the action (`Columns.needs`).
-        now: the earliest time.
-        columns: what waits for what.
-        ended_us: end of each node.
-    """
-    start = now
-    for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
-        ended = ended_us[columns.needs[edge]]
-        if ended < 0.0:
-            return inf
-        start = max(start, ended + columns.need_us[edge])
-    return start
 
 
 @compiled

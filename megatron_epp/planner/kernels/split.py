@@ -17,7 +17,7 @@ from megatron_epp.planner.kernels.compiled import (
     integers,
 )
 from megatron_epp.planner.kernels.memory import step_bytes
-from megatron_epp.planner.kernels.timing import STUCK, durations
+from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 WHOLE = 1.0
 """Share of a weight gradient's time that a gap needs so that the rank's next action is never late."""
@@ -209,23 +209,20 @@ def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share
     while at < whole.starts[rank + 1]:
         kind, item = whole.actions[at] & KIND_MASK, whole.actions[at] >> KIND_BITS
         node = kind * items + item
-        arrived_us = 0.0
-        for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
-            end_us = ended_us[columns.needs[edge]]
-            arrived_us = -1.0 if end_us < 0.0 or arrived_us < 0.0 else max(arrived_us, end_us + columns.need_us[edge])
-        if arrived_us < 0.0:
+        arrived = arrived_us(node, columns, ended_us)
+        if arrived < 0.0:
             break
         free, extra = whole.free[at], whole.extra[at]
         while filled.first[rank] < filled.last[rank]:
             weight_us = columns.action_us[WEIGHT * items + filled.waiting[filled.first[rank]]]
-            if filled.waiting_bytes[rank] + extra <= free and filled.clock_us[rank] + weight_us * gap_share > arrived_us:
+            if filled.waiting_bytes[rank] + extra <= free and filled.clock_us[rank] + weight_us * gap_share > arrived:
                 break
             run_weight(rank, columns, filled)
         is_split = kind == BACKWARD and extra <= free and puts_off(columns, item)
         filled.actions[filled.ends[rank]] = whole.actions[at]
         filled.ends[rank] += 1
         took_us = whole.split_us[node] if is_split else whole.whole_us[node]
-        filled.clock_us[rank] = max(arrived_us, filled.clock_us[rank]) + took_us
+        filled.clock_us[rank] = max(arrived, filled.clock_us[rank]) + took_us
         ended_us[node] = filled.clock_us[rank]
         if is_split:
             filled.waiting[filled.last[rank]] = item

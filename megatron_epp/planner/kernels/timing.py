@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.columns import Columns
-from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, inlined
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
@@ -114,7 +114,7 @@ def advance(
 ) -> int:
     """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as in `play`."""
     items, loads = columns.num_items, len(copies.load_of)
-    need_starts, needs, need_us, ended_us = columns.need_starts, columns.needs, columns.need_us, room.ended_us
+    ended_us = room.ended_us
     now = room.clock_us[rank]
     begin = at = room.at[rank]
     stop = starts[rank + 1]
@@ -122,15 +122,8 @@ def advance(
         code = actions[at]
         kind, item = code & KIND_MASK, code >> KIND_BITS
         node = kind * items + item
-        start, ready = now, True
-        for edge in range(need_starts[node], need_starts[node + 1]):
-            ended = ended_us[needs[edge]]
-            if ended < 0.0:
-                ready = False
-                break
-            arrived = ended + need_us[edge]
-            if arrived > start:
-                start = arrived
+        arrived = arrived_us(node, columns, ended_us)
+        start, ready = max(now, arrived), arrived >= 0.0
         if kind == BACKWARD and loads > 0 and copies.load_of[item] >= 0:
             loaded = copies.end_us[copies.load_of[item]]
             if loaded < 0.0:
@@ -147,6 +140,24 @@ def advance(
     room.clock_us[rank] = now
     room.at[rank] = at
     return at - begin
+
+
+@inlined
+def arrived_us(node: int, columns: Columns, ended_us: FloatList) -> float:
+    """Time at which all is there that an action needs from other sites; negative if something has not run.
+
+    Args:
+        node: the action (`Columns.needs`).
+        columns: what waits for what.
+        ended_us: end of each node; negative while it has not run.
+    """
+    last_us = 0.0
+    for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
+        ended = ended_us[columns.needs[edge]]
+        if ended < 0.0:
+            return -1.0
+        last_us = max(last_us, ended + columns.need_us[edge])
+    return last_us
 
 
 @compiled

@@ -1,17 +1,6 @@
 """The greedy planner, the same for a given chunk table, and 1F1B over whole sequences. Each returns its decisions.
 
-The search, by file:
-
-1. `passes.search`: for each way to cut (`chunks.chunker`), the grains, then further starts, then copies to the host.
-2. `grains.search_tables`: chunk tables from coarse to fine and back, each in the orders of `order_rules`.
-3. `trials.Trials.better`: one table in some orders: skipped by its bound (`bound`), else ordered (`orders`), its recompute
-   fitted to the caps (`memory.recompute`), timed (`evaluate`), and kept if it is the fastest.
-4. `finished`: local search on the best of small batches (`local`); weight gradients split off and shards added
-   (`orders.complete`).
-5. `finishing`: what a setting asks for besides, such as steps of two actions.
-
-`assemble.build_plan` then writes the plan, has it proven and simulated, and sets memory aside for its messages; where the caps
-leave none, `memory.messages` plans again with that much less.
+`planner/README.md` tells the way of a batch through the planner by file.
 """
 
 from __future__ import annotations
@@ -36,7 +25,7 @@ from megatron_epp.planner.problem import Options, Problem, require_one_stage_per
 from megatron_epp.planner.search.finishing import finisher_of
 from megatron_epp.planner.search.local import improve, searches
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ROOMY_LISTED
-from megatron_epp.planner.search.passes import search, search_table
+from megatron_epp.planner.search.phases import search, search_table
 from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import CLOSE, Candidate, Choice, Trials

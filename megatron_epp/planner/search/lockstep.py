@@ -17,7 +17,7 @@ from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
-from megatron_epp.planner.search.passes import search
+from megatron_epp.planner.search.phases import search
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Candidate, Trials
 from megatron_epp.planner.tables import Tables

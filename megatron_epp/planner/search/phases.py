@@ -1,4 +1,4 @@
-"""Passes of the search: chunk tables without offload, then other sequences first, then offload."""
+"""Phases of the search: chunk tables without offload, then other sequences first, then offload."""
 
 from __future__ import annotations
 
