@@ -115,9 +115,9 @@ def backward_items(
     )
     if split:
         of_layer = costs.layer_weight_bytes(stage, work)
-        apart = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes - layer.num_bytes
+        more = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes - layer.num_bytes
         sizes.reached[item.WEIGHT_INPUTS] = costs.weight_bytes(stage, work) - costs.num_layers[stage] * of_layer
-        sizes.peak[item.WEIGHT_INPUTS], sizes.gone[item.WEIGHT_INPUTS] = apart, -of_layer
+        sizes.peak[item.WEIGHT_INPUTS], sizes.gone[item.WEIGHT_INPUTS] = more, -of_layer
     return sizes
 
 
@@ -133,7 +133,7 @@ class Ways(NamedTuple):
     Attributes:
         kept: bytes of activations kept from forward to backward.
         again_us: time of recompute, a part of the backward.
-        whole, apart: most bytes of a backward and its chunk's activations together, with its weight gradient, and with the
+        whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with the
             weight gradient split off. They never grow with recompute, except where layers that recompute hold more bytes while
             their own backward runs.
         price: time of the next step per byte that it saves; infinite where there is none.
@@ -142,7 +142,7 @@ class Ways(NamedTuple):
     kept: Numbers
     again_us: Numbers
     whole: Numbers
-    apart: Numbers
+    split: Numbers
     price: Numbers
 
 
@@ -164,7 +164,7 @@ class StagePasses:
             opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
-        frontier: recompute, step after step; none in a forward-only plan.
+        frontier: recompute, step after step.
         backward: computes the bytes of backwards, whose weight gradients are split off or not.
     """
 
@@ -213,7 +213,7 @@ class StagePasses:
             kept=kept.T,
             again_us=_taken(layer_us, layers, full, rest).T,
             whole=np.maximum(kept + most_bytes(self.backward(False), more), self.backward_residual).T,
-            apart=np.maximum(kept + most_bytes(self.backward(True), 0 * more), self.backward_residual + self.weight_bytes).T,
+            split=np.maximum(kept + most_bytes(self.backward(True), 0 * more), self.backward_residual + self.weight_bytes).T,
             price=price.T,
         )
 
@@ -269,7 +269,13 @@ def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Number
 
 
 def padded(frontier: Sequence[FrontierStep], count: int, num_chunks: int) -> tuple[FrontierStep, ...]:
-    """Return the steps, and `ABSENT` ones up to a number of steps."""
+    """Return the steps, and `ABSENT` ones up to a number of steps.
+
+    Args:
+        frontier: the steps.
+        count: the number.
+        num_chunks: of the chunk table.
+    """
     none = np.zeros(num_chunks, dtype=np.int64)
     return (*frontier, *[FrontierStep(none + ABSENT, none, np.zeros(num_chunks), none)] * (count - len(frontier)))
 
@@ -307,7 +313,7 @@ def passes_of(
         backward_residual=none,
         passing=sum(costs.pass_items(stage, work).values(), none),
         weight_bytes=none,
-        frontier=(),
+        frontier=padded((), 1, len(none)),
         backward=partial(_no_backward, none),
     )
     if forward_only:

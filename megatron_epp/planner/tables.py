@@ -237,7 +237,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         kept=integers(by_way("kept")),
         again_us=floats(by_way("again_us")),
         whole=integers(by_way("whole")),
-        apart=integers(by_way("apart")),
+        split=integers(by_way("split")),
         price=floats(by_way("price")),
         dear_us=floats(np.concatenate(dear_us)),
         forward_alloc=sizes(tables.forward_alloc),

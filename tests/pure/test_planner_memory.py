@@ -281,4 +281,4 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 most = max(most, held + int(peak[c] - kept[c]))
                 held += comes - int(kept[c]) + stays
             left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
-            assert (tables.ways(0).apart if split else tables.ways(0).whole)[c, taken] == max(most, left)
+            assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)

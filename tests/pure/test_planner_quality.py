@@ -11,13 +11,13 @@ import pytest
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, plan
+from megatron_epp.planner import fit as memory
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.kernels.codes import encode, encode_known
 from megatron_epp.planner.memory import offload
-from megatron_epp.planner.memory import recompute as memory
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.search import replicas
 from megatron_epp.planner.search.greedy import greedy

@@ -94,7 +94,7 @@ def choices_of(
         kept = tables.kept_bytes(stage, c, num_steps)
         whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
         for split in (False, True) if may_split else (False,):
-            takes = int((ways.apart if split else ways.whole)[c, num_steps]) - kept
+            takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept
             backward_us = whole_us - (tables.spared_us[stage][c] if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
             seen = {0}

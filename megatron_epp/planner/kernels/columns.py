@@ -21,7 +21,7 @@ class Columns(NamedTuple):
         num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
         first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
             stages share them.
-        kept, again_us, whole, apart, price: by way, as in `passes.Ways`.
+        kept, again_us, whole, split, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
         num_layers: of the item's stage.
         most: most recompute steps of the item.
@@ -44,7 +44,7 @@ class Columns(NamedTuple):
     kept: IntegerList
     again_us: FloatList
     whole: IntegerList
-    apart: IntegerList
+    split: IntegerList
     price: FloatList
     dear_us: FloatList
     forward_alloc: IntegerList

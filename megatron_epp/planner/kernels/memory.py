@@ -69,7 +69,7 @@ def step_bytes(
             gives[at] = columns.forward_free[item]
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
-            takes[at] = (columns.apart[way] if split[item] else columns.whole[way]) - stays
+            takes[at] = (columns.split[way] if split[item] else columns.whole[way]) - stays
             gives[at] = takes[at] + stays - columns.residual[item] - held
         else:
             takes[at] = 0

@@ -142,7 +142,7 @@ def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerLis
             item, whole.extra[at] = whole.actions[at] >> KIND_BITS, 0
             if whole.actions[at] & KIND_MASK == BACKWARD:
                 way = columns.first_way[item] + recompute_steps[item]
-                whole.extra[at] = max(0, columns.apart[way] - columns.whole[way])
+                whole.extra[at] = max(0, columns.split[way] - columns.whole[way])
 
 
 @inlined

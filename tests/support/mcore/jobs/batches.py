@@ -162,14 +162,9 @@ def plans(args, costs, session, batches):
 
         def chosen(modes, some, problem=problem, options=options, made=made):
             """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
-            frontier = tabulate(made.chunks, problem, costs, modes).frontier
+            passes = tabulate(made.chunks, problem, costs, modes).passes
             recompute_steps = [
-                [
-                    draw.randint(0, count * sum(frontier_step.mode[stage][c] >= 0 for frontier_step in frontier))
-                    if some
-                    else count
-                    for c in range(len(made.chunks))
-                ]
+                [draw.randint(0, int(passes[stage].most[c])) if some else count for c in range(len(made.chunks))]
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
