@@ -157,6 +157,20 @@ def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
         layer.forward(2)
 
 
+def test_two_layers_with_one_number_are_told_and_a_recomputed_forward_is_not():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 9))
+    context = layer.contexts[0]
+    assert context.view is not None
+    keys, values = torch.zeros(4, KV_HEADS, CHANNELS), torch.zeros(4, KV_HEADS, CHANNELS)
+    with context.relay.running(context.view, False):
+        context.relay.append(0, context.view, (keys, values))
+        context.relay.append(1, context.view, (keys, values))
+        with pytest.raises(RelayError, match="layer 0, sequence 0: attention runs twice in the forward"):
+            context.relay.append(0, context.view, (keys, values))
+    with context.relay.running(context.view, True):
+        context.relay.append(0, context.view, (keys, values))
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [

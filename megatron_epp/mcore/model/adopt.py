@@ -87,20 +87,23 @@ def check_adopted(model: torch.nn.Module) -> None:
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
-def check_layers(model: torch.nn.Module) -> None:
-    """Raise `EppError` for modules that would mix tokens of different sequences, or keys and values of different layers.
+def number_attentions(model: torch.nn.Module) -> None:
+    """Number the attentions of a model chunk, by which the relay keeps their keys and values.
 
-    Only `RelayAttention` keeps a chunk's sequences separate, and slices pass on only its keys and values, which a stage keeps
-    by the number of the layer.
+    Raises:
+        EppError: a module would mix tokens of different sequences, since only `RelayAttention` keeps a chunk's sequences
+            separate; or an attention is in two layers, whose keys and values would meet.
     """
-    numbered: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):  # a layer that runs twice has one number, too
+    found: dict[RelayAttention, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
-            if (other := numbered.setdefault(module.layer_number, name)) != name:
+            if module in found:
                 raise EppError(
-                    f"{other} and {name} have the same layer_number, {module.layer_number}, by which --epp keeps the keys and "
-                    "values of slices: one layer's would take the place of the other's; give each a number of its own"
+                    f"{found[module]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
+                    "slices: one layer's would take the place of the other's; give each layer an attention of its own"
                 )
+            module.number = len(found)
+            found[module] = name
         elif _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
@@ -119,7 +122,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
-    check_layers(model)
+    number_attentions(model)
     _place_rotary(model)
     if shards_vocabulary(args):
         divide_output_layer(model, args, vp_stage)

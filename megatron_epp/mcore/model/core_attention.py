@@ -36,6 +36,9 @@ class RelayAttention(torch.nn.Module):
 
     Replaces `DotProductAttention` and Transformer Engine's attention. It has no parameters. Under context parallelism heads
     are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
+
+    The relay keeps keys and values by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
+    numbers of layers begin again in the layers of multi-token prediction.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class RelayAttention(torch.nn.Module):
         if attention_type != "self":
             raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
         self.config = config
-        self.layer_number = layer_number
+        self.layer_number = self.number = layer_number
         channels = k_channels or config.kv_channels
         assert channels is not None
         self.channels, self.value_channels = channels, v_channels or channels
@@ -86,5 +89,5 @@ class RelayAttention(torch.nn.Module):
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
         query, *cached = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         options = self.scale, self.context_parallel, self.preference
-        out = chunk_attention(query, cached, context, self.layer_number, *options)
+        out = chunk_attention(query, cached, context, self.number, *options)
         return out.reshape(out.shape[0], 1, -1)

@@ -10,8 +10,8 @@ its own part, which is complete because every later slice has run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -117,6 +117,7 @@ class KVRelay:
     offloaded: HostStore | None = None
     _device: DeviceStore = field(default_factory=DeviceStore)
     _pieces: dict[tuple[int, Piece], _Progress] = field(default_factory=dict)
+    _appended: tuple[SliceView, set[Piece]] | None = None  # the slice whose forward runs, and what it has appended
 
     @property
     def num_bytes(self) -> int:
@@ -127,14 +128,26 @@ class KVRelay:
         """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
-    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
+    @contextmanager
+    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> Iterator[None]:
+        """Run a forward or backward of a chunk in the body, whose slice is `view` if it has one.
 
         `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
         """
-        if view is None or self.offloaded is None or view.sequence not in self.offloaded.sequences:
-            return nullcontext()
-        return self.offloaded.running(view, backward, num_whole, self._is_wide(view))
+        if view is None:
+            yield
+            return
+        if not backward:
+            self._appended = view, set()
+        store = self._store(view)
+        try:
+            with (
+                store.running(view, backward, num_whole, self._is_wide(view)) if isinstance(store, HostStore) else nullcontext()
+            ):
+                yield
+        finally:
+            if not backward:  # a backward of another slice may run beside the forward
+                self._appended = None
 
     def parts(self, view: SliceView, heads: int) -> int:
         """Return the number of groups of heads that attention of a slice processes one after the other."""
@@ -147,7 +160,7 @@ class KVRelay:
         first to last.
 
         Args:
-            layer: number of the layer.
+            layer: number of the layer, unique in its stage.
             view: the chunk's slice.
             cached: ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
             part: number of the group of heads, from 0.
@@ -156,9 +169,16 @@ class KVRelay:
             ``[keys, heads, width]`` each.
 
         Raises:
-            RelayError: an earlier slice has not run.
+            RelayError: an earlier slice has not run, or the forward of this one has appended the piece already: two layers with
+                one number, or one that runs twice, would attend to each other's keys.
         """
         store, piece, cached = self._store(view), Piece(layer, part), tuple(cached)
+        if self._appended is not None and self._appended[0] == view:
+            if piece in self._appended[1]:
+                raise RelayError(
+                    f"{_where(layer, view)}: attention runs twice in the forward of the slice at token {view.start}"
+                )
+            self._appended[1].add(piece)
         progress = self._pieces.get((view.sequence, piece))
         if progress is None and view.start == 0:
             store.create(view, piece, cached)
