@@ -14,12 +14,11 @@ _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
     "G": "gated delta net",
     "D": "sparse attention (DSA)",
-    "E": "mixture-of-experts",
     "/": "multi-token prediction",
 }
 """Names of layer types that cannot run, by their symbol in `--hybrid-layer-pattern`.
 
-Attention (``*``) and MLP (``-``) layers can: keys and values are all the state that slices pass on.
+Layers of attention (``*``), an MLP (``-``) or experts (``E``) can: keys and values are all the state that slices pass on.
 """
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
@@ -51,12 +50,12 @@ def check_layout(args: argparse.Namespace) -> None:
 def check_pattern(pattern: str | None) -> None:
     """Raise `ArgumentError` for a hybrid model with layers whose state is not passed on, or with the default layers (None)."""
     if pattern is None:
-        raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
+        raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only *, - and E can run")
     refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
     if refused:
         raise ArgumentError(
             f"--epp cannot run {', '.join(refused)} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on "
-            "keys and values, and no other state yet; attention (*) and MLP (-) layers can run"
+            "keys and values, and no other state yet; layers of attention (*), an MLP (-) or experts (E) can run"
         )
 
 

@@ -1,4 +1,4 @@
-"""A hybrid model's layers without Transformer Engine: attention and MLP layers alone.
+"""A hybrid model's layers without Transformer Engine: layers of attention, an MLP or four experts.
 
 For `--spec tests.support.mcore.local_hybrid stack_spec`.
 """
@@ -6,6 +6,8 @@ For `--spec tests.support.mcore.local_hybrid stack_spec`.
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -50,6 +52,14 @@ stack_spec = ModuleSpec(
         mlp_layer=ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add),
+        ),
+        moe_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=4),
+                mlp_bda=get_bias_dropout_add,
+            ),
         ),
     ),
 )

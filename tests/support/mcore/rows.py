@@ -441,6 +441,18 @@ _HYBRID = Row(
     iterations=3,
     batch=BATCH,
 )
+_HYBRID_EXPERTS = Row(
+    name="hybrid model of attention, MLP and expert layers",
+    case=case(
+        {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "llama",
+        "--epp-slices 3 --epp-recompute 1",
+        both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
+    ),
+    check=_check_hybrid,
+    iterations=3,
+    batch=BATCH,
+)
 
 
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
@@ -475,6 +487,7 @@ ROWS = (
     *_layouts(2, LAYOUTS),
     *_vocabularies(2, VOCABULARIES),
     _HYBRID,
+    _HYBRID_EXPERTS,
     *_learnt(),
     *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),

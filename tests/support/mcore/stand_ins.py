@@ -9,14 +9,13 @@ from unittest import mock
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models import backends
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from tests.support.mcore import local_hybrid
@@ -106,14 +105,6 @@ def _hybrid():
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(
                     norm=WrappedTorchNorm, mixer=ModuleSpec(module=DecayingSums), mamba_bda=get_bias_dropout_add
-                ),
-            ),
-            moe_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=get_moe_module_spec_for_backend(backends.LocalSpecProvider(), num_experts=4),
-                    mlp_bda=get_bias_dropout_add,
                 ),
             ),
         ),
