@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +36,28 @@ class SequenceDataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AheadArrays:
+    """Inputs of multi-token prediction for a chunk: CPU tensors of shape ``[depth, padded tokens]``, or of a part of them.
+
+    Depth ``d``, counted from 1, reads the token ``d`` positions ahead, and predicts the one after it. Behind the end of a
+    sequence, and in padding, all of it is 0.
+
+    Attributes:
+        tokens, position_ids: int64, the token ahead and its position.
+        labels: int64, the label of the position ahead.
+        shares: float32, 1 over the number of positions of the whole sequence that count at this depth, where the position
+            counts, else 0: a sequence's losses times these add up to its mean.
+        weights: float32, `shares` times the number of positions that count in the sequence's main loss.
+    """
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    shares: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkArrays:
     """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
@@ -45,12 +67,14 @@ class ChunkArrays:
         loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
             is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
         position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding.
+        ahead: inputs of multi-token prediction; None without it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    ahead: AheadArrays | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens.
@@ -60,9 +84,12 @@ class ChunkArrays:
         """
 
         def own(x: torch.Tensor) -> torch.Tensor:
-            return x[shard[0]] if len(shard) == 1 else torch.cat([x[tokens] for tokens in shard])
+            return x[..., shard[0]] if len(shard) == 1 else torch.cat([x[..., tokens] for tokens in shard], dim=-1)
 
-        return ChunkArrays(own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids))
+        ahead = self.ahead
+        if ahead is not None:
+            ahead = AheadArrays(*(own(getattr(ahead, one.name)) for one in fields(ahead)))
+        return ChunkArrays(own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids), ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +121,24 @@ class GlobalBatch:
     planning_us: float = field(default=0.0, compare=False)
     plan_digest: str = field(default="", compare=False)
     prepared: Any = field(default=None, repr=False, compare=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""
         return replace(self, indices=tuple(self.indices[at] for at in share), lengths=tuple(self.lengths[at] for at in share))
 
-    def chunk(self, chunk: int) -> ChunkArrays:
-        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``."""
+    def chunk(self, chunk: int, depths: int = 0) -> ChunkArrays:
+        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; `depths` of multi-token prediction."""
         assert self.plan is not None, "this batch carries no plan; use chunk_of"
-        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple)
+        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths)
 
-    def chunk_of(self, segments: Sequence[Segment], multiple: int = 1) -> ChunkArrays:
+    def chunk_of(self, segments: Sequence[Segment], multiple: int = 1, depths: int = 0) -> ChunkArrays:
         """The arrays of any list of segments, laid one after the other and padded at the end.
 
         Args:
             segments: parts of this batch's sequences (`Segment.sequence` counts in the batch, not in the dataset).
             multiple: the padded token count is the next multiple of this.
+            depths: of multi-token prediction; 0 without it.
         """
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
@@ -117,20 +146,46 @@ class GlobalBatch:
         labels = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         position_ids = np.empty(num_padded, dtype=np.int64)
         loss_mask = np.ones(num_padded, dtype=np.float32)
+        ahead = tuple(
+            np.zeros((depths, num_padded), dtype=kind) for kind in (np.int64, np.int64, np.int64, np.float32, np.float32)
+        )
         at = 0
         for sequence, start, end in chunk.segments:
-            # One token more than there are positions: the last position's label.
-            text = self.dataset.tokens(self.indices[sequence], start, end + 1)
-            after = at + end - start
-            tokens[at:after] = text[:-1]
-            labels[at:after] = text[1:]
-            position_ids[at:after] = np.arange(start, end)
-            trained = self.dataset.trained(self.indices[sequence], start + 1, end + 1)
-            if trained is not None:
-                loss_mask[at:after] = trained
+            text, mask = self._read(sequence, start, min(end + depths, self.lengths[sequence]))
+            num_tokens, after = end - start, at + end - start
+            tokens[at:after], labels[at:after] = text[:num_tokens], text[1 : num_tokens + 1]
+            position_ids[at:after], loss_mask[at:after] = np.arange(start, end), mask[:num_tokens]
+            for depth, counts in enumerate(self._counted(sequence, depths), start=1):
+                there = max(0, min(num_tokens, len(mask) - depth))  # positions whose position ahead is in the sequence
+                shares = mask[depth : depth + there] / max(1, counts)
+                whole = shares * self._counts[sequence]
+                places = np.arange(start + depth, start + depth + there)
+                of_depth = text[depth : depth + there], places, text[depth + 1 : depth + 1 + there], shares, whole
+                for rows, values in zip(ahead, of_depth, strict=True):
+                    rows[depth - 1, at : at + there] = values
             at = after
         position_ids[at:] = np.arange(num_padded - at)
-        if self.mask_loss_of is not None:
-            loss_mask[tokens == self.mask_loss_of] = 0.0
         loss_mask[at:] = 0.0
-        return ChunkArrays(*map(torch.from_numpy, (tokens, labels, loss_mask, position_ids)))
+        own, more = torch.from_numpy, AheadArrays(*map(torch.from_numpy, ahead)) if depths else None
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), own(position_ids), more)
+
+    def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of positions ``[start, end)`` of a sequence, with the last one's label, and which of them count."""
+        text = self.dataset.tokens(self.indices[sequence], start, end + 1)
+        trained = self.dataset.trained(self.indices[sequence], start + 1, end + 1)
+        mask = np.ones(end - start, dtype=np.float32) if trained is None else trained.astype(np.float32)
+        if self.mask_loss_of is not None:
+            mask[text[:-1] == self.mask_loss_of] = 0.0
+        return text, mask
+
+    def _counted(self, sequence: int, depths: int) -> Iterator[int]:
+        """Yield how many positions of a whole sequence count at each depth of multi-token prediction."""
+        if not depths:
+            return
+        length = self.lengths[sequence]
+        first = self._read(sequence, 0, min(depths, length))[1]
+        if sequence not in self._counts:  # slices would read the whole sequence again and again
+            masked = self.mask_loss_of is not None or self.dataset.trained(self.indices[sequence], 1, 2) is not None
+            self._counts[sequence] = int(self._read(sequence, 0, length)[1].sum()) if masked else length
+        for depth in range(1, depths + 1):
+            yield self._counts[sequence] - int(first[:depth].sum())

@@ -344,6 +344,29 @@ def router_loss_scale(config: Any) -> Callable[[], Any] | None:
     return getattr(config, "moe_grad_scale_func", None)
 
 
+def logged_prediction_losses() -> dict[Any, Any]:
+    """Return what is kept for the log of multi-token prediction, by name: tensors that are added to."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    return {name: kept for name, kept in MTPLossLoggingHelper.tracker.items() if hasattr(kept, "copy_")}
+
+
+def log_prediction_loss(loss: Any, depth: int, depths: int) -> None:
+    """Add a mean loss of multi-token prediction to the log's: since 0.19 with counts of tokens that a draft would get right,
+    for which a plan would need all logits at once.
+
+    Args:
+        loss: on the device, without gradient.
+        depth, depths: the depth, from 0, and how many there are.
+    """
+    from megatron.core import mpu
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    counts = (loss.new_zeros(()),) * 2 if hasattr(MTPLossLoggingHelper, "save_metrics_to_tracker") else ()
+    save = MTPLossLoggingHelper.save_metrics_to_tracker if counts else MTPLossLoggingHelper.save_loss_to_tracker
+    save(loss, *counts, depth, depths, avg_group=mpu.get_data_parallel_group(with_context_parallel=True))
+
+
 # ---- output layer and loss -------------------------------------------------------------------------------------------
 
 

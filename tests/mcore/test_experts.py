@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_epp.mcore.model.losses import average_router_losses, scale_router_losses
+from megatron_epp.mcore.model.losses import average_router_losses, scale_added_losses
 from megatron_epp.mcore.training import forward_backward
 
 
@@ -18,7 +18,9 @@ def scaler(monkeypatch):
 
 
 def scaled(scaler, **config):
-    scale_router_losses(SimpleNamespace(**({"num_moe_experts": 4, "grad_scale_func": None} | config)), torch.zeros(3))
+    scale_added_losses(
+        SimpleNamespace(**({"num_moe_experts": 4, "mtp_num_layers": None} | {"grad_scale_func": None} | config)), torch.zeros(3)
+    )
     return scaler.main_loss_backward_scale
 
 

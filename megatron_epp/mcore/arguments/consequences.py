@@ -76,7 +76,7 @@ CONFLICTS = (
     MegatronFlag("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
     TWICE_REDUCED,
     MegatronFlag("--mla-down-proj-fusion", advice="leave it out: it was never tried with slices"),
-    MegatronFlag("--mtp-num-layers", advice="leave it out: a slice's last tokens would need the next slice's first ones"),
+    MegatronFlag("--mtp-detach-heads", advice="leave it out: it was never tried with slices"),
     MegatronFlag(
         "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
     ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.cost.fit import fit_line
+from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
@@ -35,7 +36,9 @@ def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     """Return varied tokens, so that a router spreads them, all at position 0, since a model may have few positions."""
     device, own = stage.message(1)[2], tokens // stage.config.context_parallel_size
     ids = torch.arange(own, device=device)[None] % _VOCABULARY
-    return ChunkInputs(ids, torch.zeros_like(ids), ids.clone(), torch.ones(1, own, device=device))
+    places, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
+    ahead = AheadArrays(*(one.expand(stage.depths, *one.shape) for one in (ids, places, ids, ones / own, ones)))
+    return ChunkInputs(ids, places, ids.clone(), ones, ahead=ahead)
 
 
 def enter(

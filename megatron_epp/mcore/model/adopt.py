@@ -36,7 +36,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 
-_SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
+_SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")
 """Constructor parameters through which models receive the specs of their layers."""
 _MIXERS = ("self_attention", "cross_attention", "mixer")
 """Attributes of Megatron's layers for what mixes tokens."""
@@ -95,6 +95,7 @@ def number_attentions(model: torch.nn.Module) -> None:
             separate; or an attention is in two layers, whose keys and values would meet.
     """
     found: dict[RelayAttention, str] = {}
+    repeated = [part for part in model.modules() if getattr(part, "mtp_use_repeated_layer", False)]
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
             if module in found:
@@ -104,6 +105,8 @@ def number_attentions(model: torch.nn.Module) -> None:
                 )
             module.number = len(found)
             found[module] = name
+            if any(name.startswith(f"{outer}.") for outer, part in model.named_modules() if part in repeated):
+                module.stride = 1
         elif _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "

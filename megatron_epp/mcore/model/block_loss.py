@@ -77,6 +77,15 @@ class BlockLoss:
             del self._layer.forward, self._model.compute_language_model_loss
             self._weight = self._rows = None
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute the losses of all tokens in the body, which is inside `instead`."""
+        rows, self._rows = self._rows, None
+        try:
+            yield
+        finally:
+            self._rows = rows
+
     def _keep_weight(
         self,
         input_: Tensor,
@@ -127,6 +136,10 @@ class FusedLoss:
 
     def instead(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Return a context that changes nothing, in which the model runs a chunk with labels: the kernel takes all tokens."""
+        return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: the kernel takes all tokens."""
         return nullcontext()
 
 

@@ -26,9 +26,10 @@ class ChunkParams(PackedSeqParams):
     are Megatron's own variable-length path, which supports no prefix.
     """
 
-    def __init__(self, context: ChunkContext) -> None:
+    def __init__(self, context: ChunkContext, ahead: Any = None) -> None:
         super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
         self.context = context
+        self.ahead = ahead  # `ahead.Ahead` on a stage with multi-token prediction, else None
 
 
 class RelayAttention(torch.nn.Module):
@@ -38,7 +39,8 @@ class RelayAttention(torch.nn.Module):
     are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
 
     The relay keeps keys and values by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
-    numbers of layers begin again in the layers of multi-token prediction.
+    numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
+    of two depths are `stride` apart.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RelayAttention(torch.nn.Module):
             raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
         self.config = config
         self.layer_number = self.number = layer_number
+        self.stride = 0
         channels = k_channels or config.kv_channels
         assert channels is not None
         self.channels, self.value_channels = channels, v_channels or channels
@@ -89,5 +92,6 @@ class RelayAttention(torch.nn.Module):
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
         query, *cached = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         options = self.scale, self.context_parallel, self.preference
-        out = chunk_attention(query, cached, context, self.number, *options)
+        number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
+        out = chunk_attention(query, cached, context, number, *options)
         return out.reshape(out.shape[0], 1, -1)

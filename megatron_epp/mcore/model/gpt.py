@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
@@ -116,8 +117,12 @@ def build_model(
     }
     if args.hybrid_layer_pattern is not None:
         return _hybrid(args, shared)
+    spec = _layer_spec(args, config, vp_stage)
+    if args.mtp_num_layers:
+        use_te = args.transformer_impl == "transformer_engine"
+        shared["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=use_te, vp_stage=vp_stage)
     return GPTModel(
-        transformer_layer_spec=_layer_spec(args, config, vp_stage),
+        transformer_layer_spec=spec,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         **shared,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_epp.mcore import features
@@ -61,24 +62,26 @@ def check_loss(loss: Tensor, whose: str) -> None:
             )
 
 
-def scale_router_losses(config: Any, output: Tensor) -> None:
-    """Set the scale of the routers' losses to the main loss's, as Megatron's schedules do after every forward.
+def scale_added_losses(config: Any, output: Tensor) -> None:
+    """Set the scale of the losses of routers and of multi-token prediction to the main loss's, as Megatron's schedules do after
+    every forward.
 
     A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
     by all tokens of the batch gives a mean.
     """
-    if config.num_moe_experts is None:
-        return
-    of_experts = features.router_loss_scale(config)
     # Without Megatron's division by microbatches: plans need --calculate-per-token-loss, which divides gradients by tokens.
-    scale: Any = 1.0
-    if of_experts is not None:
-        scale = of_experts()
-    elif config.grad_scale_func is not None:
-        scale = config.grad_scale_func(torch.ones(1, device=output.device))
+    scale = 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones(1, device=output.device))
+    if config.num_moe_experts is not None:
+        of_experts = features.router_loss_scale(config)
+        MoEAuxLossAutoScaler.set_loss_scale(_on_device(scale if of_experts is None else of_experts(), output))
+    if config.mtp_num_layers:
+        MTPLossAutoScaler.set_loss_scale(_on_device(scale, output))
+
+
+def _on_device(scale: Any, like: Tensor) -> Tensor:
     if not isinstance(scale, Tensor):  # filled on the device: a copy of a number to it would wait for the device
-        scale = torch.full((1,), float(scale), device=output.device)
-    MoEAuxLossAutoScaler.set_loss_scale(scale.to(output.device, torch.float32).reshape(1))
+        scale = torch.full((1,), float(scale), device=like.device)
+    return scale.to(like.device, torch.float32).reshape(1)
 
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:

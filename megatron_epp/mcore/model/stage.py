@@ -13,11 +13,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.features import logged_router_losses
+from megatron_epp.data.batch import AheadArrays
+from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
+from megatron_epp.mcore.model.ahead import Ahead
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
+from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
@@ -48,6 +50,7 @@ class ChunkInputs:
         labels: int64 ``[1, tokens / ranks]``.
         loss_mask: float32 ``[1, tokens / ranks]``.
         rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
+        ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
     """
 
     tokens: Tensor | None = None
@@ -55,6 +58,7 @@ class ChunkInputs:
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
     rows: Tensor | None = None
+    ahead: AheadArrays | None = None
 
     @property
     def output_share(self) -> float:
@@ -110,6 +114,11 @@ class MegatronStage:
         return self.is_last
 
     @property
+    def depths(self) -> int:
+        """Depths of multi-token prediction of this stage; 0 without it."""
+        return (self.config.mtp_num_layers or 0) if getattr(unwrap_model(self.model), "mtp_process", False) else 0
+
+    @property
     def decoder(self) -> Any:
         """Block of transformer layers."""
         return get_attr_wrapped_model(self.model, "decoder")
@@ -155,11 +164,13 @@ class MegatronStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
         of_chunk = chunk_of(context.table, self.config)
+        whole = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
+        params = ChunkParams(context, None if inputs.ahead is None or not self.depths else Ahead(inputs.ahead, whole))
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
-            output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=ChunkParams(context))
+            output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=params)
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         # The scale is one for the class, and each backward reads it then: it is the same for all chunks.
-        scale_router_losses(self.config, output)
+        scale_added_losses(self.config, output)
         if not self.has_loss:
             return output
         return self._loss(output, inputs.loss_mask)
@@ -256,7 +267,7 @@ def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[
 
 
 class Snapshot:
-    """Copy of the random states, the models' buffers and the sums that routers keep for the log.
+    """Copy of the random states, the models' buffers and the sums of losses that are kept for the log.
 
     Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
     """
@@ -265,7 +276,7 @@ class Snapshot:
         self._models = models
         # Megatron's wrapper has its own `buffers`.
         self._buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
-        self._routers = {key: values.clone() for key, values in logged_router_losses().items()}
+        self._logged = {key: values.clone() for key, values in _logged().items()}
         self._cpu, self._tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
@@ -273,8 +284,8 @@ class Snapshot:
         """Restore the copied state and zero gradients. Call it outside the models' `no_sync`, which zeroing ends."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        for key, values in logged_router_losses().items():
-            values.copy_(self._routers.get(key, torch.zeros_like(values)))
+        for key, values in _logged().items():
+            values.copy_(self._logged.get(key, torch.zeros_like(values)))
         for model in self._models:
             if hasattr(model, "zero_grad_buffer"):
                 model.zero_grad_buffer()
@@ -282,3 +293,7 @@ class Snapshot:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         get_cuda_rng_tracker().set_states(self._tracked)
+
+
+def _logged() -> dict[Any, Tensor]:
+    return {**logged_router_losses(), **logged_prediction_losses()}

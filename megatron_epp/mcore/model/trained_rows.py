@@ -28,6 +28,7 @@ class TrainedRows:
 
     def __init__(self, model: Any) -> None:
         self._model, self._layer = model, model.output_layer
+        self._rows: Tensor | None = None
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:
@@ -35,18 +36,20 @@ class TrainedRows:
         if rows is None:
             yield
             return
-        model, layer = self._model, self._layer
+        model, layer, self._rows = self._model, self._layer, rows
         output, losses, shares_tokens = layer.forward, model.compute_language_model_loss, layer.sequence_parallel
 
         def output_of_rows(input_: Tensor, *rest: Any, **named: Any) -> Any:
             if shares_tokens:  # the layer itself adds up the ranks' gradients of its input
                 input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=layer.tp_group)
-            return output(input_.index_select(0, rows), *rest, **named)
+            return output(input_ if self._rows is None else input_.index_select(0, self._rows), *rest, **named)
 
         def losses_of_rows(labels: Tensor, logits: Tensor) -> Tensor:
             """Return the losses of all tokens, ``[batch, tokens]``, given the logits ``[rows, batch, entries]``."""
-            found = losses(labels.index_select(1, rows), logits)
-            return found.new_zeros(labels.shape).index_copy(1, rows, found)
+            if self._rows is None:
+                return losses(labels, logits)
+            found = losses(labels.index_select(1, self._rows), logits)
+            return found.new_zeros(labels.shape).index_copy(1, self._rows, found)
 
         # On the objects, and only for this forward. Without sequence parallelism: the rows are gathered already, and the layer
         # would gather them again.
@@ -55,7 +58,16 @@ class TrainedRows:
             yield
         finally:
             del layer.forward, model.compute_language_model_loss
-            layer.sequence_parallel = shares_tokens
+            layer.sequence_parallel, self._rows = shares_tokens, None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute the losses of all tokens in the body, which is inside `instead`."""
+        rows, self._rows = self._rows, None
+        try:
+            yield
+        finally:
+            self._rows = rows
 
 
 def trained_rows(model: torch.nn.Module) -> TrainedRows | None:

@@ -22,6 +22,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
+_AHEAD = "megatron.core.transformer.multi_token_prediction"
 _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
@@ -43,6 +44,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     f"{_ROUTER}.sinkhorn_load_balancing": ("d11a743e6888",),
     f"{_ROUTING}:apply_router_token_dropping": ("215cbb6df959",),
     f"{_ROUTING}:get_tokens_per_expert_and_token_count": ("53bdcd7e6672",),
+    f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings": ("cba92f93210d", "b5e8e0a83af6", "0de994b5131c", "2aae4b4c7700"),
+    f"{_AHEAD}:process_mtp_loss": ("0a0fdf623bd0", "55b7a80ffcbc", "7a459bac5884", "918518880dbb"),
 }
 """Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 

@@ -246,9 +246,28 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
     return forward_backward_user(*rest, **named)
 
 
+def _embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Embed the tokens that lie ahead of a chunk, where its plan knows them."""
+    if document_args() is None:  # without plans over documents not even the imports may matter
+        return original(*rest, **named)
+    from megatron_epp.mcore.model.ahead import embed_ahead
+
+    return embed_ahead(original, *rest, **named)
+
+
+def _add_prediction_losses(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Add the losses of multi-token prediction to a chunk's, weighted by the counts of whole sequences."""
+    if document_args() is None:
+        return original(*rest, **named)
+    from megatron_epp.mcore.model.ahead import add_prediction_losses
+
+    return add_prediction_losses(original, *rest, **named)
+
+
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
+_AHEAD = "megatron.core.transformer.multi_token_prediction"
 
 
 @functools.cache
@@ -296,4 +315,7 @@ def patches() -> tuple[Patch, ...]:
         wrapping(f"{_ROUTER}.sinkhorn_load_balancing", routers.balance),
         wrapping(f"{_ROUTING}:apply_router_token_dropping", routers.drop_tokens),
         wrapping(f"{_ROUTING}:get_tokens_per_expert_and_token_count", routers.count_tokens),
+        # They roll tokens and labels within what they get, which under a plan is a chunk.
+        wrapping(f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings", _embed_ahead),
+        wrapping(f"{_AHEAD}:process_mtp_loss", _add_prediction_losses),
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
 from megatron.core import mpu
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.training.vocabulary import RankVocabulary
 from megatron_epp.plan import Action
@@ -60,12 +60,14 @@ class RankInputs:
         context_parallel: how ranks share a chunk's tokens.
         reads_tokens: the rank has the first or the last stage.
         rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
+        depths: of multi-token prediction on this rank.
     """
 
     uploader: Uploader
     context_parallel: ContextParallel = NOT_SHARED
     reads_tokens: bool = True
     rows_of: RowsOf | None = None
+    depths: int = 0
 
     def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
         """Prepare a rank's part of a planned batch, whose lowered actions are given; start to upload what it reads.
@@ -74,7 +76,7 @@ class RankInputs:
         """
         assert batch.plan is not None
         program = program_of(batch.plan, actions)
-        arrays = (batch.chunk(chunk) for chunk in range(len(batch.plan.chunks)))
+        arrays = (batch.chunk(chunk, self.depths) for chunk in range(len(batch.plan.chunks)))
         tables = [layout.table for layout in program.layouts]
         inputs = self.upload(arrays, batch.lengths, tables)
         return PreparedBatch(replace(program, upload=inputs.upload), inputs)
@@ -95,7 +97,7 @@ class RankInputs:
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
         rest = iter(received[len(tables) :])
-        chunks = tuple(ChunkInputs(*(None if column is None else next(rest) for column in each)) for each in columns)
+        chunks = tuple(_inputs_of([None if column is None else next(rest) for column in each]) for each in columns)
         return BatchInputs(upload, chunks, ends)
 
     def _columns(self, arrays: ChunkArrays) -> tuple[Tensor | None, ...]:
@@ -104,7 +106,17 @@ class RankInputs:
         tokens = (own.tokens[None], own.position_ids[None]) if self.reads_tokens else (None, None)
         if self.rows_of is None:
             return (*tokens, None, None, None)
-        return (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
+        found = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
+        if own.ahead is None:
+            return found
+        return (*found, *(getattr(own.ahead, one.name)[:, None] for one in fields(own.ahead)))
+
+
+def _inputs_of(columns: list[Tensor | None]) -> ChunkInputs:
+    """Return the inputs of a chunk, given its columns on the device."""
+    tokens, position_ids, labels, loss_mask, rows, *ahead = columns
+    there = [column for column in ahead if column is not None]
+    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, AheadArrays(*there) if there else None)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
@@ -116,4 +128,5 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
         of_group(mpu.get_context_parallel_group()),
         reads_tokens=any(stage.is_first or stage.is_last for stage in stages.values()),
         rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
+        depths=0 if last is None else last.depths,
     )

@@ -225,6 +225,36 @@ def _latents() -> list[Row]:
     ]
 
 
+# ---- multi-token prediction ------------------------------------------------------------------------------------------
+
+PREDICTIONS: dict[str, dict[str, Any]] = {
+    "one depth, split": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
+    "two depths, tied, recompute": {
+        "cell": {"pp": 2},
+        "model": "gpt2",
+        "both": "--mtp-num-layers 2",
+        "plan": "--epp-slices 7 --epp-recompute 1",
+    },
+}
+
+
+def _check_predictions(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
+def _predictions() -> list[Row]:
+    return [
+        Row(
+            name=f"multi-token prediction: {name}",
+            case=case(**{"model": "llama"} | given),
+            check=_check_predictions,
+            iterations=3,
+            batch=BATCH,
+        )
+        for name, given in PREDICTIONS.items()
+    ]
+
+
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
 
 
@@ -483,6 +513,7 @@ ROWS = (
     *KINDS,
     *_routers(),
     *_latents(),
+    *_predictions(),
     *_masks(),
     *_layouts(2, LAYOUTS),
     *_vocabularies(2, VOCABULARIES),
