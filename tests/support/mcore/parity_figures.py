@@ -48,8 +48,8 @@ def answers_only() -> list[np.ndarray]:
     return [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
 
 
-def check_closeness(figures: Figures, stock_attention: str = "DotProductAttention") -> None:
-    """Nothing is further apart than rounding makes it, and nothing was left out."""
+def check_closeness(figures: Figures, stock_attention: str = "DotProductAttention", unused: int = 0) -> None:
+    """Nothing is further apart than rounding makes it, and nothing was left out but tensors that Megatron does not use."""
     assert "error" not in figures, figures["error"]
     assert figures["attention"] == [f"{stock_attention}, RelayAttention"]
     assert figures["losses"] <= TOLERANCE
@@ -57,4 +57,4 @@ def check_closeness(figures: Figures, stock_attention: str = "DotProductAttentio
     for key in ("gradients", "last_gradients", "parameters"):
         assert figures[key]["relative"] <= TOLERANCE, (key, figures[key])
         assert figures[key]["num_tensors"] > 0
-        assert figures[key]["zeros"] == 0
+        assert figures[key]["zeros"] == (0 if key == "parameters" else unused)

@@ -228,12 +228,33 @@ def _latents() -> list[Row]:
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
 
 PREDICTIONS: dict[str, dict[str, Any]] = {
-    "one depth, split": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
-    "two depths, tied, recompute": {
+    "weights apart": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
+    "two depths, tied": {
         "cell": {"pp": 2},
-        "model": "gpt2",
+        "model": "grouped",
         "both": "--mtp-num-layers 2",
         "plan": "--epp-slices 7 --epp-recompute 1",
+    },
+    "there and back": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "both": "--mtp-num-layers 2",
+        "plan": "--epp-slices 3 --epp-loss-block-tokens 5",
+    },
+    "latent attention, tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "both": f"{LATENT} --mtp-num-layers 1",
+        "plan": "--epp-slices 7 --epp-memory-cap-gb 0.0006 --epp-offload",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "both": "--mtp-num-layers 2",
+        "plan": "--epp-slices 3",
+        "optimizer": OVERLAPPED,
+    },
+    "repeated layer, masks": {
+        "cell": {"pp": 2},
+        "both": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+        "plan": "--epp-slices 3 --epp-recompute 1",
     },
 }
 
@@ -250,6 +271,8 @@ def _predictions() -> list[Row]:
             check=_check_predictions,
             iterations=3,
             batch=BATCH,
+            documents="answers" if "masks" in name else "plain",
+            unused="tied" in name,  # the output layer of a last stage that has the embedding, too
         )
         for name, given in PREDICTIONS.items()
     ]
