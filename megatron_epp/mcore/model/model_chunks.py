@@ -8,6 +8,7 @@ the output layer (arguments of the model's constructor), and the weight that the
 from __future__ import annotations
 
 import argparse
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +31,8 @@ _unsettled: list[weakref.ref[Any]] = []
 class PlacedLayout(PipelineParallelLayerLayout):
     """Layout of the layers of every chunk of every rank under a placement.
 
-    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``loss``. `firsts` has the number of every
-    stage's first layer, from 0, where stages share layers that are cut; each of the two then has the layer in its names.
+    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``mtp``, ``loss``. `firsts` has the number of
+    every stage's first layer, from 0, where stages share layers that are cut; each of the two then has the layer in its names.
     """
 
     def __init__(self, stages: list[list[str]], placement: Placement, firsts: Sequence[int] | None = None) -> None:
@@ -117,7 +118,7 @@ def _place(transformer: Any, layout: Layout) -> None:
     layers = [*layout.stages()]
     stages = [["decoder"] * one.num_modules for one in layers]
     stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
+    stages[-1] += [*["mtp"] * (transformer.mtp_num_layers or 0), "loss"]
     transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [one.first for one in layers])
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
@@ -156,14 +157,16 @@ _first_stage: weakref.ref[Any] | None = None
 
 
 def tie(model: Any, args: argparse.Namespace) -> None:
-    """Replace the copy of the embedding weight on a rank's last stage by the first stage's own, where the model ties them.
+    """Replace the copy of the embedding on a rank's last stage by the first stage's own, where the model ties its output layer
+    to it or reads it for multi-token prediction.
 
     Megatron creates a copy wherever the two are different model chunks, which in its placement are on different ranks. Its
     layers and its data parallelism can share one weight, as they do without a pipeline. Call this function with every model
     chunk as soon as it is built.
     """
     global _first_stage
-    if not (placement_of(args).ends_share_rank and model.share_embeddings_and_output_weights):
+    predicts = bool(model.config.mtp_num_layers)
+    if not (placement_of(args).ends_share_rank and (model.share_embeddings_and_output_weights or predicts)):
         return
     if model.pre_process:
         _first_stage = weakref.ref(model)
@@ -171,8 +174,22 @@ def tie(model: Any, args: argparse.Namespace) -> None:
         return
     assert _first_stage is not None
     first: Any = _first_stage()
-    first.shared_embedding_or_output_weight().zero_out_wgrad = True  # as where both ends are one chunk
-    model.output_layer.weight = None  # its forward is given the shared weight
-    model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
+    first.embedding.word_embeddings.weight.zero_out_wgrad = True  # as where both ends are one chunk
     # A checkpoint has the weight once, under the embedding's name.
     model.tie_embeddings_and_output_weights_state_dict = lambda *_: None
+    if predicts:
+        del model.embedding
+        vars(model)["embedding"] = first.embedding  # no submodule: the first chunk has its parameters
+        model.sharded_state_dict = functools.partial(_without_embedding, model)
+    if model.share_embeddings_and_output_weights:
+        model.output_layer.weight = None  # its forward is given the shared weight
+        model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
+
+
+def _without_embedding(model: Any, *rest: Any, **named: Any) -> Any:
+    """Return the sharded state dict of a last stage that reads the first stage's embedding: Megatron's asks for a copy."""
+    model.mtp_process = False
+    try:
+        return type(model).sharded_state_dict(model, *rest, **named)
+    finally:
+        model.mtp_process = True

@@ -141,10 +141,11 @@ class MegatronStage:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """All parameters that the chunk computes with: its own, and a tied weight held by another chunk of this rank."""
+        """All parameters that the chunk computes with: its own, and weights that another chunk of this rank holds."""
         model: Any = unwrap_model(self.model)
         tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
-        return (*self.model.parameters(), *tied, *self.more_weights)
+        read = [*vars(model)["embedding"].parameters()] if "embedding" in vars(model) else []  # another chunk's (`tie`)
+        return (*self.model.parameters(), *tied, *read, *self.more_weights)
 
     def begin(
         self,

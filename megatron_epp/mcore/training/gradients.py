@@ -30,7 +30,7 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
                 name = _name_of_shard(name, parameter, shard)
             if getattr(parameter, "shared", False):
                 name = name.replace("output_layer", "embedding.word_embeddings")
-            yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
+            yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name), parameter  # noqa: B023
 
 
 def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularyShard) -> str:
