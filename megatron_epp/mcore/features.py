@@ -364,7 +364,8 @@ def log_prediction_loss(loss: Any, depth: int, depths: int) -> None:
 
     counts = (loss.new_zeros(()),) * 2 if hasattr(MTPLossLoggingHelper, "save_metrics_to_tracker") else ()
     save = MTPLossLoggingHelper.save_metrics_to_tracker if counts else MTPLossLoggingHelper.save_loss_to_tracker
-    save(loss, *counts, depth, depths, avg_group=mpu.get_data_parallel_group(with_context_parallel=True))
+    own = loss * mpu.get_context_parallel_world_size()  # ranks that share the sequence add up, and the log averages over them
+    save(own, *counts, depth, depths, avg_group=mpu.get_data_parallel_group(with_context_parallel=True))
 
 
 # ---- output layer and loss -------------------------------------------------------------------------------------------

@@ -120,14 +120,14 @@ class Layout:
         if self.placement.num_ranks != num_ranks:
             raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
 
-    def to_megatron(self) -> str | None:
-        """Format as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included: ``Et*7|t*8|t*7L``.
+    def to_megatron(self, predictions: int = 0) -> str | None:
+        """Format as Megatron's ``pipeline_model_parallel_layout`` (`layout_flag`).
 
         None if that cannot say it: for half layers, and for placements other than looped.
         """
         if not (self.is_whole and self.placement.is_looped):
             return None
-        return layout_flag([count // 2 for count in self.halves])
+        return layout_flag([count // 2 for count in self.halves], predictions)
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
@@ -156,12 +156,12 @@ class Layout:
         return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
 
 
-def layout_flag(layers: Sequence[int]) -> str:
+def layout_flag(layers: Sequence[int], predictions: int = 0) -> str:
     """Format layers per stage as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included:
-    ``Et*7|t*8|t*7L``.
+    ``Et*7|t*8|t*7L``; with the layers of multi-token prediction on the last stage ``Et*7|t*8|t*7mL``.
     """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
-    return f"E{'|'.join(stages)}L"
+    return f"E{'|'.join(stages)}{'m' * predictions}L"
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:

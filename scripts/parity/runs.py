@@ -34,6 +34,7 @@ class Run:
         final: parameters after the last step.
         plans: of the training iterations, as executed; none under Megatron's schedules.
         attention: the class that core attention had; empty where there was none.
+        predictions: per iteration, the losses of multi-token prediction by depth; empty where this rank has none.
         num_turns: times that the turn changed between the two actions of a step.
     """
 
@@ -45,6 +46,7 @@ class Run:
     final: Tensors = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     attention: str = ""
+    predictions: list[list[float]] = field(default_factory=list)
     num_turns: int = 0
 
 
@@ -88,6 +90,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.core import mpu
     from megatron.training import training
 
+    from megatron_epp.mcore.features import logged_prediction_losses
     from megatron_epp.mcore.training import forward_backward as schedule
     from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 
@@ -98,6 +101,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     ) -> Any:
         def recorded_passes(**call: Any) -> Any:
             answer = passes(**call)
+            kept = logged_prediction_losses()  # since 0.19 the first of several tensors
+            run.predictions += [next(iter(kept.values())).tolist()] if kept else []
             run.gradients = [*run.gradients[:1], reduced_gradients(model)]
             return answer
 
@@ -175,6 +180,7 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
         "losses": max(_relative_error(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
         "validation": max((_relative_error(validation, run.validation) for run in elastic if run.validation), default=None),
+        "predictions": _relative_error(*map(_mean_predictions, (stock, elastic))),
         "gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[0])),
         "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
         "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
@@ -183,8 +189,14 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def _mean_predictions(runs: Sequence[Run]) -> list[float]:
+    """Losses of multi-token prediction of all iterations and depths, averaged over the ranks that have them."""
+    found = [run.predictions for run in runs if run.predictions]
+    return torch.tensor(found).mean(dim=0).flatten().tolist() if found else []
+
+
 def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
-    return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
+    return max((abs(b / a - 1) for a, b in zip(expected, found, strict=True)), default=0.0)
 
 
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:

@@ -52,6 +52,35 @@ def test_chunk_arrays_equal_the_naive_ones(kind, multiple):
         assert arrays.position_ids.tolist() == position_ids
 
 
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_what_lies_ahead_is_the_whole_sequence_shifted_however_it_is_cut(kind, masked, multiple):
+    masks = {index: np.random.default_rng(index).integers(0, 2, 60) for index in range(8)} if masked else None
+    batch, depths = batch_with(CHUNKS[kind], multiple, 6021, masks), 3
+    wholes = {s: batch.chunk_of([Segment(s, 0, length)]) for s, length in enumerate(LENGTHS)}
+    for chunk, segments in enumerate(CHUNKS[kind]):
+        ahead = batch.chunk(chunk, depths).ahead
+        assert ahead.weights.shape == (depths, batch.plan.padded_tokens(chunk))
+        for depth in range(1, depths + 1):
+            rows = [[], [], [], [], []]
+            for sequence, start, end in segments:
+                whole, none = wholes[sequence], torch.zeros(depth)
+                shifted = [
+                    torch.cat([x[depth:], none[: len(x)].to(x.dtype)]) for x in (whole.tokens, whole.position_ids, whole.labels)
+                ]
+                mask = torch.cat([whole.loss_mask[depth:], none[: len(whole.loss_mask)]])
+                shares = mask / max(1.0, float(mask.sum()))
+                for row, values in zip(rows, (*shifted, shares, shares * whole.loss_mask.sum()), strict=True):
+                    row += values[start:end].tolist()
+            for found, row in zip(
+                (ahead.tokens, ahead.position_ids, ahead.labels, ahead.shares, ahead.weights), rows, strict=True
+            ):
+                own = found[depth - 1].tolist()
+                assert own[: len(row)] == pytest.approx(row)
+                assert not any(own[len(row) :])
+
+
 def test_types_and_shapes_are_what_the_plan_announces():
     batch = batch_with(CHUNKS["hybrid"], multiple=16)
     arrays = batch.chunk(1)

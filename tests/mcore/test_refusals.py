@@ -80,7 +80,7 @@ def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrap
 
 
 def test_one_problem_of_every_kind_is_told_at_once():
-    flags = ["--epp-trace", 3, "--epp-host-memory-gb", 4, "--expert-model-parallel-size", 2, "--mtp-num-layers", 1]
+    flags = ["--epp-trace", 3, "--epp-host-memory-gb", 4, "--expert-model-parallel-size", 2, "--tp-comm-overlap"]
     with pytest.raises(ArgumentError) as refusal:
         prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, *flags, processes=6))
     problems = str(refusal.value).splitlines()
@@ -94,8 +94,15 @@ def test_one_problem_of_every_kind_is_told_at_once():
     assert "6 processes" in problems[1]
 
 
+def test_a_model_that_megatron_cannot_save_is_refused_before_it_trains():
+    flags = ["--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--save", "somewhere"]
+    with pytest.raises(ArgumentError, match="model that Megatron cannot save: add --untie"):
+        prepare_epp_args(arguments(*flags, processes=2))
+    prepare_epp_args(arguments(*flags, "--untie-embeddings-and-output-weights", processes=2))
+
+
 def test_several_refused_flags_are_named_in_one_message():
-    flags = ["--window-size", "8,0", "--mtp-num-layers", 1, "--tp-comm-overlap"]
+    flags = ["--window-size", "8,0", "--softmax-type", "off-by-one", "--tp-comm-overlap"]
     with pytest.raises(ArgumentError) as refusal:
         prepare_epp_args(arguments(*flags))
     assert all(str(flag) in str(refusal.value) for flag in flags if str(flag).startswith("--"))

@@ -42,6 +42,7 @@ def test_megatrons_string_says_whole_layers_in_its_own_placement(
 ) -> None:
     placement = Placement(kind, ranks, len(halves) // ranks)  # type: ignore[arg-type]
     assert Layout(halves, placement).to_megatron() == said
+    assert Layout(halves, placement).to_megatron(2) == (said and f"{said[:-1]}mmL")
 
 
 @pytest.mark.parametrize("placement", [Placement("looped", 2, 2), Placement("v", 2, 2), Placement("looped", 4, 1)])

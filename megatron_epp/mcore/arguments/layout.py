@@ -122,7 +122,7 @@ def apply_layout(args: argparse.Namespace) -> None:
     args.epp_placement = layout.placement.kind
     args.num_virtual_stages_per_pipeline_rank = None
     if layout.placement.num_stages > 1:
-        args.pipeline_model_parallel_layout = _megatron_layout(layout)
+        args.pipeline_model_parallel_layout = _megatron_layout(layout, getattr(args, "mtp_num_layers", None) or 0)
 
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
@@ -140,7 +140,7 @@ def asked_chunks(args: argparse.Namespace) -> int | None:
     return None if layout is None else layout.placement.num_chunks
 
 
-def _megatron_layout(layout: Layout) -> str:
+def _megatron_layout(layout: Layout, predictions: int) -> str:
     """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage that begins it."""
     bounds = accumulate(layout.halves, initial=0)
-    return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])
+    return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)], predictions)

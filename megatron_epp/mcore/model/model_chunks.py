@@ -91,7 +91,7 @@ def settle_stages(args: argparse.Namespace) -> None:
         transformer = _unsettled.pop()()
         if transformer is None or layout.placement.num_stages == 1:
             continue
-        text = layout.to_megatron()
+        text = layout.to_megatron(transformer.mtp_num_layers or 0)
         if text is None:
             _place(transformer, layout)
         else:
