@@ -101,7 +101,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     ) -> Any:
         def recorded_passes(**call: Any) -> Any:
             answer = passes(**call)
-            kept = logged_prediction_losses()  # since 0.19 the first of several tensors
+            # Since 0.19 the first of several tensors. They stay in a process that goes on to train another model.
+            kept = logged_prediction_losses() if config.mtp_num_layers else {}
             run.predictions += [next(iter(kept.values())).tolist()] if kept else []
             run.gradients = [*run.gradients[:1], reduced_gradients(model)]
             return answer

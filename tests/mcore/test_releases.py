@@ -38,7 +38,12 @@ CASES = {
         "both": ALL_STATISTICS,
         "alone": True,
     },
-    "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
+    "latent attention, multi-token prediction": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{LATENT} --mtp-num-layers 1",
+    },
     "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},
 }
 
