@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
@@ -22,6 +23,7 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
+from megatron_epp.cost.parameters import summary
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
@@ -119,10 +121,14 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell_sharing(args: argparse.Namespace) -> None:
-    """Log how many ranks share a layer if the number comes from the model's file and not from a flag."""
+    """Log what a Hugging Face config was understood as, and how many ranks share a layer if the number comes from the model's
+    file and not from a flag.
+    """
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     given, names = load_flags(args.model), names_of(args.parser)
+    if args.model.endswith(".json") or Path(args.model).is_dir():
+        tell(f"{PROGRAM}: model {args.model}: {summary(given)}")
     for setting in ("tensor_parallel", "context_parallel", "expert_parallel"):
         ranks = given.get(ROWS[setting].dest)
         if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:

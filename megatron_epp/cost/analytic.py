@@ -65,6 +65,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         attention=_attention_part(shape, rates),
         embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
+        prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
+        predictions=shape.predictions,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         kv_heads=shape.kv_heads_on_rank,
@@ -143,6 +145,25 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
         parameters=shape.layer_parameters_on_rank,
         expert_parameters=shape.expert_parameters_on_rank,
         largest_weight=shape.largest_layer_weight,
+    )
+
+
+def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
+    """Costs of one depth of multi-token prediction without its logits: a projection of the hidden state and the embedding of a
+    token ahead, a layer, and three norms.
+    """
+    layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
+    linear, hidden = _linear(parameters / shape.ranks, rates), shape.hidden_bytes_per_token
+    moved = Line(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
+    return ModelPart(
+        forward=layer.forward + linear + moved,
+        backward=layer.backward + linear.scaled(2) + moved.scaled(1.5),
+        weight=layer.weight + linear,
+        exchange=layer.exchange,
+        bytes_per_token=layer.bytes_per_token + 6 * hidden,
+        weight_bytes_per_token=layer.weight_bytes_per_token + 3 * hidden,
+        parameters=layer.parameters + parameters / shape.tensor_parallel,
+        expert_parameters=layer.expert_parameters,
     )
 
 
@@ -226,9 +247,12 @@ def exchange_line(bytes_per_token: float, rates: Rates) -> Line:
 
 
 def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
-    """Time of the forward and of the backward of core attention, with two and five products over the pairs."""
-    width = shape.query_width / shape.ranks
-    seconds = 4 * width / rates.attention_forward_flops, 10 * width / rates.attention_backward_flops
+    """Time of the forward and of the backward of core attention, with two and five products over the pairs: of these one and
+    three are as wide as the queries, the others as the output.
+    """
+    forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
+    ranks = shape.ranks
+    seconds = 4 * (forward / ranks) / rates.attention_forward_flops, 10 * (backward / ranks) / rates.attention_backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
     tile = rates.attention_tile / 2
     return Line(0.0, tile * forward_us, forward_us), Line(0.0, tile * backward_us, backward_us)

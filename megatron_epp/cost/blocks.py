@@ -16,10 +16,10 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import printable, shown
 from megatron_epp.plan.recompute import FULL, MODES
 
-INPUT, LAYER, ATTENTION, MLP, HEAD = "input", "layer", "attention", "mlp", "head"
+INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", "mlp", "prediction", "head"
 """Kinds of blocks: the stage's input, with the embedding that makes it; layers; attention at the stage's end or an MLP at its
-start, whose other half another stage has; final norm, logits and loss."""
-KINDS = (INPUT, LAYER, ATTENTION, MLP, HEAD)
+start, whose other half another stage has; layers of multi-token prediction; final norm, logits and loss."""
+KINDS = (INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD)
 _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
 
@@ -68,7 +68,8 @@ class BlockCosts(PartCosts):
 
     Attributes:
         kind: one of `KINDS`, or a name of a subclass.
-        count: number of them; only layers are more than one, or none. Only they recompute.
+        count: number of them; only layers can be none. Times and bytes of layers of multi-token prediction are of all of them,
+            but for `kv`. Only layers recompute.
         full_bytes_per_token: peak of a layer that keeps everything or recomputes in full, while its backward runs; None if
             it is `bytes_per_token`.
         input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
@@ -114,7 +115,7 @@ class BlockCosts(PartCosts):
         return np.zeros(len(work.tokens))
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of the gradient of the whole sequence's keys and values."""
+        """Bytes of the gradient of the whole sequence's keys and values, of one."""
         return np.zeros(len(work.tokens)) if self.kv is None else self.kv.gradient_per_token(work) * work.cache_tokens
 
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:

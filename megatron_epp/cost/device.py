@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP
+from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
 
@@ -31,7 +31,7 @@ def on_device(
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.bytes_per_token for block in running), default=0.0)
-        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, working_bytes_per_token=working), static=static))
+        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
     share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
     per_token = costs.hidden_bytes_per_token
     return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

@@ -257,7 +257,10 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
     heads = whole("num_attention_heads")
     groups = whole("num_query_groups", 1) if flags.get("group_query_attention") else None
-    if flags.get("kv_channels") is None and hidden % heads:
+    latent = _latent(flags) if flags.get("multi_latent_attention") else {"kv_channels": whole("kv_channels", hidden // heads)}
+    if latent.get("latent_rank") and groups is not None:
+        raise EppError("latent attention makes keys and values for every head: leave group_query_attention out")
+    if "latent_rank" not in latent and flags.get("kv_channels") is None and hidden % heads:
         remedies = Remedy("change", "num_attention_heads"), Remedy("change", "hidden_size")
         raise EppError(f"a hidden size of {hidden} is not a multiple of {heads} attention heads", *remedies)
     if groups is not None and heads % groups:
@@ -272,12 +275,14 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         ffn_hidden_size=ffn if experts is None else whole("moe_ffn_hidden_size", ffn),
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=whole("kv_channels", hidden // heads),
+        **latent,
         vocab_size=vocabulary,
         gated_mlp=gated,
         rotates=flags.get("position_embedding_type") == "rope" and bool(flags.get("no_rope_fusion")),
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
+        shared_ffn_hidden_size=flags.get("moe_shared_expert_intermediate_size") or 0 if experts is not None else 0,
+        predictions=flags.get("mtp_num_layers") or 0,
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),
@@ -287,7 +292,19 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     )
 
 
-_NO_FORMULA = ("multi_latent_attention", "mtp_num_layers", "window_size", "experimental_attention_variant")
+def _latent(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelShape` for latent attention, with Megatron's defaults."""
+    rotated = _whole(flags, "qk_pos_emb_head_dim", 64)
+    return {
+        "kv_channels": _whole(flags, "qk_head_dim", 128) + rotated,
+        "value_channels": _whole(flags, "v_head_dim", 128),
+        "latent_rank": _whole(flags, "kv_lora_rank", 32),
+        "query_rank": None if flags.get("q_lora_rank") is None else _whole(flags, "q_lora_rank"),
+        "rotated_channels": rotated,
+    }
+
+
+_NO_FORMULA = ("window_size", "experimental_attention_variant")
 """Flags of layers whose times and bytes no formula says."""
 
 
@@ -298,8 +315,8 @@ def check_formulas(flags: dict[str, Any]) -> None:
     given += [f"layers {symbol}" for symbol in sorted(set(pattern) & set("MGDE"))]
     if given:
         raise EppError(
-            f"there is no formula for {', '.join(given)}: models of grouped-query attention with an MLP or experts are planned "
-            "by formula"
+            f"there is no formula for {', '.join(given)}: models of grouped-query or latent attention with an MLP or experts "
+            "are planned by formula"
         )
 
 

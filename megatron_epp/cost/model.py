@@ -248,15 +248,18 @@ class PipelineCosts:
         return LayerPeak(*map(self._whole_bytes, self.stages[stage].layers.peak_bytes(work, mode, split)))
 
     def num_cached_halves(self, stage: int) -> int:
-        """Return 1 if the stage ends with an attention besides its layers, whose keys and values it caches; else 0."""
-        return sum(block.kv is not None for block in self.stages[stage].inner)
+        """Number of attentions of the stage besides its layers, whose keys and values it caches: at its end, or of multi-token
+        prediction.
+        """
+        return sum(block.count for block in self.stages[stage].inner if block.kv is not None)
 
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
         """Bytes by item that a backward holds from start to end, besides its layers' peaks: gradients of keys and values of an
         attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
         """
         own = self.stages[stage]
-        gradient = np.where(work.last, sum((one.kv_gradient_bytes(work) for one in own.inner), 0.0 * work.tokens), 0.0)
+        every = sum((one.count * one.kv_gradient_bytes(work) for one in own.inner), 0.0 * work.tokens)
+        gradient = np.where(work.last, every, 0.0)
         of_mlp = own.layers.input_bytes_per_token if own.layers.first_mlp_bytes_per_token else 0.0
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
 

@@ -19,11 +19,17 @@ class ModelShape:
         num_attention_heads: query heads.
         num_query_groups: key and value heads; None means as many as query heads.
         kv_channels: width of a head; None means hidden_size / num_attention_heads.
+        value_channels: width of a head of values and of attention's output; None means as wide.
+        latent_rank: width of the latent from which latent attention makes keys and values; None for other attention.
+        query_rank: width of the latent from which it makes queries; None for the hidden state itself.
+        rotated_channels: of a head of latent attention, those that turn with the position and are the same in all keys.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel. Only measurements count that.
         num_experts: MLPs a router chooses from; None means one, without a router.
         experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
+        shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
+        predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
@@ -41,11 +47,17 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int | None = None
     kv_channels: int | None = None
+    value_channels: int | None = None
+    latent_rank: int | None = None
+    query_rank: int | None = None
+    rotated_channels: int = 0
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
     num_experts: int | None = None
     experts_per_token: int = 1
+    shared_ffn_hidden_size: int = 0
+    predictions: int = 0
     bytes_per_value: int = 2
     tensor_parallel: int = 1
     sequence_parallel: bool = False
@@ -67,21 +79,36 @@ class ModelShape:
         return self.num_attention_heads * self.head_width
 
     @property
+    def output_width(self) -> int:
+        """Width of attention's output."""
+        return self.num_attention_heads * self.value_head_width
+
+    @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys, and of values that are as wide."""
         return (self.num_query_groups or self.num_attention_heads) * self.head_width
 
     @property
+    def latent_width(self) -> int:
+        """Width of the latents of latent attention, before and after their norms, and of the keys' part that turns."""
+        return 0 if self.latent_rank is None else 2 * (self.latent_rank + (self.query_rank or 0)) + self.rotated_channels
+
+    @property
     def head_width(self) -> int:
-        """Width of a head: of its queries, keys and values."""
+        """Width of a head: of its queries and keys."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_head_width(self) -> int:
+        """Width of a head's values."""
+        return self.value_channels or self.head_width
 
     @property
     def cached_width(self) -> int:
         """Width of what attention caches of a token in a layer, keys and values, over tensor-parallel ranks: where these are
         more than the heads of keys and values, several hold the same head.
         """
-        return 2 * self.head_width * self.kv_heads_per_tensor_rank * self.tensor_parallel
+        return (self.head_width + self.value_head_width) * self.kv_heads_per_tensor_rank * self.tensor_parallel
 
     @property
     def ranks(self) -> int:
@@ -114,7 +141,19 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        if self.latent_rank is None:
+            return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        into_queries = self.hidden_size * self.query_width
+        if self.query_rank is not None:
+            into_queries = self.query_rank * (self.hidden_size + self.query_width)
+        into_latents = self.hidden_size * (self.latent_rank + self.rotated_channels)
+        return into_queries + into_latents + self._expansion_parameters + self.output_width * self.hidden_size
+
+    @property
+    def _expansion_parameters(self) -> int:
+        """Parameters that make keys and values of a latent."""
+        unrotated = self.num_attention_heads * (self.head_width - self.rotated_channels)
+        return (self.latent_rank or 0) * (unrotated + self.output_width)
 
     @property
     def layer_parameters(self) -> int:
@@ -128,7 +167,13 @@ class ModelShape:
 
     def _parameters_with(self, num_mlps: int) -> int:
         """Parameters of attention, of the router if there is one, and of so many MLPs or experts."""
-        return self.attention_parameters + self.hidden_size * (self.num_experts or 0) + num_mlps * self.mlp_parameters
+        more = self.hidden_size * (self.num_experts or 0) + self._gates * self.hidden_size * self.shared_ffn_hidden_size
+        return self.attention_parameters + more + num_mlps * self.mlp_parameters
+
+    @property
+    def _gates(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.gated_mlp else 2
 
     @property
     def layer_parameters_on_rank(self) -> float:
@@ -151,6 +196,8 @@ class ModelShape:
         """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
         into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
         into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
+        if self.latent_rank is not None:
+            into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self._expansion_parameters)
         return max(into_mlp, into_attention) / self.tensor_parallel
 
     @property
@@ -166,19 +213,24 @@ class ModelShape:
     @property
     def inner_bytes_per_token(self) -> float:
         """Bytes of queries, keys, values, attention's output, and the input and output of the MLP's nonlinearity."""
-        return (2 * self.query_width + self.cached_width + self._mlp_width) * self.bytes_per_value / self.ranks
+        return (self._attention_width + self._mlp_width) * self.bytes_per_value / self.ranks
+
+    @property
+    def _attention_width(self) -> int:
+        """Width of queries, keys, values, attention's output and latents."""
+        return self.query_width + self.output_width + self.cached_width + self.latent_width
 
     @property
     def _mlp_width(self) -> int:
         """Width of the input and output of the nonlinearity of the MLP, or of a token's experts."""
-        return (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
+        return self._gates * (self.ffn_hidden_size * self.experts_per_token + self.shared_ffn_hidden_size)
 
     @property
     def attention_result_bytes_per_token(self) -> float:
         """Bytes that core attention's backward needs from its forward in addition to queries, keys and values: its output and
         one fp32 number per head (log-sum-exp).
         """
-        return (self.query_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
+        return (self.output_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
 
     @property
     def mlp_bytes_per_token(self) -> float:
@@ -202,7 +254,7 @@ class ModelShape:
         """Bytes kept by a layer: four tensors of residual width (input and output of either norm), the inner ones, routed
         copies, and one fp32 number per head (log-sum-exp). Context-parallel ranks keep attention's output by heads and tokens.
         """
-        repeated = self.cached_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
+        repeated = self.cached_width * (self.kv_copies - 1) + (self.output_width if self.context_parallel > 1 else 0)
         inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
         return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
 
@@ -221,14 +273,14 @@ class ModelShape:
     @property
     def attention_weight_bytes_per_token(self) -> float:
         """Bytes of `weight_bytes_per_token` for attention's projections."""
-        inner = (2 * self.query_width + self.cached_width) * self.bytes_per_value / self.ranks
+        inner = self._attention_width * self.bytes_per_value / self.ranks
         return 2 * self.hidden_bytes_per_token + inner
 
     @property
     def attention_exchanged_bytes_per_token(self) -> float:
         """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
         tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel
-        width = 2 * self.query_width + self.cached_width * self.kv_copies
+        width = self.query_width + self.output_width + self.cached_width * self.kv_copies
         heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
         return 2 * tensor * residual + heads
 

@@ -19,7 +19,18 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, BlockCosts, PartCosts, StageCosts, check_modes
+from megatron_epp.cost.blocks import (
+    ATTENTION,
+    HEAD,
+    INPUT,
+    LAYER,
+    MLP,
+    PREDICTION,
+    BlockCosts,
+    PartCosts,
+    StageCosts,
+    check_modes,
+)
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
@@ -61,6 +72,8 @@ class Profile:
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
         attention: the part of a layer up to the MLP's norm.
+        prediction: a depth of multi-token prediction without its logits.
+        predictions: how many depths there are, on the last stage.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         kv_bytes_per_token, kv_heads, queries_per_key: see `KVBytes`.
         hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
@@ -79,6 +92,8 @@ class Profile:
     attention: ModelPart
     embedding: ModelPart = ModelPart()
     head: ModelPart = ModelPart()
+    prediction: ModelPart = ModelPart()
+    predictions: int = 0
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     kv_heads: int = 1
@@ -180,7 +195,10 @@ class Profile:
     ) -> StageCosts:
         layers, has_half = divmod(halves, 2)
         inside, experts = layers * self.layer.parameters, layers * self.layer.expert_parameters
-        extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
+        depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
+        inside, experts = inside + depths * ahead.parameters, experts + depths * ahead.expert_parameters
+        reads = first or depths > 0  # tokens ahead are embedded on the last stage
+        extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
         wide, mlp = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes, self._mlp()
         kv = KVBytes(self.kv_bytes_per_token, None, wide, self.kv_heads, self.queries_per_key)
@@ -209,7 +227,10 @@ class Profile:
             static = Static.of(inside + others, held, self.weight_bytes)
         received = _block(INPUT, self.embedding if first else ModelPart())
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
-        return StageCosts((received, *blocks, *([_block(HEAD, self.head)] if last else [])), static)
+        if depths:
+            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=depths))
+        head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
+        return StageCosts((received, *blocks, *head), static)
 
     def _mlp(self) -> ModelPart:
         """Costs of a layer's MLP: the layer's without its attention's."""
@@ -234,6 +255,13 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` for any other text."""
         return FORM.read(Profile, text, _check)
+
+
+def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:
+    """Return a block with the times and kept bytes of so many; they run one after the other."""
+    lines = {name: getattr(block, name).scaled(number) for name in ("forward", "backward", "weight", "exchange")}
+    sizes = {name: number * getattr(block, name) for name in ("bytes_per_token", "weight_bytes_per_token")}
+    return replace(block, count=count, **lines, **sizes) if number > 1 else replace(block, count=count)
 
 
 def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:

@@ -129,7 +129,7 @@ def test_a_config_that_cannot_be_is_refused_in_one_line(body: dict[str, Any], ch
     assert "\n" not in error.value.message
 
 
-@pytest.mark.parametrize("body", [LATENT, NARROW, GATED_DELTA, STATES])
+@pytest.mark.parametrize("body", [NARROW, GATED_DELTA, STATES])
 def test_layers_without_a_formula_are_not_planned_as_others(body: dict[str, Any]):
     with pytest.raises(EppError, match="there is no formula for"):
         check_formulas(flags_of_config(body))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, PREDICTION
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -41,6 +41,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     these receive their gradients in the backward.
     """
     layers = stage.num_layers
+    # What layers of multi-token prediction keep cannot be told from the head's.
+    costs = costs.changed(PREDICTION, bytes_per_token=0.0, weight_bytes_per_token=0.0)
     splits = stage.weights is not None
     if splits:
         deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
@@ -114,7 +116,7 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     is_wide = all(parameter.dtype == torch.float32 for parameter in stage.parameters)
     many = few if is_wide else _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
     kv = KVBytes(few.cache, few.gradient, many.gradient, costs.kv.heads, costs.kv.queries_per_key)
-    return costs.changed(LAYER, ATTENTION, kv=kv)
+    return costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
 
 
 def _first_mlp(stage: MegatronStage) -> float:
@@ -300,7 +302,7 @@ def _of_slices(
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())
-    of_layer = (stage.num_layers + _has_attention_half(stage)) * 2 * tokens
+    of_layer = (stage.num_layers + _has_attention_half(stage) + stage.depths) * 2 * tokens
     return _Slices(cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens)
 
 

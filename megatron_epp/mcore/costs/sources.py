@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static, on_device
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -102,7 +102,7 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
 
 
 def _with_kv(costs: StageCosts, **changes: Any) -> StageCosts:
-    return costs.changed(LAYER, ATTENTION, kv=replace(costs.kv, **changes))
+    return costs.changed(LAYER, ATTENTION, PREDICTION, kv=replace(costs.kv, **changes))
 
 
 def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:

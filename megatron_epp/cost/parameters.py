@@ -1,0 +1,137 @@
+"""Parameters of a model, counted from Megatron's flags, and the model in a line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Any
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import shown
+
+Flags = Mapping[str, Any]
+_ATTENTION, _DELTA, _STATES = "*", "G", "M"
+
+
+def parameters_of(flags: Flags) -> int:
+    """Count the parameters of a model without layers of multi-token prediction. Vectors (norms, router biases) are left out.
+
+    Args:
+        flags: Megatron's, with underscores.
+
+    Raises:
+        EppError: a list of layers cannot be read.
+    """
+    vocabulary = int(flags["vocab_size"]) * int(flags["hidden_size"])
+    ends = vocabulary * (2 if flags.get("untie_embeddings_and_output_weights") else 1)
+    return ends + sum(_layer(flags, mixer, mlp) for mixer, mlp in layers_of(flags))
+
+
+def layers_of(flags: Flags) -> list[tuple[str, str]]:
+    """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
+    experts or none.
+    """
+    pattern = flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern")
+    if pattern:
+        symbols = [symbol for symbol in str(pattern).partition("/")[0] if symbol != "|"]
+        return [(symbol if symbol in "*GM" else "", symbol if symbol in "-E" else "") for symbol in symbols]
+    count = int(flags["num_layers"])
+    has_experts = _by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
+    is_linear = [False] * count
+    if flags.get("experimental_attention_variant") == "gated_delta_net":
+        every = flags.get("linear_attention_freq") or 1
+        is_linear = [not one for one in _by_layer(every, count)] if isinstance(every, int) else _by_layer(every, count)
+    return [(_DELTA if one else _ATTENTION, "E" if two else "-") for one, two in zip(is_linear, has_experts, strict=True)]
+
+
+def _by_layer(frequency: Any, count: int) -> list[bool]:
+    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``."""
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(count)]
+    try:
+        tree = ast.parse(str(frequency), mode="eval").body
+        found = _listed(tree)
+    except (SyntaxError, ValueError, RecursionError):
+        raise EppError(f"{shown(frequency)} is no list of layers") from None
+    return [bool(one) for one in islice(cycle(found or [0]), count)]
+
+
+def _listed(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _listed(node.left) + _listed(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times = ast.literal_eval(node.right)
+        if not isinstance(times, int) or not 0 <= times <= 10_000:
+            raise ValueError(times)
+        return _listed(node.left) * times
+    found = ast.literal_eval(node)
+    if not isinstance(found, list) or not all(type(one) is int for one in found):
+        raise ValueError(found)
+    return found
+
+
+def _layer(flags: Flags, mixer: str, mlp: str) -> int:
+    hidden, gates = int(flags["hidden_size"]), 3 if flags.get("swiglu") else 2
+    found = {_ATTENTION: _attention, _DELTA: _gated_delta, _STATES: _mamba}[mixer](flags) if mixer else 0
+    if mlp == "-":
+        return found + gates * hidden * int(flags.get("ffn_hidden_size") or 4 * hidden)
+    if mlp == "E":
+        width = int(flags.get("moe_ffn_hidden_size") or flags.get("ffn_hidden_size") or 4 * hidden)
+        shared = gates * hidden * int(flags.get("moe_shared_expert_intermediate_size") or 0)
+        return found + int(flags["num_experts"]) * (gates * hidden * width + hidden) + shared
+    return found
+
+
+def _attention(flags: Flags) -> int:
+    hidden, heads = _sizes(flags, "hidden_size", "num_attention_heads")
+    if flags.get("multi_latent_attention"):
+        content, rotated, values, latent = _sizes(flags, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
+        queries, rank = heads * (content + rotated), flags.get("q_lora_rank")
+        into_queries = hidden * queries if rank is None else int(rank) * (hidden + queries)
+        return into_queries + hidden * (latent + rotated) + latent * heads * (content + values) + heads * values * hidden
+    width = int(flags.get("kv_channels") or hidden // heads)
+    groups = int(flags.get("num_query_groups") or heads) if flags.get("group_query_attention") else heads
+    gates = 2 if flags.get("attention_output_gate") else 1
+    return hidden * width * ((1 + gates) * heads + 2 * groups)
+
+
+def _gated_delta(flags: Flags) -> int:
+    hidden, kernel, heads, width = _sizes(
+        flags, "hidden_size", "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim"
+    )
+    key_heads, key_width = _sizes(flags, "linear_num_key_heads", "linear_key_head_dim")
+    keys, values = key_heads * key_width, heads * width
+    mixed = 2 * keys + values
+    return hidden * (mixed + values + 2 * heads) + kernel * mixed + values * hidden
+
+
+def _mamba(flags: Flags) -> int:
+    hidden, heads, width, groups, state = _sizes(
+        flags, "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"
+    )
+    inner, states = heads * width, 2 * groups * state
+    return hidden * (2 * inner + states + heads) + 4 * (inner + states) + inner * hidden
+
+
+def _sizes(flags: Flags, *names: str) -> list[int]:
+    return [int(flags[name]) for name in names]
+
+
+def summary(flags: Flags) -> str:
+    """Describe a model in a line: layers, widths, what is in them, and the parameters in billions."""
+    layers = layers_of(flags)
+    mixers, mlps = ([layer[at] for layer in layers] for at in (0, 1))
+    parts = [f"{len(layers)} layers of {flags['hidden_size']:,}"]
+    attention = "latent attention" if flags.get("multi_latent_attention") else "attention"
+    for symbol, name in ((_ATTENTION, attention), (_DELTA, "gated delta net"), (_STATES, "Mamba")):
+        if number := mixers.count(symbol):
+            parts.append(name if number == len(layers) else f"{number} of {name}")
+    if flags.get("window_size"):
+        parts.append(f"windows {flags['window_size']}")
+    if number := mlps.count("E"):
+        where = "" if number == len(layers) else f" in {number}"
+        parts.append(f"{flags['num_experts']} experts{where}, {flags.get('moe_router_topk', 2)} for each token")
+    if depths := flags.get("mtp_num_layers"):
+        parts.append(f"multi-token prediction of depth {depths}")
+    return f"{', '.join(parts)}: {parameters_of(flags) / 1e9:,.1f}B parameters" + (" without it" if depths else "")
