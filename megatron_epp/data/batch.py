@@ -159,8 +159,8 @@ class GlobalBatch:
                 there = max(0, min(num_tokens, len(mask) - depth))  # positions whose position ahead is in the sequence
                 shares = mask[depth : depth + there] / max(1, counts)
                 whole = shares * self._counts[sequence]
-                places = np.arange(start + depth, start + depth + there)
-                of_depth = text[depth : depth + there], places, text[depth + 1 : depth + 1 + there], shares, whole
+                positions = np.arange(start + depth, start + depth + there)
+                of_depth = text[depth : depth + there], positions, text[depth + 1 : depth + 1 + there], shares, whole
                 for rows, values in zip(ahead, of_depth, strict=True):
                     rows[depth - 1, at : at + there] = values
             at = after

@@ -36,9 +36,9 @@ def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     """Return varied tokens, so that a router spreads them, all at position 0, since a model may have few positions."""
     device, own = stage.message(1)[2], tokens // stage.config.context_parallel_size
     ids = torch.arange(own, device=device)[None] % _VOCABULARY
-    places, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
-    ahead = AheadArrays(*(one.expand(stage.depths, *one.shape) for one in (ids, places, ids, ones / own, ones)))
-    return ChunkInputs(ids, places, ids.clone(), ones, ahead=ahead)
+    positions, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
+    ahead = AheadArrays(*(one.expand(stage.depths, *one.shape) for one in (ids, positions, ids, ones / own, ones)))
+    return ChunkInputs(ids, positions, ids.clone(), ones, ahead=ahead)
 
 
 def enter(

@@ -29,7 +29,7 @@ class ChunkParams(PackedSeqParams):
     def __init__(self, context: ChunkContext, ahead: Any = None) -> None:
         super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
         self.context = context
-        self.ahead = ahead  # `ahead.Ahead` on a stage with multi-token prediction, else None
+        self.ahead = ahead  # `predictions.ChunkPredictions` on a stage with multi-token prediction, else None
 
 
 class RelayAttention(torch.nn.Module):

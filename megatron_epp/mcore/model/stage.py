@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
-from megatron_epp.mcore.model.ahead import Ahead
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
+from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
@@ -166,7 +166,9 @@ class MegatronStage:
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
         of_chunk = chunk_of(context.table, self.config)
         whole = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
-        params = ChunkParams(context, None if inputs.ahead is None or not self.depths else Ahead(inputs.ahead, whole))
+        params = ChunkParams(
+            context, None if inputs.ahead is None or not self.depths else ChunkPredictions(inputs.ahead, whole)
+        )
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
             output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=params)
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one

@@ -250,7 +250,7 @@ def _embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Embed the tokens that lie ahead of a chunk, where its plan knows them."""
     if document_args() is None:  # without plans over documents not even the imports may matter
         return original(*rest, **named)
-    from megatron_epp.mcore.model.ahead import embed_ahead
+    from megatron_epp.mcore.model.predictions import embed_ahead
 
     return embed_ahead(original, *rest, **named)
 
@@ -259,7 +259,7 @@ def _add_prediction_losses(original: Callable[..., Any], *rest: Any, **named: An
     """Add the losses of multi-token prediction to a chunk's, weighted by the counts of whole sequences."""
     if document_args() is None:
         return original(*rest, **named)
-    from megatron_epp.mcore.model.ahead import add_prediction_losses
+    from megatron_epp.mcore.model.predictions import add_prediction_losses
 
     return add_prediction_losses(original, *rest, **named)
 

@@ -146,7 +146,7 @@ class KVRelay:
             ):
                 yield
         finally:
-            if not backward:  # a backward of another slice may run beside the forward
+            if not backward:  # backwards of other slices may run at the same time
                 self._appended = None
 
     def parts(self, view: SliceView, heads: int) -> int:

@@ -23,7 +23,7 @@ from megatron_epp.mcore.model.core_attention import ChunkParams
 
 
 @dataclass(slots=True)
-class Ahead:
+class ChunkPredictions:
     """Multi-token prediction in the forward of a chunk.
 
     Attributes:
@@ -42,7 +42,7 @@ def embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     call = bound(original, *rest, **named).arguments
     if not isinstance(params := call.get("packed_seq_params"), ChunkParams):
         return original(*rest, **named)
-    ahead: Ahead = params.ahead
+    ahead: ChunkPredictions = params.ahead
     tokens, position_ids = ahead.arrays.tokens[ahead.depth], ahead.arrays.position_ids[ahead.depth]
     ahead.depth += 1
     embedded = call["embedding"](input_ids=tokens, position_ids=position_ids)
