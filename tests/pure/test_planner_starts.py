@@ -17,7 +17,7 @@ from megatron_epp.planner.chunks.variants import started
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.capped import CappedWarmUp
-from megatron_epp.planner.search import order_rules, passes
+from megatron_epp.planner.search import order_rules, phases
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4
@@ -104,7 +104,7 @@ def test_a_plan_far_from_its_bound_is_tried_with_the_next_coarser_table_too(monk
 
     noted = replace(order_rules.ONE_STAGE_PER_RANK, capped=(Noted(rule.lead, rule.room),))
     monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", noted)
-    monkeypatch.setattr(passes, "DISTANT", 0.0)  # nothing is near enough
+    monkeypatch.setattr(phases, "DISTANT", 0.0)  # nothing is near enough
     made = plan(asked, COSTS)
     assert check(made) == []
     first, *rest = dict.fromkeys(tried)

@@ -118,7 +118,7 @@ def _place(transformer: Any, layout: Layout) -> None:
     layers = [*layout.stages()]
     stages = [["decoder"] * one.num_modules for one in layers]
     stages[0].insert(0, "embedding")
-    stages[-1] += [*["mtp"] * (transformer.mtp_num_layers or 0), "loss"]
+    stages[-1] += [*["mtp"] * (getattr(transformer, "mtp_num_layers", None) or 0), "loss"]
     transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [one.first for one in layers])
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None

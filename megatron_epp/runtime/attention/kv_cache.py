@@ -11,7 +11,7 @@ its own part, which is complete because every later slice has run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -128,26 +128,25 @@ class KVRelay:
         """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
-    @contextmanager
-    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> Iterator[None]:
-        """Run a forward or backward of a chunk in the body, whose slice is `view` if it has one.
+    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
+        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
 
         `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
         """
         if view is None:
-            yield
-            return
-        if not backward:
-            self._appended = view, set()
-        store = self._store(view)
+            return nullcontext()
+        store, is_wide = self._store(view), self._is_wide(view)
+        within = store.running(view, backward, num_whole, is_wide) if isinstance(store, HostStore) else nullcontext()
+        return within if backward else self._forward_of(view, within)
+
+    @contextmanager
+    def _forward_of(self, view: SliceView, within: AbstractContextManager[None]) -> Iterator[None]:
+        self._appended = view, set()
         try:
-            with (
-                store.running(view, backward, num_whole, self._is_wide(view)) if isinstance(store, HostStore) else nullcontext()
-            ):
+            with within:
                 yield
-        finally:
-            if not backward:  # backwards of other slices may run at the same time
-                self._appended = None
+        finally:  # a recomputed forward appends again
+            self._appended = None
 
     def parts(self, view: SliceView, heads: int) -> int:
         """Return the number of groups of heads that attention of a slice processes one after the other."""
