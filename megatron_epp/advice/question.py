@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -98,9 +98,8 @@ class Configuration:
         text = " ".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
         return text + " (vocabulary over all)" * self.shards_vocabulary
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Megatron's flags for the configuration, with underscores."""
+    def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Megatron's flags for the configuration of a model, which has flags of its own, with underscores."""
         flags: dict[str, Any] = {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
@@ -112,7 +111,7 @@ class Configuration:
         if any(count % 1 for count in self.layers):
             return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
         if len(set(self.layers)) > 1:
-            flags["pipeline_model_parallel_layout"] = layout_flag([int(count) for count in self.layers])
+            flags["pipeline_model_parallel_layout"] = layout_flag([*map(int, self.layers)], model.get("mtp_num_layers") or 0)
         elif self.virtual > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
         return flags | {"use_distributed_optimizer": True}
@@ -161,7 +160,7 @@ class Question:
     def shape(self, config: Configuration) -> ModelShape:
         """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
         return shape_of(
-            self.flags | config.settings | {"seq_length": self.context, "expert_model_parallel_size": config.expert}
+            self.flags | config.settings(self.flags) | {"seq_length": self.context, "expert_model_parallel_size": config.expert}
         )
 
     def rates(self, config: Configuration) -> Rates:
@@ -180,7 +179,7 @@ class Question:
         sizes = {"data_parallel_size": config.data, "expert_model_parallel_size": config.expert}
         costs = profile.costs(
             config.layers,
-            optimizer=OptimizerBytes.of_flags(self.flags | config.settings | sizes, profile.weight_bytes),
+            optimizer=OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes),
             replicas=config.data,
             vocabulary_shares=config.stages.vocabulary_shares,
         )

@@ -39,7 +39,7 @@ def megatron_settings(question: Question, config: Configuration) -> dict[str, An
     """Megatron's flags for the configuration, the optimizer and the batch, with underscores."""
     optimizer = {name: question.flags[name] for name in OPTIMIZER_FLAGS if name in question.flags}
     return (
-        config.settings
+        config.settings(question.flags)
         | optimizer
         | {
             "micro_batch_size": 1,

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
@@ -16,6 +15,7 @@ from megatron_epp.cost.library import (
     RATES,
     Cluster,
     check_formulas,
+    is_config,
     layers_of,
     load_cluster,
     load_costs,
@@ -127,7 +127,7 @@ def tell_sharing(args: argparse.Namespace) -> None:
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     given, names = load_flags(args.model), names_of(args.parser)
-    if args.model.endswith(".json") or Path(args.model).is_dir():
+    if is_config(args.model):
         tell(f"{PROGRAM}: model {args.model}: {summary(given)}")
     for setting in ("tensor_parallel", "context_parallel", "expert_parallel"):
         ranks = given.get(ROWS[setting].dest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from megatron_epp.cli.inputs import costs_by, costs_source, problem_of
+from megatron_epp.cli.inputs import costs_by, costs_source, flags_of, problem_of
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers, even_layers
@@ -31,10 +31,13 @@ _STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The layout of a command, and the search that found it; None if there was none."""
+    """The layout of a command, the search that found it (None if there was none), and the model's depths of multi-token
+    prediction.
+    """
 
     layout: Layout
     choice: LayoutChoice | None = None
+    predictions: int = 0
 
     def lines(self) -> list[str]:
         """Describe the layout, in lines; none for even layers on one stage per rank, unless they were searched for."""
@@ -49,7 +52,7 @@ class Chosen:
             found = self.choice
             lines[0] += f"; {format_us(found.makespan_us)} expected, at least {format_us(found.bound_us)} in any order"
             lines[0] += f", {format_us(found.even_us)} with even layers ({found.gain:.1%} saved)"
-        if (megatron := layout.to_megatron()) is not None:
+        if (megatron := layout.to_megatron(self.predictions)) is not None:
             flags = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
             words = layers_text(layout.halves).replace(" ", "")
@@ -82,22 +85,22 @@ def chosen_layout(
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
     """
     source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
-    text, ranks = args.layout, pipeline_ranks(args)
+    text, ranks, predictions = args.layout, pipeline_ranks(args), flags_of(args).get("mtp_num_layers") or 0
     if isinstance(source, PipelineCosts):
-        return Chosen(_of_stages(args, source, ranks))
+        return Chosen(_of_stages(args, source, ranks), None, predictions)
     with nullcontext() if args.costs is None else naming(f"--costs {args.costs}"):
         sample = _sample(args, source, num_layers, batches, planners or [args.planner])
         if text == AUTO:
             with progress("choosing the layout"):
                 choice = choose(sample)
-            return Chosen(choice.layout, choice)
+            return Chosen(choice.layout, choice, predictions)
     lengths = tuple(chain.from_iterable(batches))
     layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
     if len(layouts) == 1:
-        return Chosen(layouts[0])
+        return Chosen(layouts[0], None, predictions)
     with progress("comparing a vocabulary on the last stage with one over all ranks"):
         choice = fastest(layouts, sample)
-    return Chosen(choice.layout, choice)
+    return Chosen(choice.layout, choice, predictions)
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:

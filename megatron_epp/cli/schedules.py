@@ -47,7 +47,7 @@ def usual() -> list[str]:
 def chosen_for(planner: str, chosen: Chosen) -> Chosen:
     """Return a command's layout for a planner (`layout_for`), without the search's figures if it is another layout."""
     layout = layout_for(planner, chosen.layout)
-    return chosen if layout == chosen.layout else Chosen(layout)
+    return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -167,7 +167,7 @@ def load_flags(name: str) -> dict[str, Any]:
     Raises:
         EppError: there is no such file, or it does not describe a model.
     """
-    path = Path(name) / CONFIG if os.path.isfile(Path(name) / CONFIG) else find("models", name)
+    path = _path_of(name)
     if path.suffix == ".json":
         with naming(path):
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
@@ -177,6 +177,15 @@ def load_flags(name: str) -> dict[str, Any]:
     if unnamed := [key for key in flags if not isinstance(key, str)]:
         raise EppError(f"{path}: `megatron:` has {shown(unnamed[0])} where the name of a flag should stand")
     return flags
+
+
+def is_config(name: str) -> bool:
+    """Return True if a model is named by a Hugging Face config. Raises `EppError` if there is no such file."""
+    return _path_of(name).suffix == ".json"
+
+
+def _path_of(model: str) -> Path:
+    return Path(model) / CONFIG if os.path.isfile(Path(model) / CONFIG) else find("models", model)
 
 
 def load_cluster(name: str) -> Cluster:
@@ -243,6 +252,9 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     def whole(name: str, default: int | None = None) -> int:
         return _whole(flags, name, default)
 
+    def some(name: str) -> int:
+        return whole(name) if flags.get(name) else 0
+
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
         raise EppError(
@@ -281,8 +293,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         rotates=flags.get("position_embedding_type") == "rope" and bool(flags.get("no_rope_fusion")),
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
-        shared_ffn_hidden_size=flags.get("moe_shared_expert_intermediate_size") or 0 if experts is not None else 0,
-        predictions=flags.get("mtp_num_layers") or 0,
+        shared_ffn_hidden_size=some("moe_shared_expert_intermediate_size") if experts is not None else 0,
+        predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),

@@ -247,7 +247,7 @@ class PipelineCosts:
         """
         return LayerPeak(*map(self._whole_bytes, self.stages[stage].layers.peak_bytes(work, mode, split)))
 
-    def num_cached_halves(self, stage: int) -> int:
+    def num_cached_inner(self, stage: int) -> int:
         """Number of attentions of the stage besides its layers, whose keys and values it caches: at its end, or of multi-token
         prediction.
         """

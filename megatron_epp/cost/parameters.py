@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from megatron_epp.cost.library import shape_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import shown
 
@@ -25,10 +27,10 @@ def parameters_of(flags: Flags) -> int:
     """
     vocabulary = int(flags["vocab_size"]) * int(flags["hidden_size"])
     ends = vocabulary * (2 if flags.get("untie_embeddings_and_output_weights") else 1)
-    return ends + sum(_layer(flags, mixer, mlp) for mixer, mlp in layers_of(flags))
+    return ends + sum(count * _layer(flags, *kinds) for kinds, count in Counter(kinds_of_layers(flags)).items())
 
 
-def layers_of(flags: Flags) -> list[tuple[str, str]]:
+def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
     experts or none.
     """
@@ -72,28 +74,16 @@ def _listed(node: ast.expr) -> list[int]:
 
 
 def _layer(flags: Flags, mixer: str, mlp: str) -> int:
-    hidden, gates = int(flags["hidden_size"]), 3 if flags.get("swiglu") else 2
-    found = {_ATTENTION: _attention, _DELTA: _gated_delta, _STATES: _mamba}[mixer](flags) if mixer else 0
+    shape, gates = shape_of({**flags, "num_layers": 1}), 3 if flags.get("swiglu") else 2
+    found = 0
+    if mixer == _ATTENTION:
+        output_gate = shape.hidden_size * shape.output_width if flags.get("attention_output_gate") else 0
+        found = shape.attention_parameters + output_gate
+    elif mixer:
+        found = {_DELTA: _gated_delta, _STATES: _mamba}[mixer](flags)
     if mlp == "-":
-        return found + gates * hidden * int(flags.get("ffn_hidden_size") or 4 * hidden)
-    if mlp == "E":
-        width = int(flags.get("moe_ffn_hidden_size") or flags.get("ffn_hidden_size") or 4 * hidden)
-        shared = gates * hidden * int(flags.get("moe_shared_expert_intermediate_size") or 0)
-        return found + int(flags["num_experts"]) * (gates * hidden * width + hidden) + shared
-    return found
-
-
-def _attention(flags: Flags) -> int:
-    hidden, heads = _sizes(flags, "hidden_size", "num_attention_heads")
-    if flags.get("multi_latent_attention"):
-        content, rotated, values, latent = _sizes(flags, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
-        queries, rank = heads * (content + rotated), flags.get("q_lora_rank")
-        into_queries = hidden * queries if rank is None else int(rank) * (hidden + queries)
-        return into_queries + hidden * (latent + rotated) + latent * heads * (content + values) + heads * values * hidden
-    width = int(flags.get("kv_channels") or hidden // heads)
-    groups = int(flags.get("num_query_groups") or heads) if flags.get("group_query_attention") else heads
-    gates = 2 if flags.get("attention_output_gate") else 1
-    return hidden * width * ((1 + gates) * heads + 2 * groups)
+        found += gates * shape.hidden_size * int(flags.get("ffn_hidden_size") or 4 * shape.hidden_size)
+    return found + (shape.layer_parameters - shape.attention_parameters) * (mlp == "E")
 
 
 def _gated_delta(flags: Flags) -> int:
@@ -120,7 +110,7 @@ def _sizes(flags: Flags, *names: str) -> list[int]:
 
 def summary(flags: Flags) -> str:
     """Describe a model in a line: layers, widths, what is in them, and the parameters in billions."""
-    layers = layers_of(flags)
+    layers = kinds_of_layers(flags)
     mixers, mlps = ([layer[at] for layer in layers] for at in (0, 1))
     parts = [f"{len(layers)} layers of {flags['hidden_size']:,}"]
     attention = "latent attention" if flags.get("multi_latent_attention") else "attention"

@@ -90,7 +90,7 @@ def backward_items(
     """
     cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
     opened, goes, comes = cache * work.first, gradient * work.first, gradient * work.last
-    cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_halves(stage)
+    cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_inner(stage)
     of_cache, together, net = opened // cached, (opened + goes) // cached, (opened + goes - comes) // cached
     layer, kept = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
     own, held = item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS), kept if mode else 0 * kept

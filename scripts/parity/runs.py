@@ -175,13 +175,14 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     losses = next(run.losses for run in stock if run.losses)
     validation = next((run.validation for run in stock if run.validation), [])
     replicas = {tuple(map(digest, run.plans)): run.plans for run in elastic}
+    predictions = [_mean_predictions(runs) for runs in (stock, elastic)]
     return {
         "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic if a.attention and b.attention}),
         "num_losses": [len(losses), len(validation)],
         "losses": max(_relative_error(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
         "validation": max((_relative_error(validation, run.validation) for run in elastic if run.validation), default=None),
-        "predictions": _relative_error(*map(_mean_predictions, (stock, elastic))),
+        "predictions": _relative_error(*predictions) if any(predictions) else None,
         "gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[0])),
         "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
         "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
@@ -197,7 +198,7 @@ def _mean_predictions(runs: Sequence[Run]) -> list[float]:
 
 
 def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
-    return max((abs(b / a - 1) for a, b in zip(expected, found, strict=True)), default=0.0)
+    return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
 
 
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 import threading
 from argparse import Namespace
+from functools import partial
 
 import pytest
 from megatron.training import global_vars
@@ -133,7 +134,7 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     for _ in range(20):
         told.append(report._hint(made, costs))
     assert [number for number, text in enumerate(told) if text] == [9]
-    assert told[9] == spread.advice(costs, made.placement, made.lengths * 10, layout_words)
+    assert told[9] == spread.advice(costs, made.placement, made.lengths * 10, partial(layout_words, 0))
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 

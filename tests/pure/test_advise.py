@@ -189,11 +189,12 @@ def test_where_nothing_fits_each_change_that_is_named_would_do():
 
 def test_a_configuration_says_its_flags():
     uneven = Configuration(1, 1, 2, 1, layers=(5, 3))
-    assert uneven.settings["pipeline_model_parallel_layout"] == "Et*5|t*3L"
+    assert uneven.settings({})["pipeline_model_parallel_layout"] == "Et*5|t*3L"
+    assert uneven.settings({"mtp_num_layers": 2})["pipeline_model_parallel_layout"] == "Et*5|t*3mmL"
     there_and_back = Configuration(2, 1, 2, 1, virtual=2, placement="v", layers=(2, 2, 2, 2))
     assert there_and_back.rank_of == (0, 1, 1, 0)
-    assert there_and_back.settings["num_virtual_stages_per_pipeline_rank"] == 2
-    assert there_and_back.settings["sequence_parallel"] is True
+    assert there_and_back.settings({})["num_virtual_stages_per_pipeline_rank"] == 2
+    assert there_and_back.settings({})["sequence_parallel"] is True
 
 
 def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsys):

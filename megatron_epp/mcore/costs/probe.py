@@ -37,6 +37,8 @@ def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     device, own = stage.message(1)[2], tokens // stage.config.context_parallel_size
     ids = torch.arange(own, device=device)[None] % _VOCABULARY
     positions, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
+    if not stage.depths:
+        return ChunkInputs(ids, positions, ids.clone(), ones)
     ahead = AheadArrays(*(one.expand(stage.depths, *one.shape) for one in (ids, positions, ids, ones / own, ones)))
     return ChunkInputs(ids, positions, ids.clone(), ones, ahead=ahead)
 

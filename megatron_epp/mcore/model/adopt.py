@@ -95,7 +95,8 @@ def number_attentions(model: torch.nn.Module) -> None:
             separate; or an attention is in two layers, whose keys and values would meet.
     """
     found: dict[RelayAttention, str] = {}
-    repeated = [part for part in model.modules() if getattr(part, "mtp_use_repeated_layer", False)]
+    repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
+    again = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
             if module in found:
@@ -105,8 +106,7 @@ def number_attentions(model: torch.nn.Module) -> None:
                 )
             module.number = len(found)
             found[module] = name
-            if any(name.startswith(f"{outer}.") for outer, part in model.named_modules() if part in repeated):
-                module.stride = 1
+            module.stride = len(again) * (module in again)
         elif _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "

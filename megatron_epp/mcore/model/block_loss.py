@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
-from megatron_epp.mcore.model.trained_rows import LOSS, own_functions
+from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.loss.blocks import Head, block_losses
@@ -35,7 +35,7 @@ from megatron_epp.runtime.loss.kernels import LossCase, explain
 logger = logging.getLogger(__name__)
 
 
-class BlockLoss:
+class BlockLoss(OfRows):
     """Replacement of the output layer and loss of an unwrapped model, computed by blocks of tokens.
 
     Megatron's models pass the output layer's result to `compute_language_model_loss`. Here this is the layer's input. MuP's
@@ -45,7 +45,6 @@ class BlockLoss:
     def __init__(self, model: Any, block_tokens: int) -> None:
         self._model, self._layer, self.block_tokens = model, model.output_layer, block_tokens
         self._weight: Tensor | None = None
-        self._rows: Tensor | None = None
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
         self.kernel, self.passed_over = explain(LossCase(device, model.config.params_dtype, entries, shared))
@@ -76,15 +75,6 @@ class BlockLoss:
         finally:
             del self._layer.forward, self._model.compute_language_model_loss
             self._weight = self._rows = None
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute the losses of all tokens in the body, which is inside `instead`."""
-        rows, self._rows = self._rows, None
-        try:
-            yield
-        finally:
-            self._rows = rows
 
     def _keep_weight(
         self,

@@ -69,6 +69,8 @@ def scale_added_losses(config: Any, output: Tensor) -> None:
     A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
     by all tokens of the batch gives a mean.
     """
+    if config.num_moe_experts is None and not config.mtp_num_layers:
+        return
     # Without Megatron's division by microbatches: plans need --calculate-per-token-loss, which divides gradients by tokens.
     scale = 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones(1, device=output.device))
     if config.num_moe_experts is not None:

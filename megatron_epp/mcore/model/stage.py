@@ -70,6 +70,8 @@ class ChunkInputs:
 class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
+    It has `depths` of multi-token prediction, 0 without it and on all stages but the last.
+
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
     chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
     """
@@ -91,6 +93,8 @@ class MegatronStage:
         if self.has_loss:
             shard_logits(model)
         self._loss_of_rows = block_loss if block_loss is not None or not self.has_loss else trained_rows(model)
+        self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
+        self.depths: int = (config.mtp_num_layers or 0) if getattr(unwrap_model(model), "mtp_process", False) else 0
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
@@ -112,11 +116,6 @@ class MegatronStage:
     def has_loss(self) -> bool:
         """True if the forward returns a loss, not hidden states."""
         return self.is_last
-
-    @property
-    def depths(self) -> int:
-        """Depths of multi-token prediction of this stage; 0 without it."""
-        return (self.config.mtp_num_layers or 0) if getattr(unwrap_model(self.model), "mtp_process", False) else 0
 
     @property
     def decoder(self) -> Any:
@@ -165,10 +164,7 @@ class MegatronStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
         of_chunk = chunk_of(context.table, self.config)
-        whole = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
-        params = ChunkParams(
-            context, None if inputs.ahead is None or not self.depths else ChunkPredictions(inputs.ahead, whole)
-        )
+        params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
             output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=params)
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one

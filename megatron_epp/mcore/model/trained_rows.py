@@ -19,7 +19,22 @@ _OF_THE_LOSS = ("forward", "_postprocess", LOSS)
 """Methods of Megatron's models that compute the loss from the output layer's input."""
 
 
-class TrainedRows:
+class OfRows:
+    """Output layer and loss that take the rows of some tokens, None for all."""
+
+    _rows: Tensor | None = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute the losses of all tokens in the body, which is inside `instead` of a subclass."""
+        rows, self._rows = self._rows, None
+        try:
+            yield
+        finally:
+            self._rows = rows
+
+
+class TrainedRows(OfRows):
     """Replacement of the input of the output layer and loss of an unwrapped model by the rows of tokens that count.
 
     Megatron's own layer and loss compute them. With sequence parallelism the ranks' parts are gathered here, before the rows
@@ -28,7 +43,6 @@ class TrainedRows:
 
     def __init__(self, model: Any) -> None:
         self._model, self._layer = model, model.output_layer
-        self._rows: Tensor | None = None
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:
@@ -59,15 +73,6 @@ class TrainedRows:
         finally:
             del layer.forward, model.compute_language_model_loss
             layer.sequence_parallel, self._rows = shares_tokens, None
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute the losses of all tokens in the body, which is inside `instead`."""
-        rows, self._rows = self._rows, None
-        try:
-            yield
-        finally:
-            self._rows = rows
 
 
 def trained_rows(model: torch.nn.Module) -> TrainedRows | None:

@@ -38,9 +38,9 @@ _BATCHES = 10
 """Number of logged iterations whose lengths are taken as typical of the run. Not measured."""
 
 
-def layout_words(layers: Sequence[int]) -> str:
-    """Format the flag that gives every stage its number of layers."""
-    return f"--pipeline-model-parallel-layout '{layout_flag(layers)}'"
+def layout_words(predictions: int, layers: Sequence[int]) -> str:
+    """Format the flag that gives every stage its number of layers, and the last so many of multi-token prediction."""
+    return f"--pipeline-model-parallel-layout '{layout_flag(layers, predictions)}'"
 
 
 @dataclass(slots=True)
@@ -216,7 +216,8 @@ class IterationReport:
         session.batches_seen.append(plan.lengths)
         if len(session.batches_seen) < _BATCHES:
             return ""
-        return spread.advice(costs, plan.placement, list(chain.from_iterable(session.batches_seen)), layout_words) or ""
+        words = partial(layout_words, getattr(session.args, "mtp_num_layers", None) or 0)
+        return spread.advice(costs, plan.placement, list(chain.from_iterable(session.batches_seen)), words) or ""
 
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:

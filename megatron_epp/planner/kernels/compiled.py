@@ -93,11 +93,6 @@ def _tell_not_kept() -> None:
     )
 
 
-def plain[F: Callable[..., Any]](function: F) -> F:
-    """A compiled function as it was written, for a few numbers in lists."""
-    return cast(F, getattr(function, "py_func", function))
-
-
 def integers(values: Iterable[int] | Numbers) -> IntegerList:
     return cast(IntegerList, _column(values, np.int64))
 

@@ -279,6 +279,7 @@ MORE_PREDICTIONS: dict[str, dict[str, Any]] = {
 
 
 def _check_predictions(slices: int, figures: Figures, _: Path) -> None:
+    assert figures["predictions"] is not None  # both logged losses, which were compared
     assert kinds_of(figures) & ({"split", "hybrid"} if slices > 1 else {"packed"})
 
 
