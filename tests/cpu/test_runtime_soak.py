@@ -66,7 +66,7 @@ def test_hundreds_of_iterations_leave_nothing_behind(one_thread, iterations, war
         assert saved.live_bytes == 0
         assert [stage.relay.num_bytes for stage in stages.values()] == [0] * STAGES
     grown = process.memory_info().rss - resident
-    assert live_tensors() == tensors
+    assert live_tensors() <= tensors  # fewer where what earlier tests of this process left behind has gone meanwhile
     one_cache = 2 * (LONGEST // 2) * KV_HEADS * CHANNELS * 4
     print(f"\n{iterations - warm_up} iterations: {grown / 1024:.0f} KiB more, a cache has {one_cache / 1024:.0f} or more")
     assert grown < (iterations - warm_up) * one_cache / 4
