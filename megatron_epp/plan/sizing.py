@@ -12,8 +12,12 @@ would be large, the backward runs by groups of key heads, each with its queries.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
+
+from megatron_epp.plan.shape_classes import token_class
 
 SIZES_PER_OCTAVE = 8
 """Number of sizes between a power of two and the next, so that at most an eighth of a buffer is unused."""
@@ -73,6 +77,18 @@ def all_at_once(
 ) -> npt.NDArray[np.bool_]:
     """True where `heads_at_once` returns all heads."""
     return (keys * (kv_heads * head_bytes_per_key * _times_made(queries_per_key)) <= MOST_TRANSIENT_BYTES) | (kv_heads == 1)
+
+
+def expanded_at_once(keys: int, heads: int, head_bytes_per_key: float) -> int:
+    """Number of heads whose keys and values are made of latents at one time, in a forward as in a backward, which also holds
+    their gradients: a divisor of all.
+
+    Args:
+        keys: number of keys that a chunk's queries attend to.
+        heads: number of heads.
+        head_bytes_per_key: bytes of a key and a value of one head.
+    """
+    return heads_at_once(heads, math.ceil(2 * token_class(keys) * head_bytes_per_key), 1)
 
 
 def _times_made(queries_per_key: int) -> int:

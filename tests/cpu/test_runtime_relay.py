@@ -29,6 +29,8 @@ def assert_equals_whole_sequences(layer):
     for expected, actual in zip(layer.whole(), layer.chunked(), strict=True):
         for wanted, got in zip(expected[1:], actual, strict=True):
             assert relative_difference(got, wanted) < 1e-12
+    if layer.expansion is not None:
+        assert relative_difference(layer.expansion.grad, layer.expansion_gradient) < 1e-12
 
 
 @pytest.mark.parametrize("mode", RECOMPUTE)

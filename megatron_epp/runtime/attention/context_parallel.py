@@ -36,6 +36,10 @@ class ContextParallel:
         """
         return attend(q, cached)
 
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``."""
+        return weight
+
 
 NOT_SHARED = ContextParallel()
 """No context parallelism."""
@@ -60,6 +64,9 @@ class HeadExchange(ContextParallel):
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
         q, *cached_heads = to_heads(self.group, q, *cached)
         return to_tokens(self.group, attend(q, tuple(cached_heads)))
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        return weight.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
 
 
 def of_group(group: dist.ProcessGroup) -> ContextParallel:

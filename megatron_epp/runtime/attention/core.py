@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 from megatron_epp.runtime.attention.kernels.base import Saved, backward_by_heads
-from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout, Tensors
+from megatron_epp.runtime.attention.layout import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -30,15 +30,14 @@ class _ChunkAttention(torch.autograd.Function):
         layer: int,
         scale: float,
         preference: str,
-        layout: KVLayout,
         *cached: Tensor,
     ) -> Tensor:
-        view, relay, q = context.view, context.relay, _compact(q)
+        view, relay, q = context.view, context.relay, compact(q)
         # Of no tokens: only shapes, types and device are asked for.
-        kernel = kernels.choose(q, *layout.keys_and_values(tuple(x[:0] for x in cached)), preference)
+        kernel = kernels.choose(q, *(x[:0] for x in cached), preference)
         parts = 1 if view is None else relay.parts(view, cached[0].shape[1])
         # What the relay caches is not saved here again: a slice's own tensors are in its sequence's buffers.
-        own = tuple(_compact(x if view is None else x[view.num_cached :]) for x in cached)
+        own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
 
         def attend() -> tuple[Tensor, Saved]:
             outs: list[Tensor] = []
@@ -47,15 +46,14 @@ class _ChunkAttention(torch.autograd.Function):
                 own_q, *seen = _heads(part, parts, (q, *(own if view is None else cached)))
                 if view is not None:
                     seen = list(relay.append(layer, view, seen, part))
-                out, more = kernel.forward(own_q, *layout.keys_and_values(tuple(seen)), context.table, scale)
+                out, more = kernel.forward(own_q, *seen, context.table, scale)
                 outs.append(out)
                 saved += more
             return _joined(outs), tuple(saved)
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
         ctx.save_for_backward(q, out, *own, *saved)
-        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.layout = context, layer, scale, kernel, layout
-        ctx.parts, ctx.num_cached = parts, len(cached)
+        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
         if view is not None and view.is_tail and context.forward_only:  # no backward will release the cache
             for part in range(parts):
                 relay.release(layer, view, part)
@@ -64,26 +62,22 @@ class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        layout: KVLayout = ctx.layout
         view, relay, parts, layer = context.view, context.relay, ctx.parts, ctx.layer
-        q, out, *rest = ctx.saved_tensors
-        own, saved = rest[: ctx.num_cached], rest[ctx.num_cached :]
+        q, out, own_k, own_v, *saved = ctx.saved_tensors
         count = len(saved) // parts
         grads: list[Tensors] = []
         for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
-            own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, *own))
+            own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, own_k, own_v))
             seen = tuple(uncached) if view is None else relay.recall(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
 
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:
-                made = layout.gradients(dk, dv)
-                return made if view is None else relay.take_gradient(layer, view, made, part, heads)
+                return (dk, dv) if view is None else relay.take_gradient(layer, view, (dk, dv), part, heads)
 
-            k, v = layout.keys_and_values(seen)
-            inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
+            inputs = own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale
             grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
-        dq, *dcached = (_joined(each) for each in zip(*grads, strict=True))
-        return dq, None, None, None, None, None, *dcached
+        dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
+        return dq, None, None, None, None, dk, dv
 
 
 def _heads(part: int, parts: int, tensors: Iterable[Tensor]) -> Tensors:
@@ -95,7 +89,7 @@ def _joined(groups: Sequence[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(tuple(groups), 1)
 
 
-def _compact(x: Tensor) -> Tensor:
+def compact(x: Tensor) -> Tensor:
     """Return a tensor that is dense and has a storage of its own, itself if it has.
 
     Queries, keys and values are often views of one projection: saving any of them would keep all of it. And some kernels see
@@ -113,20 +107,18 @@ def chunk_attention(
     scale: float,
     context_parallel: ContextParallel = NOT_SHARED,
     preference: str = "auto",
-    layout: KVLayout = KEYS_AND_VALUES,
 ) -> Tensor:
     """Causal attention inside every segment of a chunk.
 
     Args:
         q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where
             ranks share the chunk's tokens.
-        cached: what later slices attend to, ``[tokens, kv_heads, width]`` each: keys and values, or what `layout` says.
+        cached: keys and values, ``[tokens, kv_heads, width]`` each.
         context: the chunk being run.
         layer: number of the layer, unique in its stage.
         scale: factor on the scores, usually ``channels ** -0.5``.
         context_parallel: how ranks share the chunk's tokens.
         preference: preference of kernels, a key of `kernels.PREFERENCES`.
-        layout: what `cached` holds.
 
     Returns:
         ``[tokens, query_heads, value_channels]``.
@@ -137,7 +129,7 @@ def chunk_attention(
     """
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:
-        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, layout, *cached)
+        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, *cached)
         return out
 
     return context_parallel.attend(attend, q, tuple(cached))

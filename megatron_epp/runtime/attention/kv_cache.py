@@ -1,6 +1,6 @@
 """KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
 
-The forward of a slice writes its cached tensors (keys and values, see `layout`) behind the earlier slices' and attends over all
+The forward of a slice writes its cached tensors (keys and values, or latents) behind the earlier slices' and attends over all
 of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
 its own part, which is complete because every later slice has run.
 
@@ -83,7 +83,7 @@ class DeviceStore:
 
 def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) -> Tensor:
     """Return the accumulator of gradients: the first gradient if it has all heads, else an empty tensor for all heads."""
-    dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
+    dtype = torch.promote_types(rows.dtype, torch.float32) if wide else rows.dtype
     if heads is None:
         return grad.to(dtype)
     return torch.empty((grad.shape[0], *rows.shape[1:]), dtype=dtype, device=grad.device)

@@ -1,10 +1,8 @@
-"""Layout of a chunk's attention: its segments among queries and keys, its window on the cache of its sliced sequence, and which
-tensors a layer caches of a token.
-"""
+"""Layout of a chunk's attention: its segments among queries and keys, and its window on the cache of its sliced sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
@@ -29,28 +27,6 @@ class Piece(NamedTuple):
 
     layer: int
     part: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Layout of what attention caches of a token in one layer.
-
-    The relay and KV offload hold, copy and add up cached tensors, however many there are and however wide; only core attention
-    turns them into keys and values. Both functions must be linear in every tensor and treat every head in the same way,
-    because attention may run by groups of heads.
-
-    Attributes:
-        keys_and_values: function from cached tensors to keys ``[tokens, heads, channels]`` and values
-            ``[tokens, heads, value_channels]``.
-        gradients: function from the gradients of keys and of values to the gradients of the cached tensors.
-    """
-
-    keys_and_values: Callable[[Tensors], tuple[Tensor, Tensor]]
-    gradients: Callable[[Tensor, Tensor], Tensors]
-
-
-KEYS_AND_VALUES = KVLayout(lambda cached: (cached[0], cached[1]), lambda dk, dv: (dk, dv))
-"""Multi-head and grouped-query attention: keys and values are cached as they are."""
 
 
 class RelayError(EppError):

@@ -9,7 +9,7 @@ from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExchange
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES
+from megatron_epp.runtime.attention.latents import latent_attention
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import plan_of
@@ -27,6 +27,8 @@ class ChunkedLayer:
 
     sequences: queries and cached tensors (keys and values) per sequence, float64, requiring gradients; `weights` is what each
         output is summed with.
+    expansion: the matrix that makes keys and values where latents of one head are cached (`unrotated`: channels of a key that
+        it makes), else None.
     outputs: per layer and chunk, what attention returned.
     group: ranks that share the tokens of every chunk; each then sees the gradients of its own tokens.
     """
@@ -42,17 +44,22 @@ class ChunkedLayer:
         group=None,
         kv_heads=KV_HEADS,
         widths=(CHANNELS, CHANNELS),
-        layout=KEYS_AND_VALUES,
+        unrotated=0,
+        dtype=torch.float64,
     ):
         generator = torch.Generator().manual_seed(seed)
-        self.layout, self.cached_width = layout, kv_heads * sum(widths)
-        keys, values = (x.shape[2] for x in layout.keys_and_values(tuple(torch.zeros(0, kv_heads, w) for w in widths)))
+        self.cached_width, self.unrotated, self.expansion = kv_heads * sum(widths), unrotated, None
+        keys, values = widths
+        if unrotated:
+            keys, values = unrotated + widths[1], CHANNELS + 1
+            size = QUERY_HEADS, unrotated + values, widths[0]
+            self.expansion = torch.randn(size, generator=generator, dtype=dtype).requires_grad_()
         self.value_channels = values
         shapes = (QUERY_HEADS, keys), *((kv_heads, width) for width in widths)
         self.context_parallel = NOT_SHARED if group is None else HeadExchange(group)
-        random = [[torch.randn(n, *shape, generator=generator, dtype=torch.float64) for shape in shapes] for n in lengths]
+        random = [[torch.randn(n, *shape, generator=generator, dtype=dtype) for shape in shapes] for n in lengths]
         self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
-        self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=torch.float64) for n in lengths]
+        self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=dtype) for n in lengths]
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.relay = KVRelay()
         self.layers = layers
@@ -71,8 +78,10 @@ class ChunkedLayer:
         for layer in range(self.layers):
 
             def attend(q, *cached, layer=layer):
-                options = SCALE, self.context_parallel, "auto", self.layout
-                return chunk_attention(q, cached, self.contexts[chunk], layer, *options)
+                options = self.contexts[chunk], layer, SCALE, self.context_parallel
+                if self.expansion is None:
+                    return chunk_attention(q, cached, *options)
+                return latent_attention(q, *cached, self.expansion, *options)
 
             self.outputs[layer, chunk] = RECOMPUTE[mode](attend, *rows)
         return self.outputs[0, chunk]
@@ -80,7 +89,7 @@ class ChunkedLayer:
     def backward(self, chunk):
         """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
-        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, self.value_channels, dtype=torch.float64)
+        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, self.value_channels, dtype=self.weights[0].dtype)
         weight[: self.plan.chunks[chunk].num_tokens] = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
         for layer in reversed(range(self.layers)):
             (self.outputs.pop((layer, chunk)) * self._own(weight)).sum().backward()
@@ -92,12 +101,22 @@ class ChunkedLayer:
     def whole(self):
         """The same by dense attention: per sequence, output and gradients of queries and cached tensors, over all layers."""
         results = []
+        expansion = None if self.expansion is None else self.expansion.detach().requires_grad_()
         for sequence, weight in zip(self.sequences, self.weights, strict=True):
             inputs = [x.detach().requires_grad_() for x in sequence]
-            out = dense_attention(inputs[0], *self.layout.keys_and_values(tuple(inputs[1:])), SCALE)
+            seen = inputs[1:] if expansion is None else self._expanded(expansion, *inputs[1:])
+            out = dense_attention(inputs[0], *seen, SCALE)
             (out * weight).sum().backward()
             results.append([out.detach(), *(x.grad * self.layers for x in inputs)])
+        self.expansion_gradient = None if expansion is None else expansion.grad * self.layers
         return results
+
+    def _expanded(self, expansion, latent, rotated):
+        """Keys and values of latents, by the formula."""
+        of_keys, of_values = expansion[:, : self.unrotated], expansion[:, self.unrotated :]
+        keys = torch.einsum("hcr,tr->thc", of_keys, latent[:, 0])
+        everyones = rotated.expand(-1, QUERY_HEADS, -1)
+        return torch.cat([keys, everyones], 2), torch.einsum("hcr,tr->thc", of_values, latent[:, 0])
 
     def chunked(self):
         """Gradients of queries and cached tensors of every sequence as the chunks left them."""

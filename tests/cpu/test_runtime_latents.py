@@ -1,44 +1,33 @@
-"""The relay and KV offload hand on whatever a layout caches, and attention's gradients are those of whole sequences."""
+"""The relay and KV offload hand on latents, or keys and values of any widths, and gradients are those of whole sequences."""
 
 import pytest
 import torch
 
-from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import of_narrow_values
-from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout, SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
-from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
+from tests.support.runtime.relay_chunks import CHANNELS, QUERY_HEADS, RECOMPUTE, ChunkedLayer
 
-LATENT, ROTARY = 6, 2
-
-
-def keys_and_values(cached):
-    latent, rotary = cached
-    return torch.cat([latent, rotary], 2), latent
-
-
-def gradients(dk, dv):
-    return dk[..., :LATENT] + dv, dk[..., LATENT:]
-
-
+RANK, ROTATED, UNROTATED = 6, 2, 3
 LAYOUTS = {
     "narrow values": {"widths": (6, 4)},
     "wide values": {"widths": (4, 10)},
-    "a latent and a rotary part for all heads": {
-        "kv_heads": 1,
-        "widths": (LATENT, ROTARY),
-        "layout": KVLayout(keys_and_values, gradients),
-    },
-    "one tensor for keys and values": {
-        "kv_heads": 2,
-        "widths": (5,),
-        "layout": KVLayout(lambda cached: (cached[0], cached[0]), lambda dk, dv: (dk + dv,)),
-    },
+    "latents": {"kv_heads": 1, "widths": (RANK, ROTATED), "unrotated": UNROTATED},
 }
+HEAD_BYTES = 2 * token_class(1) * (UNROTATED + ROTATED + CHANNELS + 1) * 8
+"""Of keys and values of a head and their gradients, for the few keys of these cases."""
+
+
+def at_a_time(monkeypatch, heads):
+    """Let latent attention run so many heads at a time."""
+    monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 2 * heads * HEAD_BYTES)
+    assert sizing.expanded_at_once(40, QUERY_HEADS, HEAD_BYTES / 2 / token_class(1)) == heads
 
 
 @pytest.mark.parametrize("mode", RECOMPUTE)
@@ -52,6 +41,34 @@ def test_slices_have_the_gradients_of_whole_sequences_wherever_their_cache_is(la
         run(layer, make_host(), mode)
         for expected, actual in zip(resident.chunked(), layer.chunked(), strict=True):
             assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("case", CASES)
+def test_latents_expanded_head_by_head_have_the_gradients_of_all_heads_at_once(monkeypatch, case, mode):
+    at_a_time(monkeypatch, 1)
+    layer = ChunkedLayer(*CASES[case], layers=2, **LAYOUTS["latents"])
+    run(layer, mode=mode, fp32_gradients="on")
+    assert_equals_whole_sequences(layer)
+
+
+def test_sums_of_latents_over_groups_are_no_wider_in_the_relay(monkeypatch):
+    """Planned memory of their gradients does not depend on the number of groups."""
+    seen = []
+    for heads in (QUERY_HEADS, 1):
+        at_a_time(monkeypatch, heads)
+        layer = ChunkedLayer(*CASES["one"], dtype=torch.bfloat16, **LAYOUTS["latents"])
+        seen.append(run(layer))
+    assert seen[0] == seen[1]
+
+
+def test_a_slice_caches_its_latents_and_its_graph_keeps_no_keys_and_values():
+    layer, kept = ChunkedLayer(*CASES["one"], **LAYOUTS["latents"]), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        layer.forward(0)
+    assert layer.contexts[0].view.num_cached == 9
+    queries, output, log_sums = QUERY_HEADS * (UNROTATED + ROTATED), QUERY_HEADS * (CHANNELS + 1), QUERY_HEADS
+    assert sum(x.numel() for x in kept) - layer.expansion.numel() == 9 * (queries + output + log_sums)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,9 +109,3 @@ def test_zeros_behind_values_change_no_output_and_no_gradient():
         results.append((out, *kernel.backward(grad, q, k, v, out, saved, table, 0.4)))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_keys_and_values_are_cached_as_they_are():
-    k, v = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
-    assert KEYS_AND_VALUES.keys_and_values((k, v))[0] is k
-    assert KEYS_AND_VALUES.gradients(k, v)[1] is v
