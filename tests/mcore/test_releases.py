@@ -41,7 +41,7 @@ CASES = {
     "latent attention, multi-token prediction": {
         "cell": {"pp": 2},
         "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1",
+        "plan": "--epp-slices 3 --epp-recompute 1 --epp-latents on",
         "both": f"{LATENT} --mtp-num-layers 1",
     },
     "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},

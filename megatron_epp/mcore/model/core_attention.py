@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.latents import latent_attention
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -40,8 +42,11 @@ class RelayAttention(torch.nn.Module):
 
     The relay keeps keys and values by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
     numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
-    of two depths are `stride` apart.
+    of two depths are `stride` apart. With `expansion`, which returns that matrix of `latent_attention`, it gets latents and
+    rotated channels in the place of keys and values (`latents`).
     """
+
+    expansion: Callable[[], Tensor] | None = None
 
     def __init__(
         self,
@@ -91,7 +96,10 @@ class RelayAttention(torch.nn.Module):
         context = packed_seq_params.context
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
         query, *cached = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
-        options = self.scale, self.context_parallel, self.preference
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
-        out = chunk_attention(query, cached, context, number, *options)
+        options = context, number, self.scale, self.context_parallel, self.preference
+        if self.expansion is None:
+            out = chunk_attention(query, cached, *options)
+        else:
+            out = latent_attention(query, *cached, self.expansion(), *options)
         return out.reshape(out.shape[0], 1, -1)

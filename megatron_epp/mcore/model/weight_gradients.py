@@ -57,6 +57,8 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     gradients, obstacles, num_split = WeightGradients(), [], 0
     model.weight_gradients = gradients
     for name, module in model.named_modules():
+        if getattr(module, "is_expansion", False):  # core attention computes its gradient (`latents`)
+            continue
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
             module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)

@@ -48,7 +48,7 @@ PIPELINES = {
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
-        "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
+        "latents, seven slices, some recompute": f"{LATENT} --epp-latents on --epp-slices 7 --epp-recompute 2",
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
@@ -70,6 +70,9 @@ MORE = {
         "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
         "latent attention": f"{LATENT} --epp-slices 3",
+        "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
+        "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
+        "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
         "latent attention, weights apart": f"{LATENT} --epp-slices 3 --epp-split-weight-gradient",
         "multi-token prediction, by blocks": f"{LLAMA} --mtp-num-layers 1 --epp-slices 3 --epp-loss-block-tokens 32",
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",

@@ -7,6 +7,7 @@ every two choices meet, and every cell.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,12 @@ _YARN = LATENT.replace("--rope-type rope", "--rope-type yarn --rotary-scaling-fa
 _WIDE = LATENT.replace("--q-lora-rank 16 ", "").replace("--v-head-dim 12", "--v-head-dim 20").replace("--qk-layernorm ", "")
 LATENTS: dict[str, dict[str, Any]] = {
     "weights apart": {"cell": {"pp": 2, "split": True}, "both": LATENT, "plan": "--epp-slices 3"},
-    "offload": {"cell": {"pp": 2}, "both": _WIDE, "plan": "--epp-slices 7 --epp-memory-cap-gb 0.00052 --epp-offload"},
+    "offload": {
+        "cell": {"pp": 2},
+        "both": _WIDE,
+        "plan": "--epp-slices 7 --epp-offload",
+        "cap": {"on": "--epp-memory-cap-gb 0.00047", "off": "--epp-memory-cap-gb 0.00052"},
+    },
     "there and back, capped": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
         "both": _YARN,
@@ -205,6 +211,16 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 
 
+_OFTEN = {
+    "weights apart": "on",
+    "offload": "on",
+    "there and back, capped": "off",
+    "tensor and sequence parallel": "on",
+    "context parallel, experts": "on",
+}
+"""Choice of --epp-latents with which a case is in the default set."""
+
+
 def _check_latents(name: str, figures: Figures, _: Path) -> None:
     plans = plans_of(figures)
     assert kinds_of(figures) & {"split", "hybrid"}
@@ -214,15 +230,22 @@ def _check_latents(name: str, figures: Figures, _: Path) -> None:
 
 
 def _latents() -> list[Row]:
-    return [
-        Row(
-            name=f"latent attention: {name}",
-            case=case(**{"model": "llama"} | given),
-            check=functools.partial(_check_latents, name),
-            batch=BATCH,
+    """Return every case with latents in the relay and with keys and values; those of `_OFTEN` are in the default set."""
+    rows = []
+    for (name, given), choice in itertools.product(LATENTS.items(), ("on", "off")):
+        plan = " ".join((given["plan"], given.get("cap", {}).get(choice, ""), f"--epp-latents {choice}"))
+        options = {"model": "llama"} | {key: value for key, value in given.items() if key != "cap"} | {"plan": plan}
+        relayed = {"on": "latents", "off": "keys and values"}[choice]
+        rows.append(
+            Row(
+                name=f"latent attention, {relayed}: {name}",
+                case=case(**options),
+                check=functools.partial(_check_latents, name),
+                batch=BATCH,
+                is_slow=_OFTEN[name] != choice,
+            )
         )
-        for name, given in LATENTS.items()
-    ]
+    return rows
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------------

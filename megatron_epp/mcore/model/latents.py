@@ -1,0 +1,95 @@
+"""Latent attention whose core attention gets latents, for `--epp-latents on`, and makes keys and values of them there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import Tensor
+from torch.nn import functional
+
+
+def hand_on_latents(model: torch.nn.Module) -> None:
+    """Have every latent attention of a model chunk give its core attention latents in place of keys and values.
+
+    Made ahead of data parallelism and of split weight gradients, whose hooks depend on where a weight gets its gradient: here
+    from core attention in every backward.
+    """
+    for module in model.modules():
+        if isinstance(module, MultiLatentAttention):
+            linear: Any = module.linear_kv_up_proj
+            # Called as a module all the same: with --overlap-param-gather its hook waits for the weight.
+            linear.forward = functools.partial(_latents, linear)
+            linear.is_expansion = True
+            if hasattr(linear.weight, "skip_backward_post_hook"):  # of a layer that would delay its weight's gradient
+                del linear.weight.skip_backward_post_hook
+            module.core_attention.expansion = functools.partial(_expansion, module)
+            module.get_query_key_value_tensors = functools.partial(_tensors, module, module.get_query_key_value_tensors)
+
+
+def _expansion(module: Any) -> Tensor:
+    """Return the matrix that makes keys and values, ``[heads, unrotated + value_channels, rank]``."""
+    weight: Tensor = module.linear_kv_up_proj.weight
+    return weight.unflatten(0, (module.num_attention_heads_per_partition, -1))
+
+
+def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
+    """Return the latents of all tokens as the matrix of a linear layer takes them, ``[tokens, rank]``.
+
+    The gradient that comes back is of this rank's heads: it is summed over tensor-parallel ranks.
+    """
+    latent = _normed(linear, latent)
+    if linear.sequence_parallel:
+        return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=linear.tp_group), None
+    return copy_to_tensor_model_parallel_region(latent, group=linear.tp_group), None
+
+
+def _normed(linear: Any, x: Tensor) -> Tensor:
+    """Apply the norm of a layer that fuses one, as Transformer Engine's for `--qk-layernorm`."""
+    weight = getattr(linear, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    if linear.zero_centered_gamma:
+        weight = weight + 1
+    if linear.normalization == "RMSNorm":
+        return functional.rms_norm(x, weight.shape, weight, linear.eps)
+    return functional.layer_norm(x, weight.shape, weight, linear.layer_norm_bias, linear.eps)
+
+
+class _OneHead:
+    """Linear layer of a latent attention's view that keeps the latents, and returns keys and values of one head, all zero.
+
+    Megatron adds the rotated channels behind the key of every head. With one head that is all they are added to.
+    """
+
+    def __init__(self, linear: Any, view: Any) -> None:
+        self.linear, self.view = linear, view
+        self.latent: Tensor | None = None
+
+    def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
+        self.latent, _ = self.linear(latent)
+        config, self.view.num_attention_heads_per_partition = self.view.config, 1
+        assert self.latent is not None
+        return self.latent.new_zeros(len(self.latent), config.qk_head_dim + config.v_head_dim), None
+
+
+def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return queries, latents ``[tokens, 1, rank]``, rotated channels ``[tokens, 1, rotated]``, and what else Megatron returns.
+
+    Megatron's own method makes them in a view of the module, with other attributes and the same submodules: the module itself
+    may run in another thread meanwhile.
+    """
+    view = object.__new__(type(module))
+    view.__dict__ |= module.__dict__
+    kept = _OneHead(module.linear_kv_up_proj, view)
+    view.__dict__["_modules"] = {**module._modules, "linear_kv_up_proj": kept}
+    query, key, _, *rest = original.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
+    assert kept.latent is not None
+    return query, kept.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
