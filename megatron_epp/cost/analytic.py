@@ -71,6 +71,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         kv_bytes_per_token=shape.kv_bytes_per_token,
         kv_heads=shape.kv_heads_on_rank,
         queries_per_key=shape.queries_per_key,
+        expanded_bytes_per_token=shape.expanded_bytes_per_token,
+        expanded_heads=shape.expanded_heads,
         hidden_bytes_per_token=shape.hidden_bytes_per_token,
         weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,
@@ -125,15 +127,17 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     exchange = exchange_line(shape.exchanged_bytes_per_token, rates)
     moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
+    made = expansion_line(shape, rates)  # attention's, of which a recomputed layer that keeps attention's output makes none
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
-        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
+        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear.without(made),
         exchange=exchange_line(shape.tensor_exchanged_bytes_per_token, rates),
         recompute={
             "selective": ModeCosts(
-                launch_forward + overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token
+                launch_forward + overhead + linear.without(made) + moved.scaled(2) + exchange,
+                hidden + shape.attention_result_bytes_per_token,
             ),
             "mlp": ModeCosts(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
         },
@@ -246,13 +250,27 @@ def exchange_line(bytes_per_token: float, rates: Rates) -> Line:
     return Line(0.0, MICROSECONDS * bytes_per_token / rates.exchange_bytes)
 
 
+def expansion_line(shape: ModelShape, rates: Rates) -> Line:
+    """Time of making a token's keys and values of its latent, where attention does so."""
+    if not shape.relays_latents:
+        return Line()
+    product = _linear(shape.expansion_parameters / shape.ranks, rates)
+    return product + Line(0.0, MICROSECONDS * shape.expanded_bytes_per_token / rates.memory_bytes)
+
+
 def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
     """Time of the forward and of the backward of core attention, with two and five products over the pairs: of these one and
     three are as wide as the queries, the others as the output.
+
+    Keys and values of latents are made in both, of a slice's prefix too; its backward adds to the gradients of the prefix's
+    latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
     """
     forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
     ranks = shape.ranks
     seconds = 4 * (forward / ranks) / rates.attention_forward_flops, 10 * (backward / ranks) / rates.attention_backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
-    tile = rates.attention_tile / 2
-    return Line(0.0, tile * forward_us, forward_us), Line(0.0, tile * backward_us, backward_us)
+    tile, made_us = rates.attention_tile / 2, expansion_line(shape, rates).per_token_us
+    return (
+        Line(0.0, tile * forward_us, forward_us, per_read_us=made_us),
+        Line(0.0, tile * backward_us + made_us, backward_us, per_read_us=3 * made_us),
+    )

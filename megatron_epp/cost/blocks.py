@@ -143,6 +143,11 @@ class BlockCosts(PartCosts):
             return np.zeros(len(work.tokens))
         return self.kv.prefix_bytes(work)
 
+    def running_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes held only while it runs, forward or backward; 0 if memory of passes is not counted."""
+        made = 0.0 if self.kv is None or not self.working_bytes_per_token else self.kv.forward_bytes(work)
+        return self.working_bytes_per_token * work.tokens + made
+
     def _peaks_per_token(self, mode: str, split: bool) -> tuple[float, float]:
         """Bytes per token when its backward begins, and when its attention has made the gradient of K and V."""
         if split:

@@ -1,4 +1,4 @@
-"""Keys and values of sliced sequences: time and memory of KV offload, and workspace of their gradients.
+"""Keys and values of sliced sequences, or their latents: time and memory of KV offload, and workspace of their gradients.
 
 With KV offload they are in host memory and streamed to attention in pieces. A *piece* is a group of heads of one layer. While
 attention runs on one piece, the next is loaded; in backward its gradient is loaded and stored too. Copies overlapped with
@@ -15,22 +15,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
+from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Line, TimeColumn
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_classes, transient_kv_gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Keys and values of one layer.
+    """Keys and values of one layer, or latents of which attention makes them.
 
     Attributes:
-        bytes_per_token: of both.
+        bytes_per_token: of both, or of the latents.
         gradient_bytes_per_token: of their gradient while it is accumulated; None if it takes as much.
         many_gradient_bytes_per_token: the same for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None if it is
             the same size.
         heads: of keys and values that a rank has inside attention; 1 if unknown.
         queries_per_key: query heads that share one of them.
+        expanded_bytes_per_token: of the keys and values that attention makes of latents; 0 where it does not.
+        expanded_heads: number of heads for which it makes them on a rank.
     """
 
     bytes_per_token: float
@@ -38,6 +40,8 @@ class KVBytes:
     many_gradient_bytes_per_token: float | None = None
     heads: int = 1
     queries_per_key: int = 1
+    expanded_bytes_per_token: float = 0.0
+    expanded_heads: int = 0
 
     def gradient_per_token(self, work: ChunkWork) -> TimeColumn:
         """Bytes per token of their gradient while it is accumulated, for each chunk's sequence."""
@@ -53,17 +57,37 @@ class KVBytes:
         as the one with the largest memory does.
         """
         head, seen = self.bytes_per_token / self.heads, work.prefix_tokens + work.tokens
+        # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
+        wider = self.gradient_per_token(work) > self.bytes_per_token
+        if self.expanded_heads:
+            becomes = work.last & self._expands_at_once(seen) & ~wider
+            return self._expanded_bytes(seen) / 2 + np.where(becomes, 0.0, 2 * self.bytes_per_token * seen)  # sums in fp32
 
         def made(keys: IntColumn, heads: int) -> TimeColumn:
             return transient_kv_gradient_bytes(keys, heads, head, self.queries_per_key)
 
         parts = head_parts(self.heads)
         all_heads, piece = made(seen, self.heads), made(seen, self.heads // parts)
-        # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
-        wider = self.gradient_per_token(work) > self.bytes_per_token
         becomes = work.last & all_at_once(seen, self.heads, head, self.queries_per_key) & ~wider
         resident = all_heads - np.where(becomes, self.bytes_per_token * seen, 0.0)
         return np.maximum(np.where(work.kv_offload, piece, resident) - made(work.tokens, self.heads), 0.0)
+
+    def forward_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of keys and values that a pass makes of latents at one time; a backward makes as many of their gradients."""
+        seen = work.prefix_tokens + work.tokens
+        return self._expanded_bytes(seen) / 2 if self.expanded_heads else np.zeros(len(work.tokens))
+
+    def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
+        """Bytes of a number of keys and values that are made of latents at one time, and of their gradients."""
+        return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)
+
+    def _expands_at_once(self, keys: IntColumn) -> BoolColumn:
+        return all_at_once(keys, self.expanded_heads, self._head_bytes, 1)
+
+    @property
+    def _head_bytes(self) -> float:
+        """Bytes of a made key and value of one head, and of their gradients."""
+        return 2 * self.expanded_bytes_per_token / self.expanded_heads
 
 
 NO_KV = KVBytes(bytes_per_token=0.0)

@@ -86,7 +86,8 @@ class Learner:
                 recompute = plan.recompute[stage][chunk]
             has_output = stage == plan.num_stages - 1 and not has_shards
             share = output_share(chunk) if output_share and has_output else 1.0
-            self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute, share))
+            tokens, pairs, reads = size_of(plan, chunk)
+            self.learnt.times.setdefault((stage, op), []).append(Timed(tokens, pairs, time_us, recompute, share, reads))
         self.learnt.peak_bytes = max(peak_bytes, self.learnt.peak_bytes)
         self.learnt.offloadable_share = offloadable_share
         for (op, stage, chunk), size in kept_bytes.items():
@@ -107,9 +108,11 @@ def _of_shard(plan: Plan, chunk: int, time_us: float, output_share: OutputShare 
     return Timed(round(share * plan.padded_tokens(chunk)), 0, time_us)
 
 
-def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
-    """Padded tokens of a chunk, and its causal query-key pairs."""
-    return plan.padded_tokens(chunk), sum(causal_pairs(start, end) for _, start, end in plan.chunks[chunk].segments)
+def size_of(plan: Plan, chunk: int) -> tuple[int, int, int]:
+    """Padded tokens of a chunk, its causal query-key pairs, and the tokens ahead of its slice."""
+    segments = plan.chunks[chunk].segments
+    pairs = sum(causal_pairs(start, end) for _, start, end in segments)
+    return plan.padded_tokens(chunk), pairs, sum(start for _, start, _ in segments)
 
 
 def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weights: bool = False) -> PipelineCosts:
@@ -166,7 +169,7 @@ def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> li
     """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give."""
     found, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
     for one in times:
-        whole_us, device_us = earlier.time_us(one.tokens, one.pairs), earlier.device_us(one.tokens, one.pairs)
+        whole_us, device_us = earlier.time_us(*one.size), earlier.device_us(*one.size)
         part_us = earlier.launched(device_us - extra.per_token_us * one.tokens * (1.0 - one.output_share))
         found.append(one._replace(time_us=one.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
     return found
@@ -175,7 +178,7 @@ def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> li
 def _again_us(stage: StageCosts, timed: Timed) -> float:
     """Time that layers which recomputed took of a backward."""
     modes = ((count, stage.layers.mode(name)) for name, count in timed.recompute.by_mode())
-    return sum(count * mode.again.time_us(timed.tokens, timed.pairs) for count, mode in modes if mode is not None)
+    return sum(count * mode.again.time_us(*timed.size) for count, mode in modes if mode is not None)
 
 
 def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line]:
@@ -309,16 +312,16 @@ class CostDeviation(NamedTuple):
         return f"{text}, their collectives {self.collectives:.2f})" if self.collectives is not None else f"{text})"
 
 
-def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> CostDeviation:
+def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int, int]]) -> CostDeviation:
     """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
 
     Args:
         base, learnt: the earlier and the learnt costs.
-        sizes: tokens and pairs of each chunk.
+        sizes: of each chunk (`size_of`).
     """
 
     def total_us(lines: Iterable[Line]) -> float:
-        return sum(line.time_us(tokens, pairs) for line in lines for tokens, pairs in sizes)
+        return sum(line.time_us(*size) for line in lines for size in sizes)
 
     def ratio(then: Iterable[Line], now: Iterable[Line]) -> float | None:
         return total_us(now) / then_us if (then_us := total_us(then)) > 0 else None

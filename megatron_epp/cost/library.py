@@ -313,6 +313,7 @@ def _latent(flags: dict[str, Any]) -> dict[str, Any]:
         "latent_rank": _whole(flags, "kv_lora_rank", 32),
         "query_rank": None if flags.get("q_lora_rank") is None else _whole(flags, "q_lora_rank"),
         "rotated_channels": rotated,
+        "relays_latents": flags.get("epp_latents") == "on",
     }
 
 

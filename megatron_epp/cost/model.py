@@ -142,7 +142,7 @@ class PipelineCosts:
     def _time_us(self, stage: int, name: str, work: ChunkWork) -> TimeColumn:
         """Time of a pass, less the time of its ends for tokens that do not pass the output layer of the last stage."""
         whole = self.stages[stage].line(name)
-        device_us: TimeColumn = whole.device_us(work.tokens, work.pairs)
+        device_us: TimeColumn = whole.device_us(work.tokens, work.pairs, work.prefix_tokens)
         if work.trained is not None:
             device_us = device_us - self._not_trained(stage, name).per_token_us * (work.tokens - work.trained)
         return np.asarray(whole.launched(device_us))
@@ -165,7 +165,8 @@ class PipelineCosts:
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
         modes = ((count, self._known_mode(stage, name)[0]) for name, count in recompute.by_mode())
-        return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
+        sizes = work.tokens, work.pairs, work.prefix_tokens
+        return sum((count * mode.again.time_us(*sizes) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
@@ -306,8 +307,8 @@ class PipelineCosts:
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
         """Bytes, by item, held only while a pass of a chunk runs, in addition to kept and recomputed activations."""
-        most = max((block.working_bytes_per_token for block in self.stages[stage].blocks), default=0.0)
-        return {WORKING: self._whole_bytes(most * work.tokens)}
+        most = [block.running_bytes(work) for block in self.stages[stage].blocks]
+        return {WORKING: self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *most]))}
 
     def message_bytes(self, work: ChunkWork) -> IntColumn:
         """Device memory of a chunk's activation, or its gradient, between stages."""

@@ -23,6 +23,7 @@ class ModelShape:
         latent_rank: width of the latent from which latent attention makes keys and values; None for other attention.
         query_rank: width of the latent from which it makes queries; None for the hidden state itself.
         rotated_channels: of a head of latent attention, those that turn with the position and are the same in all keys.
+        relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel. Only measurements count that.
@@ -51,6 +52,7 @@ class ModelShape:
     latent_rank: int | None = None
     query_rank: int | None = None
     rotated_channels: int = 0
+    relays_latents: bool = False
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
@@ -106,8 +108,10 @@ class ModelShape:
     @property
     def cached_width(self) -> int:
         """Width of what attention caches of a token in a layer, keys and values, over tensor-parallel ranks: where these are
-        more than the heads of keys and values, several hold the same head.
+        more than the heads of keys and values, several hold the same head; all hold the same latent.
         """
+        if self.relays_latents:
+            return (self.rotated_channels + (self.latent_rank or 0)) * self.tensor_parallel
         return (self.head_width + self.value_head_width) * self.kv_heads_per_tensor_rank * self.tensor_parallel
 
     @property
@@ -117,7 +121,7 @@ class ModelShape:
 
     @property
     def kv_heads_per_tensor_rank(self) -> int:
-        return max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
+        return 1 if self.relays_latents else max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
 
     @property
     def kv_copies(self) -> int:
@@ -131,8 +135,8 @@ class ModelShape:
 
     @property
     def queries_per_key(self) -> int:
-        """Number of query heads that share a head of keys and values on a rank."""
-        return max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
+        """Number of query heads that share a head of keys and values on a rank; 1 with latents, of which each makes its own."""
+        return 1 if self.relays_latents else max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
 
     @property
     def mlp_parameters(self) -> int:
@@ -147,10 +151,20 @@ class ModelShape:
         if self.query_rank is not None:
             into_queries = self.query_rank * (self.hidden_size + self.query_width)
         into_latents = self.hidden_size * (self.latent_rank + self.rotated_channels)
-        return into_queries + into_latents + self._expansion_parameters + self.output_width * self.hidden_size
+        return into_queries + into_latents + self.expansion_parameters + self.output_width * self.hidden_size
 
     @property
-    def _expansion_parameters(self) -> int:
+    def expanded_heads(self) -> int:
+        """Number of heads on a rank for which attention makes keys and values of latents; 0 if keys and values are relayed."""
+        return self.num_attention_heads // self.ranks if self.relays_latents else 0
+
+    @property
+    def expanded_bytes_per_token(self) -> float:
+        """Bytes of these keys and values."""
+        return self.expanded_heads * (self.head_width + self.value_head_width) * self.bytes_per_value
+
+    @property
+    def expansion_parameters(self) -> int:
         """Parameters that make keys and values of a latent."""
         unrotated = self.num_attention_heads * (self.head_width - self.rotated_channels)
         return (self.latent_rank or 0) * (unrotated + self.output_width)
@@ -197,7 +211,7 @@ class ModelShape:
         into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
         into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
         if self.latent_rank is not None:
-            into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self._expansion_parameters)
+            into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self.expansion_parameters)
         return max(into_mlp, into_attention) / self.tensor_parallel
 
     @property

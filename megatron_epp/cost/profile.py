@@ -75,7 +75,7 @@ class Profile:
         prediction: a depth of multi-token prediction without its logits.
         predictions: how many depths there are, on the last stage.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
-        kv_bytes_per_token, kv_heads, queries_per_key: see `KVBytes`.
+        kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
         hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
         stage_ranks: ranks that share each layer, tensor and context parallel.
@@ -98,6 +98,8 @@ class Profile:
     kv_bytes_per_token: float
     kv_heads: int = 1
     queries_per_key: int = 1
+    expanded_bytes_per_token: float = 0.0
+    expanded_heads: int = 0
     hidden_bytes_per_token: float
     weight_bytes: float = 2.0
     message_latency_us: float = 0.0
@@ -201,7 +203,14 @@ class Profile:
         extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
         wide, mlp = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes, self._mlp()
-        kv = KVBytes(self.kv_bytes_per_token, None, wide, self.kv_heads, self.queries_per_key)
+        kv = KVBytes(
+            bytes_per_token=self.kv_bytes_per_token,
+            many_gradient_bytes_per_token=wide,
+            heads=self.kv_heads,
+            queries_per_key=self.queries_per_key,
+            expanded_bytes_per_token=self.expanded_bytes_per_token,
+            expanded_heads=self.expanded_heads,
+        )
         attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
         blocks = [_block(LAYER, self.layer, count=layers, **attends)]
         if has_half:

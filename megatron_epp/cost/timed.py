@@ -28,6 +28,7 @@ class Timed(NamedTuple):
         time_us: measured.
         recompute: layers that recomputed in it.
         output_share: share of the tokens that passed the output layer and the loss, where the stage has them.
+        reads: tokens ahead of its slice.
     """
 
     tokens: int
@@ -35,6 +36,12 @@ class Timed(NamedTuple):
     time_us: float
     recompute: Recompute = NO_RECOMPUTE
     output_share: float = 1.0
+    reads: int = 0
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """What a line's time depends on."""
+        return self.tokens, self.pairs, self.reads
 
 
 @dataclass(slots=True)
@@ -76,10 +83,15 @@ def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Li
 
 
 def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
-    """Fit a line whatever the time of launching; arguments as in `fitted_line`."""
-    by_size: dict[tuple[int, int], list[float]] = {}
+    """Fit a line whatever the time of launching; arguments as in `fitted_line`.
+
+    Slices of equal length read as their pairs grow, so times do not tell reads from pairs: a read counts as so many pairs as by
+    the earlier line.
+    """
+    as_pairs = earlier.per_read_us / earlier.per_pair_us if pairs and earlier.per_pair_us else 0.0
+    by_size: dict[tuple[int, float], list[float]] = {}
     for one in times:
-        by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
+        by_size.setdefault((one.tokens, one.pairs + as_pairs * one.reads), []).append(one.time_us)
     points = [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
     tokens = [point.tokens for point in points]
     if earlier != NO_TIME and (len(points) < _SIZES or max(tokens) < _SPREAD * min(tokens)):
@@ -88,10 +100,11 @@ def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
         return earlier
     line = fit_line(points, pairs).line
     rest = [point for point in points if point.time_us <= _DISTURBED * line.time_us(point.tokens, point.pairs)]
-    return line if len(rest) == len(points) else fit_line(rest, pairs).line
+    line = line if len(rest) == len(points) else fit_line(rest, pairs).line
+    return replace(line, per_read_us=as_pairs * line.per_pair_us)
 
 
 def ratio_to(earlier: Line, times: Sequence[Timed]) -> float:
     """Median ratio of measured times to an earlier line's; 1 if there are none."""
-    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
+    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(*one.size)) > 0]
     return statistics.median(ratios) if ratios else 1.0

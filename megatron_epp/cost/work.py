@@ -54,35 +54,38 @@ def pairs_per_token(lengths: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs)``.
+    """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs + per_read_us * reads)``.
 
     Attributes:
         fixed_us, per_token_us, per_pair_us: of the device.
         launch_us: time in which the host launches the pass's kernels, which the device cannot be ahead of; 0 where the host is
             the device, or where it is unknown.
+        per_read_us: of the device for a token ahead of a slice, of which attention makes keys and values (latents).
     """
 
     fixed_us: float = 0.0
     per_token_us: float = 0.0
     per_pair_us: float = 0.0
     launch_us: float = 0.0
+    per_read_us: float = 0.0
 
     @overload
-    def time_us(self, tokens: float, pairs: float) -> float: ...
+    def time_us(self, tokens: float, pairs: float, reads: float = 0) -> float: ...
     @overload
-    def time_us(self, tokens: IntColumn, pairs: IntColumn) -> TimeColumn: ...
-    def time_us(self, tokens: Any, pairs: Any) -> Any:
+    def time_us(self, tokens: IntColumn, pairs: IntColumn, reads: IntColumn | int = 0) -> TimeColumn: ...
+    def time_us(self, tokens: Any, pairs: Any, reads: Any = 0) -> Any:
         """Time in microseconds.
 
         Args:
             tokens: padded tokens, a number or a column.
             pairs: causal query-key pairs, of the same shape.
+            reads: tokens ahead of a slice, of the same shape; of whole sequences there are none.
         """
-        return self.launched(self.device_us(tokens, pairs))
+        return self.launched(self.device_us(tokens, pairs, reads))
 
-    def device_us(self, tokens: Any, pairs: Any) -> Any:
+    def device_us(self, tokens: Any, pairs: Any, reads: Any = 0) -> Any:
         """Time on the device alone, in microseconds; arguments as in `time_us`."""
-        return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
+        return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs + self.per_read_us * reads
 
     def launched(self, device_us: Any) -> Any:
         """Time of a pass whose kernels take `device_us` (a number or a column), at least the time of launching them.
@@ -112,8 +115,8 @@ class Line:
         return Line(*map(add, self._coefficients, other._coefficients))
 
     @property
-    def _coefficients(self) -> tuple[float, float, float, float]:
-        return self.fixed_us, self.per_token_us, self.per_pair_us, self.launch_us
+    def _coefficients(self) -> tuple[float, ...]:
+        return self.fixed_us, self.per_token_us, self.per_pair_us, self.launch_us, self.per_read_us
 
 
 NO_TIME = Line()

@@ -127,8 +127,8 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
             ("B", last.line("backward"), last.line_of_ends("backward")),
         ):
             for chunk, share in enumerate(shares):
-                tokens, pairs = size_of(plan, chunk)
-                time_us = whole.time_us(tokens, pairs) - extra.per_token_us * tokens * (1 - share)
+                tokens, *_ = size = size_of(plan, chunk)
+                time_us = whole.time_us(*size) - extra.per_token_us * tokens * (1 - share)
                 events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
         learner.add(plan, events if learner.is_recording else (), {}, output_share=shares.__getitem__)
     found = fitted_costs(FORMULAS, [learner.learnt], keeps_weights=True).stages[1]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, PREDICTION
-from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -116,7 +115,12 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     # Only gradients of less than 32 bits are added up in a wider type where slices are many.
     is_wide = all(parameter.dtype == torch.float32 for parameter in stage.parameters)
     many = few if is_wide else _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
-    kv = KVBytes(few.cache, few.gradient, many.gradient, costs.kv.heads, costs.kv.queries_per_key)
+    kv = replace(
+        costs.kv,
+        bytes_per_token=few.cache,
+        gradient_bytes_per_token=few.gradient,
+        many_gradient_bytes_per_token=many.gradient,
+    )
     return costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
 
 

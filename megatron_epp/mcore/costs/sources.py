@@ -112,7 +112,12 @@ def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:
 def _heads(args: argparse.Namespace) -> dict[str, Any]:
     """Return this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
     shape = model_shape(args)
-    return {"heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+    return {
+        "heads": shape.kv_heads_on_rank,
+        "queries_per_key": shape.queries_per_key,
+        "expanded_bytes_per_token": shape.expanded_bytes_per_token,
+        "expanded_heads": shape.expanded_heads,
+    }
 
 
 def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:

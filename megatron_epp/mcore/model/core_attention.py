@@ -95,11 +95,11 @@ class RelayAttention(torch.nn.Module):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
-        query, *cached = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
+        query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference
         if self.expansion is None:
-            out = chunk_attention(query, cached, *options)
+            out = chunk_attention(query, (key, value), *options)
         else:
-            out = latent_attention(query, *cached, self.expansion(), *options)
+            out = latent_attention(query, key, value, self.expansion(), *options)
         return out.reshape(out.shape[0], 1, -1)

@@ -101,4 +101,4 @@ def _middle(chunk: Chunk, multiple: int) -> int:
 
 def _time_us(chunk: Chunk, chunker: Chunker) -> float:
     pairs = sum(causal_pairs(start, end) for _, start, end in chunk.segments)
-    return chunker.line.time_us(chunk.num_tokens, pairs)
+    return chunker.line.time_us(chunk.num_tokens, pairs, sum(start for _, start, _ in chunk.segments))

@@ -64,7 +64,8 @@ class Chunker:
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         slowest = slowest_line(problem, costs)
-        line = Line(0.0, max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us))
+        token_us, pair_us = max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us)
+        line = Line(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
         if line == Line():  # costs nothing: balance tokens
             line = Line(0.0, 1.0)
         multiple = problem.token_multiple
@@ -137,7 +138,7 @@ class Chunker:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
 
     def slice_us(self, start: int, end: int) -> float:
-        return self.line.time_us(end - start, causal_pairs(start, end))
+        return self.line.time_us(end - start, causal_pairs(start, end), start)
 
     def mesh(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
@@ -146,6 +147,9 @@ class Chunker:
         length first, as many as leave none of that time above the cap.
         """
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
+        if self.line.per_read_us:  # a slice of the mean length has as many pairs with each token that it reads
+            pair_us = self.line.per_pair_us + self.line.per_read_us * slices / longest
+            return replace(self, line=Line(0.0, self.line.per_token_us, pair_us)).mesh(slices)
         whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
         ends: list[int] = []
         before = 0

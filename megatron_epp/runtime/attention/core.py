@@ -30,11 +30,12 @@ class _ChunkAttention(torch.autograd.Function):
         layer: int,
         scale: float,
         preference: str,
-        *cached: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
-        view, relay, q = context.view, context.relay, compact(q)
+        view, relay, q, cached = context.view, context.relay, compact(q), (k, v)
         # Of no tokens: only shapes, types and device are asked for.
-        kernel = kernels.choose(q, *(x[:0] for x in cached), preference)
+        kernel = kernels.choose(q, k[:0], v[:0], preference)
         parts = 1 if view is None else relay.parts(view, cached[0].shape[1])
         # What the relay caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
@@ -43,10 +44,10 @@ class _ChunkAttention(torch.autograd.Function):
             outs: list[Tensor] = []
             saved: list[Tensor] = []
             for part in range(parts):
-                own_q, *seen = _heads(part, parts, (q, *(own if view is None else cached)))
+                own_q, own_k, own_v = _heads(part, parts, (q, *(own if view is None else cached)))
                 if view is not None:
-                    seen = list(relay.append(layer, view, seen, part))
-                out, more = kernel.forward(own_q, *seen, context.table, scale)
+                    own_k, own_v = relay.append(layer, view, (own_k, own_v), part)
+                out, more = kernel.forward(own_q, own_k, own_v, context.table, scale)
                 outs.append(out)
                 saved += more
             return _joined(outs), tuple(saved)
@@ -74,7 +75,8 @@ class _ChunkAttention(torch.autograd.Function):
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:
                 return (dk, dv) if view is None else relay.take_gradient(layer, view, (dk, dv), part, heads)
 
-            inputs = own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale
+            k, v = seen
+            inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
             grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
         return dq, None, None, None, None, dk, dv

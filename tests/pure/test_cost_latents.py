@@ -1,0 +1,121 @@
+"""Latents in the relay: the memory they save, the time that making keys and values of them takes, and plans that know both."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.cost import ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
+from megatron_epp.cost.hardware import H100
+from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.timed import Timed, fitted_line
+from megatron_epp.cost.work import Line, causal_pairs
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.shape_classes import token_class
+from megatron_epp.plan.sizing import expanded_at_once
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.infeasible import InfeasibleError
+
+TOKENS = 1 << 18
+LENGTHS = (TOKENS, 9000, 4000)
+SLICES = tuple(Chunk((Segment(0, start, end),)) for start, end in pairwise(range(0, TOKENS + 1, TOKENS // 16)))
+
+
+def deepseek(**flags: object) -> ModelShape:
+    """DeepSeek-V3 without multi-token prediction, of four layers on a stage if there are four stages."""
+    return shape_of(
+        load_flags("deepseek-v3") | {"num_layers": 16, "mtp_num_layers": None, "seq_length": TOKENS, "bf16": True} | flags
+    )
+
+
+def profile(latents: bool, **flags: object) -> Profile:
+    return analytic_profile(deepseek(epp_latents="on" if latents else "off", **flags), H100)
+
+
+def costs(latents: bool, **flags: object) -> PipelineCosts:
+    return on_device(profile(latents, **flags).costs([4] * 4, state_bytes_per_parameter=0))
+
+
+def test_a_long_sequence_of_a_stage_holds_a_gibibyte_of_latents_where_it_held_eighty_of_keys_and_values() -> None:
+    work = work_of(SLICES, (TOKENS,))
+    held = [
+        costs(latents).cache_bytes(1, work)[0] / (1 + costs(latents).fragmentation_share) / 2**30 for latents in (True, False)
+    ]
+    assert held == pytest.approx([1.125, 80.0])
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (8, 1), (1, 8), (4, 2)])
+def test_every_rank_has_the_latents_of_all_tokens_and_makes_keys_and_values_of_its_own_heads(tensor: int, context: int) -> None:
+    shape = deepseek(epp_latents="on", tensor_model_parallel_size=tensor, context_parallel_size=context)
+    assert shape.kv_bytes_per_token == (512 + 64) * 2
+    assert (shape.kv_heads_on_rank, shape.queries_per_key) == (1, 1)
+    assert shape.expanded_heads == 128 // tensor // context
+    assert shape.expanded_bytes_per_token == shape.expanded_heads * (192 + 128) * 2
+
+
+def test_a_slice_takes_longer_by_what_it_reads_and_a_whole_sequence_does_not() -> None:
+    by_kv, by_latents = (costs(latents) for latents in (False, True))
+    whole = work_of((Chunk((Segment(0, 0, 4096),)),), (4096,))
+    assert by_latents.forward_us(1, whole) == pytest.approx(by_kv.forward_us(1, whole), rel=0.03)  # it moves fewer bytes
+    assert by_latents.backward_us(1, whole) == pytest.approx(by_kv.backward_us(1, whole), rel=0.03)
+    times_us = [each.forward_us(1, work_of(SLICES, (TOKENS,))) for each in (by_latents, by_kv)]
+    more_us = times_us[0] - times_us[1]
+    read_us = by_latents.stages[1].line("forward").per_read_us
+    assert np.diff(more_us) == pytest.approx(read_us * TOKENS / 16)
+    # A product of 512 with 128 heads of 128 + 128 channels for each token, by four layers, at 600 TFLOP/s.
+    assert read_us == pytest.approx(4 * (2 * 512 * 128 * 256 / 600e12 + 128 * 320 * 2 / 2.4e12) * 1e6)
+    assert by_latents.stages[1].line("backward").per_read_us == pytest.approx(3 * read_us)
+
+
+def test_recompute_that_keeps_attentions_output_reads_no_latents_again() -> None:
+    layer = profile(True).layer
+    assert layer.recompute["selective"].again.per_read_us == layer.recompute["mlp"].again.per_read_us == 0
+    assert layer.recompute["selective"].again.per_token_us < profile(False).layer.recompute["selective"].again.per_token_us
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 4, 16, 24, 128]), st.sampled_from([320, 640]))
+def test_no_group_of_heads_makes_more_than_is_planned(keys: int, heads: int, head_bytes: int) -> None:
+    kv = KVBytes(bytes_per_token=1152, expanded_bytes_per_token=heads * head_bytes, expanded_heads=heads)
+    work = replace(work_of((Chunk((Segment(0, keys - 1, keys),)),), (keys + 1,)), last=np.zeros(1, dtype=np.bool_))
+    at_once = expanded_at_once(keys, heads, head_bytes)
+    assert heads % at_once == 0
+    assert kv.forward_bytes(work)[0] >= at_once * keys * head_bytes
+    assert kv.prefix_bytes(work)[0] + kv.forward_bytes(work)[0] >= 2 * at_once * keys * head_bytes + 2 * 1152 * keys
+    assert at_once == 1 or 2 * at_once * token_class(keys) * head_bytes <= 1 << 30
+
+
+def test_a_read_counts_as_so_many_pairs_where_times_are_learnt() -> None:
+    earlier = Line(5.0, 2.0, 0.01, per_read_us=3.0)
+    sizes = [(tokens, causal_pairs(start, start + tokens), start) for start in (0, 500, 900) for tokens in (100, 150, 400)]
+    times = [Timed(tokens, pairs, 2 * earlier.time_us(tokens, pairs, reads), reads=reads) for tokens, pairs, reads in sizes]
+    assert fitted_line(earlier, times).per_read_us == pytest.approx(6.0)
+    assert fitted_line(earlier, times).per_pair_us == pytest.approx(0.02)
+    assert fitted_line(earlier, times[:2]).per_read_us == pytest.approx(6.0)  # scaled: too few sizes
+
+
+def test_slices_of_latents_take_equal_times() -> None:
+    problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(1 << 60,) * 4)
+    chunker = Chunker.of(problem, costs(True), None)
+    starts = [0, *chunker.mesh(16)]
+    times_us = [chunker.slice_us(*part) for part in pairwise(starts)]
+    assert chunker.line.per_read_us > 0
+    assert max(times_us) < 1.1 * min(times_us)
+
+
+def test_files_hold_what_latents_need() -> None:
+    assert Profile.from_json(profile(True).to_json()) == profile(True)
+    assert PipelineCosts.from_json(costs(True).to_json()) == costs(True)
+
+
+def test_a_plan_fits_with_latents_where_keys_and_values_do_not() -> None:
+    problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(40 << 30,) * 4, token_multiple=8)
+    flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 2048}
+    with pytest.raises(InfeasibleError):
+        plan(problem, costs(False, **flags), Options())
+    made = plan(problem, costs(True, **flags), Options())
+    assert max(made.predicted.peak_bytes) <= 40 << 30
