@@ -63,6 +63,8 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
         ours["vocab_parallel"] = "on"
     if question.documents != "split":
         ours["documents"] = question.documents
+    if question.flags.get("multi_latent_attention"):
+        ours["latents"] = question.flags.get("epp_latents", "auto")
     if question.options.offload:
         ours["offload"] = "on"
     if question.options.split_weight:
@@ -116,8 +118,8 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
-    """A model's flags without the parallel sizes."""
-    return {name: value for name, value in flags.items() if name not in _SIZES}
+    """A model's flags without the parallel sizes, and without this package's."""
+    return {name: value for name, value in flags.items() if name not in _SIZES and not name.startswith("epp_")}
 
 
 def _flag(name: str, value: Any) -> list[str]:

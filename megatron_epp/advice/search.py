@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_epp.advice.candidates import candidates, variants
 from megatron_epp.advice.judge import Judged, Misfit, Plain, exactly, misfit, plain, roughly, shares_by_work
@@ -62,7 +63,8 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, may_offload: bool = False) -> Advice:
-    """Search for the best, deterministically.
+    """Search for the best, deterministically. With latent attention both are searched, slices that hand on latents and slices
+    that hand on keys and values, unless the flags say which.
 
     Args:
         question: input of the search.
@@ -72,13 +74,30 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, m
     Raises:
         NothingFitsError: no configuration can run.
     """
+    if not question.flags.get("multi_latent_attention") or question.flags.get("epp_latents") in ("on", "off"):
+        return _with_offload(question, say, may_offload)
+    found = list[Advice]()
+    for choice in ("off", "on"):
+        asked = replace(question, flags=question.flags | {"epp_latents": choice})
+        try:
+            found.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
+        except NothingFitsError:
+            if choice == "on" and not found:  # they take less memory: no change with keys and values would be smaller
+                raise
+    return min(found, key=lambda one: one.best[0].parts.step_us)
+
+
+def _tell(say: Callable[[str], None], where: str, so_far: str) -> None:
+    say(where + so_far)
+
+
+def _with_offload(question: Question, say: Callable[[str], None], may_offload: bool) -> Advice:
+    """Search without offload, and with it where it may help; arguments as in `advise`."""
     if not may_offload or question.options.offload or not question.cluster.rates.host_bytes:
         return _advise(question, say)
     offloaded = replace(question, options=replace(question.options, offload=True))
 
-    def tell(so_far: str) -> None:
-        say(f"with offload: {so_far}")
-
+    tell = partial(_tell, say, "with offload: ")
     try:
         found = _advise(question, say)
     except NothingFitsError as error:

@@ -152,6 +152,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "data_parallel": config.data,
         "token_multiple": config.tensor * config.context,
         "vocab_parallel": "on" if config.shards_vocabulary else None,
+        "latents": question.flags.get("epp_latents"),
         "offload": "on" if question.options.offload else None,
         "split_weight": question.options.split_weight,
         "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),

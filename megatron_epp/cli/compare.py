@@ -16,11 +16,12 @@ from megatron_epp.cli.inputs import (
     add_problem,
     costs_of,
     costs_source,
+    flags_of,
     has_costs_of_stages,
     problem_of,
     tell_sharing,
 )
-from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout
+from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_for, usual
 from megatron_epp.cli.terminal import (
@@ -78,6 +79,7 @@ class Entry:
         planning_ms: processor time.
         note: what the exact planner says of its plan.
         layers: which layers the stages have: even, balanced, or the given ones.
+        latents: slices hand on latents.
         size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
     """
 
@@ -88,6 +90,7 @@ class Entry:
     note: str = ""
     layers: str = EVEN
     size: int | None = None
+    latents: bool = False
 
     @property
     def makespan_us(self) -> float:
@@ -141,7 +144,8 @@ def compare(args: argparse.Namespace) -> str:
         for _, lengths in batches:
             for name in names:
                 ours = next((one for one in made[len(made) // len(names) * len(names) :] if one.planner == "greedy"), None)
-                made.append(_best(args, lengths, tokens, layouts, name, ours))
+                each = [_best(one, lengths, tokens, layouts, name, ours) for one in _of_latents(args)]
+                made.append(min(each, key=lambda one: one.makespan_us))
     if ALL in (args.planner or ()):
         made = _ranked(made, len(names))
     if args.output:
@@ -162,6 +166,15 @@ def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names
         return {args.layout: chosen_layout(args, batches, names)}
     fixed = has_costs_of_stages(args)  # layers of their own
     return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, *([] if fixed else [BALANCED]))}
+
+
+def _of_latents(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return flags with which slices hand on keys and values, or latents; both are tried where neither is asked for."""
+    if args.latents in ("on", "off"):
+        settle_latents(args, ())
+        return [args]
+    has_latents = bool(flags_of(args).get("multi_latent_attention")) and not has_costs_of_stages(args)
+    return [_with(args, latents=choice) for choice in (("off", "on") if has_latents else ("off",))]
 
 
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -279,7 +292,7 @@ def _entry(
     if size is None:
         row = args.context or round_up(max(lengths), args.token_multiple)
         size = row if name in _IN_ROWS else args.chunk_tokens
-    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note, kind, size)
+    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note, kind, size, args.latents == "on")
 
 
 def _balanced(args: argparse.Namespace, own: Layout, lengths: tuple[int, ...]) -> Layout:
@@ -304,6 +317,8 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
     settings = [(entry.layers, "own" if entry.size is None else f"{entry.size:,}") for entry in entries]
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("layers", "size"), settings))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
+    if relaying := [entry.planner for entry in entries if entry.plan is not None and entry.latents]:
+        lines.append(f"latents are cached in {', '.join(relaying)}, keys and values in the others; the faster of both each")
     planned = [entry.planner for entry in entries if entry.plan is not None]
     known = {name: entry for name in planned if (entry := PLANNERS.entry(name)) is not None}
     if splits := [name for name, entry in known.items() if entry.splits_weight]:
@@ -326,6 +341,7 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         "planning_ms": entry.planning_ms,
         "layers": entry.layers,
         "size": entry.size,
+        "latents": entry.latents,
     } | ({"note": entry.note} if entry.note else {})
     if entry.plan is None:
         return row | {"refusal": entry.refusal}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from megatron_epp.cli.inputs import costs_by, costs_source, flags_of, problem_of
-from megatron_epp.cli.terminal import progress
+from megatron_epp.cli.inputs import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers, even_layers
 from megatron_epp.mcore.arguments.parser import options_from
@@ -18,6 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
+from megatron_epp.planner.latents import Side, choose_latents
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.table import format_us
@@ -69,6 +70,41 @@ def even(num_layers: int, num_ranks: int) -> Layout:
 def pipeline_ranks(args: argparse.Namespace) -> int:
     """Return the number of pipeline ranks that the flags ask for."""
     return args.stages or _STAGES
+
+
+def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]]) -> None:
+    """Settle ``--latents auto`` by plans for batches; it is off for a model without latents.
+
+    Args:
+        args: parsed flags, which get ``on`` or ``off``.
+        batches: lengths of sequences.
+
+    Raises:
+        EppError: ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
+    """
+    has_latents, asked = bool(flags_of(args).get("multi_latent_attention")), args.latents
+    args.latents = "off"
+    if asked == "on":
+        if not has_latents:
+            raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
+        if has_costs_of_stages(args):
+            raise EppError(f"--costs {args.costs} has costs of a pipeline, which know what slices hand on: leave --latents out")
+    if not has_latents or has_costs_of_stages(args) or asked == "off":
+        return
+    args.latents = asked or "on"
+    if asked not in (None, "auto"):
+        return
+    tokens = [length for lengths in batches for length in lengths]
+    with progress("planning with latents, and with keys and values"):
+        sides = []
+        for choice in ("on", "off"):
+            given = argparse.Namespace(**vars(args) | {"latents": choice})
+            layout = chosen_layout(given, batches).layout
+            problems = [problem_of(given, lengths, layout.placement) for lengths in batches]
+            sides.append(Side(problems, costs_of(given, tokens, layout)))
+        found = choose_latents(sides, options_from(args, planner="greedy"))
+    args.latents = "on" if found.relays_latents else "off"
+    tell(f"{PROGRAM}: --latents {args.latents}: {found}")
 
 
 def chosen_layout(

@@ -6,7 +6,7 @@ import argparse
 
 from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
-from megatron_epp.cli.layout import AUTO, chosen_layout
+from megatron_epp.cli.layout import AUTO, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import chosen_for, planners_section
 from megatron_epp.cli.terminal import (
@@ -66,6 +66,7 @@ def text_of(made: Plan, args: argparse.Namespace) -> str:
 def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     tell_sharing(args)
+    settle_latents(args, [lengths])
     chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)

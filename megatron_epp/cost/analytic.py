@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.head import loss_workspace_bytes
@@ -83,6 +84,27 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
     )
+
+
+def with_reads(profile: Profile, shape: ModelShape, rates: Rates) -> Profile:
+    """Return a measured profile of a model that relays latents, with the time by formula of making keys and values of them.
+
+    Args:
+        profile: measured with keys and values.
+        shape, rates: as `analytic_profile` takes them.
+    """
+    made_us = expansion_line(shape, rates).per_token_us
+
+    def more(part: ModelPart) -> ModelPart:
+        forward, backward = Line(per_read_us=made_us), Line(0.0, made_us, per_read_us=3 * made_us)
+        return replace(part, forward=part.forward + forward, backward=part.backward + backward)
+
+    parts = ("layer", "attention", *(["prediction"] if profile.predictions else []))
+    formula: dict[str, Any] = {name: getattr(analytic_profile(shape, rates), name) for name in _OF_LATENTS}
+    return replace(profile, **formula | {name: more(getattr(profile, name)) for name in parts}) if made_us else profile
+
+
+_OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
 
 
 def context_exchange_us(shape: ModelShape, rates: Rates, devices_per_node: float = math.inf) -> tuple[float, ...]:

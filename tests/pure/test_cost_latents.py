@@ -20,6 +20,7 @@ from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.infeasible import InfeasibleError
+from megatron_epp.planner.latents import Side, choose_latents
 
 TOKENS = 1 << 18
 LENGTHS = (TOKENS, 9000, 4000)
@@ -110,6 +111,15 @@ def test_slices_of_latents_take_equal_times() -> None:
 def test_files_hold_what_latents_need() -> None:
     assert Profile.from_json(profile(True).to_json()) == profile(True)
     assert PipelineCosts.from_json(costs(True).to_json()) == costs(True)
+
+
+@pytest.mark.parametrize(("cap_gib", "relays_latents"), [(1 << 10, False), (200, False), (40, True), (1, True)])
+def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: int, relays_latents: bool) -> None:
+    problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(cap_gib << 30,) * 4, token_multiple=8)
+    flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    found = choose_latents([Side([problem], costs(latents, **flags)) for latents in (True, False)], Options())
+    assert found.relays_latents == relays_latents
+    assert ("alone" in str(found)) == (cap_gib == 40)
 
 
 def test_a_plan_fits_with_latents_where_keys_and_values_do_not() -> None:

@@ -10,7 +10,7 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
-from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
+from megatron_epp.mcore.arguments.sizes import check_experts, check_latents, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
@@ -389,6 +389,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     _optional_problems,
     vocabulary_problems,
     check_experts,
+    check_latents,
     _check_patterns,
     _prediction_problems,
 )

@@ -59,6 +59,12 @@ def check_pattern(pattern: str | None) -> None:
         )
 
 
+def check_latents(args: argparse.Namespace) -> None:
+    """Raise `ArgumentError` if slices are to hand on latents, and the model has none."""
+    if args.epp_latents == "on" and not args.multi_latent_attention:
+        raise ArgumentError("--epp-latents on is for a model with --multi-latent-attention: leave it out")
+
+
 def check_experts(args: argparse.Namespace) -> None:
     """Refuse a model with experts that cannot be trained as asked. Raises `ArgumentError`, which names the flags."""
     ranks = args.expert_model_parallel_size

@@ -203,10 +203,11 @@ _RUNNING = (
         f"so where it has more than {MOST_ROUNDED_SLICES} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes "
         "twice the memory for them (default: auto)."
     ),
-    Flag("latents", "--epp-latents", "--latents", choices=("off", "on"), default="off").described(
-        "What slices of latent attention (--multi-latent-attention) hand on. on: latents, of which every slice makes the keys "
-        "and values of its prefix anew, so a sequence's cache is one or two hundredths as large; off: keys and values "
-        "(default: off)."
+    Flag("latents", "--epp-latents", "--latents", choices=(AUTO, "on", "off"), default=AUTO, alone="on").described(
+        "What slices of a model with latent attention (--multi-latent-attention) hand on. on (or no value): latents, of which "
+        "every slice makes the keys and values of its prefix anew, so that little is kept of a sequence; off: keys and values; "
+        "auto: whichever makes faster plans for the first batch and the longest sequence (default: auto).",
+        "what slices of latent attention hand on: latents, or keys and values made of them (default: whichever plans faster)",
     ),
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"

@@ -48,6 +48,7 @@ _FLAGS = (
     "transformer_impl",
     "attention_backend",
     "epp_loss_block_tokens",
+    "epp_latents",
     "epp_split_weight_gradient",
     "epp_vocab_parallel",
     "epp_microbatches",

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, Profile, analytic_profile
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, Profile, Rates, analytic_profile
+from megatron_epp.cost.analytic import with_reads as of_latents
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
@@ -73,5 +74,14 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
+    return analytic_profile(model_shape(args), _rates())
+
+
+def with_reads(args: argparse.Namespace, profile: Profile) -> Profile:
+    """Return a measured profile for the run's model, see `cost.analytic.with_reads`."""
+    return of_latents(profile, model_shape(args), _rates())
+
+
+def _rates() -> Rates:
     # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
-    return analytic_profile(model_shape(args), H100_NODE if torch.cuda.is_initialized() else CPU)
+    return H100_NODE if torch.cuda.is_initialized() else CPU

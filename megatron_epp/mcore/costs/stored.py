@@ -78,6 +78,17 @@ def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: flo
     return costs
 
 
+def check_latents(args: argparse.Namespace, costs: PipelineCosts) -> None:
+    """Raise `EppError` if slices hand on latents by the costs of a pipeline and not in this run, or the other way round."""
+    theirs = any(stage.kv.expanded_heads for stage in costs.stages)
+    if theirs != (args.epp_latents == "on"):
+        what = "latents" if theirs else "keys and values"
+        raise EppError(
+            f"{args.epp_costs} has costs of slices that hand on {what}, and this run has --epp-latents {args.epp_latents}: "
+            f"give another file, or --epp-latents {'on' if theirs else 'off'}"
+        )
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file of a checkpoint folder, which is made if needed, whole or not at all. Raises `EppError`, which names it."""
     try:

@@ -117,13 +117,17 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens.
 
-    Before that, since there is no model yet, settle the layout and whether the output layer is divided, and start the planning
-    processes.
+    Before that, since there is no model yet, settle the layout, whether the output layer is divided and what slices of latent
+    attention hand on, and start the planning processes.
     """
     args = document_args()
     if args is None:
         original(*rest, **named)
         return
+    if getattr(args, "epp_latents", "off") == "auto":
+        from megatron_epp.mcore.training.latents_choice import settle_latents
+
+        settle_latents(args)
     if getattr(args, "epp_layout", None) in SEARCHED:
         from megatron_epp.mcore.training.layout import search_layout
 

@@ -1,0 +1,56 @@
+"""The choice of what slices of latent attention hand on, latents or keys and values, by plans with either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner import Options, Problem, plan
+
+
+@dataclass(frozen=True, slots=True)
+class LatentsChoice:
+    """The faster of the two; latents where no plan fits with either, since they take less memory.
+
+    Attributes:
+        relays_latents: the choice.
+        latents_us, kv_us: sums of the makespans of all batches; infinite where some batch does not fit.
+    """
+
+    relays_latents: bool
+    latents_us: float
+    kv_us: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.latents_us) and math.isinf(self.kv_us):
+            return "slices hand on latents, which take less memory; no plan fits with either"
+        if math.isinf(self.latents_us) or math.isinf(self.kv_us):
+            only = "latents" if self.relays_latents else "keys and values"
+            return f"slices hand on {only}, with which alone plans fit"
+        names = ("latents", "keys and values") if self.relays_latents else ("keys and values", "latents")
+        ratio = max(self.latents_us, self.kv_us) / (min(self.latents_us, self.kv_us) or 1.0)
+        return f"slices hand on {names[0]}; plans with {names[1]} take {ratio:.2f} times as long"
+
+
+class Side(NamedTuple):
+    """Batches to plan, and the costs with latents or with keys and values; batches differ in their placement only."""
+
+    problems: Sequence[Problem]
+    costs: Costs
+
+
+def choose_latents(sides: Sequence[Side], options: Options) -> LatentsChoice:
+    """Plan the batches of both sides, latents first: typical ones, and one of a sequence as long as may come."""
+    latents_us, kv_us = (sum(_makespan_us(one, costs, options) for one in problems) for problems, costs in sides)
+    return LatentsChoice(latents_us < kv_us or math.isinf(kv_us), latents_us, kv_us)
+
+
+def _makespan_us(problem: Problem, costs: Costs, options: Options) -> float:
+    try:
+        return plan(problem, costs, options).predicted.makespan_us
+    except InfeasibleError:
+        return math.inf
