@@ -18,7 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
-from megatron_epp.planner.latents import Side, choose_latents
+from megatron_epp.planner.latents import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.table import format_us
@@ -96,13 +96,13 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]])
         return
     tokens = [length for lengths in batches for length in lengths]
     with progress("planning with latents, and with keys and values"):
-        sides = []
+        trials = []
         for choice in ("on", "off"):
             given = argparse.Namespace(**vars(args) | {"latents": choice})
             layout = chosen_layout(given, batches).layout
             problems = [problem_of(given, lengths, layout.placement) for lengths in batches]
-            sides.append(Side(problems, costs_of(given, tokens, layout)))
-        found = choose_latents(sides, options_from(args, planner="greedy"))
+            trials.append(LatentsTrial(problems, costs_of(given, tokens, layout)))
+        found = choose_latents(trials, options_from(args, planner="greedy"))
     args.latents = "on" if found.relays_latents else "off"
     tell(f"{PROGRAM}: --latents {args.latents}: {found}")
 

@@ -40,7 +40,7 @@ class Timed(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What a line's time depends on."""
+        """Tokens, pairs and reads, on which a line's time depends."""
         return self.tokens, self.pairs, self.reads
 
 

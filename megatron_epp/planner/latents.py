@@ -36,16 +36,16 @@ class LatentsChoice:
         return f"slices hand on {names[0]}; plans with {names[1]} take {ratio:.2f} times as long"
 
 
-class Side(NamedTuple):
+class LatentsTrial(NamedTuple):
     """Batches to plan, and the costs with latents or with keys and values; batches differ in their placement only."""
 
     problems: Sequence[Problem]
     costs: Costs
 
 
-def choose_latents(sides: Sequence[Side], options: Options) -> LatentsChoice:
-    """Plan the batches of both sides, latents first: typical ones, and one of a sequence as long as may come."""
-    latents_us, kv_us = (sum(_makespan_us(one, costs, options) for one in problems) for problems, costs in sides)
+def choose_latents(trials: Sequence[LatentsTrial], options: Options) -> LatentsChoice:
+    """Plan the batches with either, latents first: typical ones, and one of a sequence as long as may come."""
+    latents_us, kv_us = (sum(_makespan_us(one, costs, options) for one in problems) for problems, costs in trials)
     return LatentsChoice(latents_us < kv_us or math.isinf(kv_us), latents_us, kv_us)
 
 

@@ -12,7 +12,7 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.shape import model_shape
-from megatron_epp.mcore.model import latents
+from megatron_epp.mcore.model.kinds import latent_attention
 from megatron_epp.mcore.training import latents_choice
 from megatron_epp.plan import EppError
 from tests.mcore.test_refusals import arguments
@@ -102,5 +102,5 @@ def test_the_norm_that_a_layer_fuses_is_applied_to_the_latents(normalization: st
     centered = x if normalization == "RMSNorm" else x - x.mean(1, keepdim=True)
     expected = centered / (centered.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight
     expected = expected if normalization == "RMSNorm" else expected + bias
-    torch.testing.assert_close(latents._normed(linear, x), expected)
-    assert latents._normed(torch.nn.Linear(8, 8), x) is x
+    torch.testing.assert_close(latent_attention._normed(linear, x), expected)
+    assert latent_attention._normed(torch.nn.Linear(8, 8), x) is x

@@ -11,8 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.sizes import check_experts
+from megatron_epp.mcore.model.kinds import experts
 from megatron_epp.mcore.patches import install, patching, routers
 from megatron_epp.mcore.patches.routers import RealTokens, check_routers, chunk
 from megatron_epp.plan import Chunk, EppError, Segment
@@ -223,7 +222,7 @@ def test_input_padded_to_the_capacity_is_refused_where_chunks_are_padded(given, 
         "tensor_model_parallel_size": 1,
         "epp_schedule": "elastic",
     }
-    check_experts(SimpleNamespace(**usual))
+    assert not [*experts.EXPERTS.problems(SimpleNamespace(**usual))]
     says = f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {needs} needs, goes to no"
-    with pytest.raises(ArgumentError, match=says):
-        check_experts(SimpleNamespace(**(usual | given)))
+    (problem,) = experts.EXPERTS.problems(SimpleNamespace(**(usual | given)))
+    assert problem.startswith(says)

@@ -20,7 +20,7 @@ from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.infeasible import InfeasibleError
-from megatron_epp.planner.latents import Side, choose_latents
+from megatron_epp.planner.latents import LatentsTrial, choose_latents
 
 TOKENS = 1 << 18
 LENGTHS = (TOKENS, 9000, 4000)
@@ -117,7 +117,7 @@ def test_files_hold_what_latents_need() -> None:
 def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: int, relays_latents: bool) -> None:
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(cap_gib << 30,) * 4, token_multiple=8)
     flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    found = choose_latents([Side([problem], costs(latents, **flags)) for latents in (True, False)], Options())
+    found = choose_latents([LatentsTrial([problem], costs(latents, **flags)) for latents in (True, False)], Options())
     assert found.relays_latents == relays_latents
     assert ("alone" in str(found)) == (cap_gib == 40)
 

@@ -10,10 +10,11 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
-from megatron_epp.mcore.arguments.sizes import check_experts, check_latents, check_layout, check_pattern, check_stages
+from megatron_epp.mcore.arguments.sizes import check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
+from megatron_epp.mcore.model.kinds import KINDS as LAYER_KINDS
 from megatron_epp.plan.errors import Names, phrase
 from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
@@ -42,11 +43,11 @@ IN_ORDER = (
 )
 """Flags of what keeps state by the order of running (docs/megatron-state.md)."""
 _NEVER = """
-    --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --fim-data
+    --fim-data
     --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
-    --hybrid-context-parallel --dynamic-context-parallel --moe-enable-routing-replay
+    --hybrid-context-parallel --dynamic-context-parallel
     --fine-grained-activation-offloading --defer-embedding-wgrad-compute
-    --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
+    --overlap-param-gather-with-optimizer-step --enable-cuda-graph
     --external-cuda-graph --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
     --rampup-batch-size --step-batch-size-schedule --phase-transition-iterations --full-validation
     --multiple-validation-sets --perform-rl-step --enable-mhc-connections --output-logit-dtype
@@ -54,19 +55,16 @@ _NEVER = """
 """Flags that plans cannot honour with any value."""
 CONFLICTS = (
     NO_RESTART,
-    MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
     MegatronFlag("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),
     MegatronFlag("--hierarchical-context-parallel-sizes"),
     MegatronFlag("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     MegatronFlag("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     MegatronFlag("--mock-data", advice="give real documents with --data-path"),
     MegatronFlag("--sft", advice="leave it out, and make documents and their mask with `megatron-epp prepare --chat`"),
-    MegatronFlag("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
     MegatronFlag("--recompute-granularity", advice="use --epp-recompute"),
     MegatronFlag("--recompute-activations", advice="use --epp-recompute"),
     MegatronFlag("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
     MegatronFlag("--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"),
-    MegatronFlag("--softmax-type", ("vanilla",)),
     MegatronFlag("--fp8-format", dest="fp8"),
     MegatronFlag("--fp4-format", dest="fp4"),
     MegatronFlag("--check-for-spiky-loss", advice="leave it out: a chunk's loss is as large as the chunk"),
@@ -75,12 +73,8 @@ CONFLICTS = (
     MegatronFlag("--cpu-offloading-num-layers", (0, None)),
     MegatronFlag("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
     TWICE_REDUCED,
-    MegatronFlag("--mla-down-proj-fusion", advice="leave it out: it was never tried with slices"),
-    MegatronFlag("--mtp-detach-heads", advice="leave it out: it was never tried with slices"),
-    MegatronFlag(
-        "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
-    ),
     *IN_ORDER,
+    *(flag for kind in LAYER_KINDS for flag in kind.flags),
     *map(MegatronFlag, _NEVER.split()),
 )
 
@@ -364,18 +358,6 @@ def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
             yield from load(where)(args)
 
 
-def _prediction_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what multi-token prediction is incompatible with."""
-    depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
-    if not depths or not args.save:
-        return
-    if not args.untie_embeddings_and_output_weights and ranks > 1 and args.epp_placement == "looped":
-        yield (
-            f"--mtp-num-layers {depths}, an output layer tied to the embedding and --pipeline-model-parallel-size {ranks} make "
-            "a model that Megatron cannot save: add --untie-embeddings-and-output-weights, or leave --save out"
-        )
-
-
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_weight_shards,
@@ -388,8 +370,6 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     _plan_problems,
     _optional_problems,
     vocabulary_problems,
-    check_experts,
-    check_latents,
     _check_patterns,
-    _prediction_problems,
+    *(kind.problems for kind in LAYER_KINDS),
 )

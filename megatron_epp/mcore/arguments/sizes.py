@@ -8,7 +8,7 @@ from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
 from megatron_epp.mcore.arguments.layout import asked_chunks, hybrid_pattern
-from megatron_epp.planner.registry import begins_with_greedy
+from megatron_epp.mcore.model.kinds import KINDS
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -16,12 +16,8 @@ _REFUSED_LAYERS = {
     "D": "sparse attention (DSA)",
     "/": "multi-token prediction",
 }
-"""Names of layer types that cannot run, by their symbol in `--hybrid-layer-pattern`.
-
-Layers of attention (``*``), an MLP (``-``) or experts (``E``) can: keys and values are all the state that slices pass on.
-"""
-_BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
-"""Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
+"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
+_BETWEEN_STAGES = "|"
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -48,74 +44,17 @@ def check_layout(args: argparse.Namespace) -> None:
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise `ArgumentError` for a hybrid model with layers whose state is not passed on, or with the default layers (None)."""
+    """Raise `ArgumentError` for a hybrid model with layers of other kinds than `KINDS`, or with the default layers (None)."""
+    known = {kind.symbol: kind.name for kind in KINDS if kind.symbol}
+    can = ", ".join(f"{name} ({symbol})" for symbol, name in known.items())
     if pattern is None:
-        raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only *, - and E can run")
-    refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
+        raise ArgumentError(f"--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; layers of {can} can run")
+    others = sorted(set(pattern) - {*known, _BETWEEN_STAGES}, key=pattern.index)
+    refused = [f"{_REFUSED_LAYERS.get(symbol, 'unknown')} ({symbol})" for symbol in others]
     if refused:
         raise ArgumentError(
             f"--epp cannot run {', '.join(refused)} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on "
-            "keys and values, and no other state yet; layers of attention (*), an MLP (-) or experts (E) can run"
-        )
-
-
-def check_latents(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError` if slices are to hand on latents, and the model has none."""
-    if args.epp_latents == "on" and not args.multi_latent_attention:
-        raise ArgumentError("--epp-latents on is for a model with --multi-latent-attention: leave it out")
-
-
-def check_experts(args: argparse.Namespace) -> None:
-    """Refuse a model with experts that cannot be trained as asked. Raises `ArgumentError`, which names the flags."""
-    ranks = args.expert_model_parallel_size
-    if not args.num_experts:
-        if ranks > 1:
-            raise ArgumentError(f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out")
-        return
-    if args.num_experts % ranks != 0:
-        raise ArgumentError(
-            f"--num-experts {args.num_experts} cannot be shared evenly by --expert-model-parallel-size {ranks}: make it a "
-            f"multiple of {ranks}"
-        )
-    if ranks > 1:
-        _check_expert_parallel(args, ranks)
-    if args.moe_pad_expert_input_to_capacity and (padding := _padding_by(args)):
-        raise ArgumentError(
-            f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
-            "no expert: leave it out"
-        )
-    given = args.moe_router_load_balancing_type
-    if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
-        raise ArgumentError(
-            f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
-            + ", ".join(sorted(_BALANCING))
-        )
-
-
-def _padding_by(args: argparse.Namespace) -> str:
-    """Return the flag with which chunks have padding; empty if there is none."""
-    if args.context_parallel_size > 1:
-        return f"--context-parallel-size {args.context_parallel_size}"
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        return "--sequence-parallel"
-    return f"--epp-schedule {args.epp_schedule}" if args.epp_schedule in ("padded", "packed") else ""
-
-
-def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
-    equal = f"needs equally many tokens on all of --expert-model-parallel-size {ranks} ranks, and chunks differ"
-    if args.moe_token_dispatcher_type == "allgather":
-        raise ArgumentError(f"--moe-token-dispatcher-type allgather {equal}: use alltoall")
-    if args.moe_pad_expert_input_to_capacity:
-        raise ArgumentError(f"--moe-pad-expert-input-to-capacity {equal}: leave it out")
-    if args.epp_schedule == "packed":
-        raise ArgumentError(
-            f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
-            "cannot run: use padded"
-        )
-    if args.epp_schedule == "elastic" and (not begins_with_greedy(args.epp_planner) or args.epp_plan_budget_ms is not None):
-        raise ArgumentError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
-            "without --epp-plan-budget-ms"
+            f"keys, values and latents, and no other state yet; layers of {can} can run"
         )
 
 

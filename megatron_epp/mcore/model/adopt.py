@@ -28,7 +28,7 @@ from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, hybrid_stages, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
-from megatron_epp.mcore.model.latents import hand_on_latents
+from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
@@ -128,8 +128,8 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
     _place_rotary(model)
-    if args.epp_latents == "on":
-        hand_on_latents(model)
+    for kind in KINDS:
+        kind.adopt(model, args)
     if shards_vocabulary(args):
         divide_output_layer(model, args, vp_stage)
     elif args.epp_placement != "looped":

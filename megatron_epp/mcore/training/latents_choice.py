@@ -14,7 +14,7 @@ from megatron_epp.mcore.costs.shape import formulas, with_reads
 from megatron_epp.mcore.costs.stored import named, of_first
 from megatron_epp.mcore.training.layout import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.latents import Side, choose_latents
+from megatron_epp.planner.latents import LatentsTrial, choose_latents
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ def _are_better(args: argparse.Namespace, costs: Profile | PipelineCosts | None)
     placement = placement_of(args)
     layout = asked_layout(args) or Layout.of_layers(even_layers(args.num_layers, placement.num_stages), placement)
     batch = next(first_batches(args))
-    sides = []
+    trials = []
     for choice in ("on", "off"):
         given = argparse.Namespace(**vars(args) | {"epp_latents": choice})
         profile = formulas(given) if costs is None else with_reads(given, costs)
         sample = sample_of(given, profile, layout, (batch, (args.seq_length,)))
-        sides.append(Side(sample.problems, sample.costs_of(layout)))
-    found = choose_latents(sides, sample.options)
+        trials.append(LatentsTrial(sample.problems, sample.costs_of(layout)))
+    found = choose_latents(trials, sample.options)
     logger.info("--epp-latents auto: %s, for a batch like the first and a sequence of %d tokens", found, args.seq_length)
     return found.relays_latents

@@ -1,27 +1,38 @@
-"""Latent attention whose core attention gets latents, for `--epp-latents on`, and makes keys and values of them there."""
+"""Multi-head latent attention, whose slices hand on keys and values, or with `--epp-latents on` latents.
+
+Core attention then gets the latents and makes keys and values of them (`runtime.attention.latents`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from torch import Tensor
-from torch.nn import functional
+from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.model.kinds.kind import LayerKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def hand_on_latents(model: torch.nn.Module) -> None:
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.epp_latents == "on" and not args.multi_latent_attention:
+        yield "--epp-latents on is for a model with --multi-latent-attention: leave it out"
+
+
+def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Have every latent attention of a model chunk give its core attention latents in place of keys and values.
 
     Made ahead of data parallelism and of split weight gradients, whose hooks depend on where a weight gets its gradient: here
     from core attention in every backward.
     """
+    if args.epp_latents != "on":
+        return
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             linear: Any = module.linear_kv_up_proj
@@ -45,6 +56,11 @@ def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
 
     The gradient that comes back is of this rank's heads: it is summed over tensor-parallel ranks.
     """
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
     latent = _normed(linear, latent)
     if linear.sequence_parallel:
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=linear.tp_group), None
@@ -53,6 +69,8 @@ def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
 
 def _normed(linear: Any, x: Tensor) -> Tensor:
     """Apply the norm of a layer that fuses one, as Transformer Engine's for `--qk-layernorm`."""
+    from torch.nn import functional
+
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -93,3 +111,13 @@ def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, 
     query, key, _, *rest = original.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
     assert kept.latent is not None
     return query, kept.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
+
+
+LATENT_ATTENTION = LayerKind(
+    name="latent attention",
+    carries="latents, or keys and values",
+    symbol="+",
+    flags=(MegatronFlag("--mla-down-proj-fusion", advice="leave it out: it was never tried with slices"),),
+    problems=_problems,
+    adopt=_hand_on_latents,
+)

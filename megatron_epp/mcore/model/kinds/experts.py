@@ -1,0 +1,83 @@
+"""Experts, in a layer with attention or as a layer of a hybrid model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.model.kinds.kind import LayerKind
+from megatron_epp.planner.registry import begins_with_greedy
+
+_BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
+"""Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why a model with experts cannot be trained as asked."""
+    ranks = args.expert_model_parallel_size
+    if not args.num_experts:
+        if ranks > 1:
+            yield f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out"
+        return
+    if args.num_experts % ranks != 0:
+        yield (
+            f"--num-experts {args.num_experts} cannot be shared evenly by --expert-model-parallel-size {ranks}: make it a "
+            f"multiple of {ranks}"
+        )
+    if ranks > 1:
+        yield from _of_expert_parallel(args, ranks)
+    if args.moe_pad_expert_input_to_capacity and (padding := _padding_by(args)):
+        yield (
+            f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
+            "no expert: leave it out"
+        )
+    given = args.moe_router_load_balancing_type
+    if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
+        yield (
+            f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
+            + ", ".join(sorted(_BALANCING))
+        )
+
+
+def _padding_by(args: argparse.Namespace) -> str:
+    """Return the flag with which chunks have padding; empty if there is none."""
+    if args.context_parallel_size > 1:
+        return f"--context-parallel-size {args.context_parallel_size}"
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        return "--sequence-parallel"
+    return f"--epp-schedule {args.epp_schedule}" if args.epp_schedule in ("padded", "packed") else ""
+
+
+def _of_expert_parallel(args: argparse.Namespace, ranks: int) -> Iterator[str]:
+    """Yield what equal numbers of tokens on all ranks would be needed for."""
+    equal = f"needs equally many tokens on all of --expert-model-parallel-size {ranks} ranks, and chunks differ"
+    if args.moe_token_dispatcher_type == "allgather":
+        yield f"--moe-token-dispatcher-type allgather {equal}: use alltoall"
+    if args.moe_pad_expert_input_to_capacity:
+        yield f"--moe-pad-expert-input-to-capacity {equal}: leave it out"
+    if args.epp_schedule == "packed":
+        yield (
+            f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
+            "cannot run: use padded"
+        )
+    if args.epp_schedule == "elastic" and (not begins_with_greedy(args.epp_planner) or args.epp_plan_budget_ms is not None):
+        yield (
+            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
+            "without --epp-plan-budget-ms"
+        )
+
+
+EXPERTS = LayerKind(
+    name="experts",
+    symbol="E",
+    flags=(
+        MegatronFlag("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
+        MegatronFlag("--moe-enable-routing-replay"),
+        MegatronFlag("--overlap-moe-expert-parallel-comm"),
+    ),
+    problems=_problems,
+)
+"""Tokens do not meet there, but ranks do: plans of replicas that share experts run in lockstep. Routers see no padding
+(`patches.routers`).
+"""
