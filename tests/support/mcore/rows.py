@@ -550,6 +550,19 @@ _HYBRID_EXPERTS = Row(
     iterations=3,
     batch=BATCH,
 )
+_HYBRID_LATENTS = Row(
+    name="hybrid model of latent attention, MLP and expert layers",
+    case=case(
+        {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "llama",
+        "--epp-slices 3 --epp-recompute 1 --epp-latents on",
+        both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec tests.support.mcore.latent_hybrid stack_spec",
+    ),
+    check=_check_hybrid,
+    iterations=3,
+    batch=BATCH,
+    is_slow=True,
+)
 
 
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
@@ -586,6 +599,7 @@ ROWS = (
     *_vocabularies(2, VOCABULARIES),
     _HYBRID,
     _HYBRID_EXPERTS,
+    _HYBRID_LATENTS,
     *_learnt(),
     *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),

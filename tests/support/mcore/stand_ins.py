@@ -3,6 +3,8 @@
 `--spec tests.support.mcore.stand_ins hybrid_spec` is a hybrid model with all of its kinds of layers. Imports Megatron.
 """
 
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -19,6 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from tests.support.mcore import local_hybrid
+
+_LATENT_HYBRID = "tests.support.mcore.latent_hybrid"
 
 
 class PlainAttention(MegatronModule):
@@ -77,9 +81,15 @@ class DecayingSums(MegatronModule):
         return self.out_proj(torch.einsum("tsc,sbc->tbc", decay, entering) * torch.sigmoid(gate))
 
 
+@contextmanager
 def plain_attention():
     """Return a context in which all layers that need no Transformer Engine have `PlainAttention`."""
-    return mock.patch.object(backends.LocalSpecProvider, "core_attention", return_value=PlainAttention)
+    with mock.patch.object(backends.LocalSpecProvider, "core_attention", return_value=PlainAttention):
+        sys.modules.pop(_LATENT_HYBRID, None)  # its spec is made with the attention of the time
+        try:
+            yield
+        finally:
+            sys.modules.pop(_LATENT_HYBRID, None)
 
 
 def has_stand_in(flags):
