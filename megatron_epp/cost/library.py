@@ -16,7 +16,6 @@ from typing import Any
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
-from megatron_epp.cost.huggingface import flags_of_config
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
@@ -169,6 +168,8 @@ def load_flags(name: str) -> dict[str, Any]:
     """
     path = _path_of(name)
     if path.suffix == ".json":
+        from megatron_epp.cost.huggingface import flags_of_config  # a training reads none
+
         with naming(path):
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
     body = read_yaml(path)

@@ -161,7 +161,7 @@ class ModelShape:
     @property
     def expanded_bytes_per_token(self) -> float:
         """Bytes of these keys and values."""
-        return self.expanded_heads * (self.head_width + self.value_head_width) * self.bytes_per_value
+        return float(self.expanded_heads * (self.head_width + self.value_head_width) * self.bytes_per_value)
 
     @property
     def expansion_parameters(self) -> int:

@@ -47,7 +47,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{LATENT} --epp-memory-cap-gb 0.02 --epp-latents off", "off"),
         (f"{LATENT} --epp-latents on", "on"),
         (f"{LATENT} --epp-memory-cap-gb 0.02 --skip-train", "off"),
-        ("--pipeline-model-parallel-size 2 --global-batch-size 2", "off"),
     ],
 )
 def test_latents_are_handed_on_where_plans_are_faster_with_them(

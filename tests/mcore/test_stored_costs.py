@@ -103,7 +103,7 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
     path.write_text(json.dumps(old))
     shape = replace(SHAPE, num_query_groups=2, bytes_per_value=bytes_per_value)
     monkeypatch.setattr(costs_of_runs, "model_shape", lambda args: shape)
-    args = Namespace(epp_costs=str(path), epp_fragmentation_share=None, epp_fp32_kv_gradients=choice)
+    args = Namespace(epp_costs=str(path), epp_latents="auto", epp_fragmentation_share=None, epp_fp32_kv_gradients=choice)
     found = one_rank(args)
     assert [(stage.kv.heads, stage.kv.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
     for stage in found.stages:

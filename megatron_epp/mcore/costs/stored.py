@@ -82,10 +82,10 @@ def check_latents(args: argparse.Namespace, costs: PipelineCosts) -> None:
     """Raise `EppError` if slices hand on latents by the costs of a pipeline and not in this run, or the other way round."""
     theirs = any(stage.kv.expanded_heads for stage in costs.stages)
     if theirs != (args.epp_latents == "on"):
-        what = "latents" if theirs else "keys and values"
+        what, own = ("latents", "keys and values") if theirs else ("keys and values", "latents")
         raise EppError(
-            f"{args.epp_costs} has costs of slices that hand on {what}, and this run has --epp-latents {args.epp_latents}: "
-            f"give another file, or --epp-latents {'on' if theirs else 'off'}"
+            f"{args.epp_costs} has costs of slices that hand on {what}, and this run's hand on {own}: give another file, or "
+            f"--epp-latents {'on' if theirs else 'off'}"
         )
 
 

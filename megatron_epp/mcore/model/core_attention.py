@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.latents import latent_attention
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -42,11 +41,11 @@ class RelayAttention(torch.nn.Module):
 
     The relay keeps keys and values by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
     numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
-    of two depths are `stride` apart. With `expansion`, which returns that matrix of `latent_attention`, it gets latents and
-    rotated channels in the place of keys and values (`latents`).
+    of two depths are `stride` apart. `attend` is `chunk_attention`, or takes what a kind of layers hands on instead of keys and
+    values.
     """
 
-    expansion: Callable[[], Tensor] | None = None
+    attend: Callable[..., Tensor] = staticmethod(chunk_attention)
 
     def __init__(
         self,
@@ -98,8 +97,5 @@ class RelayAttention(torch.nn.Module):
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference
-        if self.expansion is None:
-            out = chunk_attention(query, (key, value), *options)
-        else:
-            out = latent_attention(query, key, value, self.expansion(), *options)
+        out = self.attend(query, (key, value), *options)
         return out.reshape(out.shape[0], 1, -1)

@@ -124,7 +124,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
     if args is None:
         original(*rest, **named)
         return
-    if getattr(args, "epp_latents", "off") == "auto":
+    if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
         from megatron_epp.mcore.training.latents_choice import settle_latents
 
         settle_latents(args)

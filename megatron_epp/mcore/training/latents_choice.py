@@ -26,11 +26,10 @@ def settle_latents(args: argparse.Namespace) -> None:
     makes the same choice as the run before.
 
     Args:
-        args: validated arguments, which get ``on`` or ``off``.
+        args: validated arguments of a model with latent attention, which get ``on`` or ``off``.
     """
     if args.epp_latents == "auto":
-        relays_latents = bool(args.multi_latent_attention) and of_first(partial(_are_better, args, named(args)))
-        args.epp_latents = "on" if relays_latents else "off"
+        args.epp_latents = "on" if of_first(partial(_are_better, args, named(args))) else "off"
 
 
 def _are_better(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> bool:

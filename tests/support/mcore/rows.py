@@ -188,9 +188,9 @@ LATENTS: dict[str, dict[str, Any]] = {
     "weights apart": {"cell": {"pp": 2, "split": True}, "both": LATENT, "plan": "--epp-slices 3"},
     "offload": {
         "cell": {"pp": 2},
-        "both": _WIDE,
+        "both": _WIDE.replace("--kv-lora-rank 16", "--kv-lora-rank 64"),
         "plan": "--epp-slices 7 --epp-offload",
-        "cap": {"on": "--epp-memory-cap-gb 0.00047", "off": "--epp-memory-cap-gb 0.00052"},
+        "cap": {"on": "--epp-memory-cap-gb 0.00073", "off": "--epp-memory-cap-gb 0.00078"},
     },
     "there and back, capped": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},

@@ -41,14 +41,16 @@ def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
             linear.is_expansion = True
             if hasattr(linear.weight, "skip_backward_post_hook"):  # of a layer that would delay its weight's gradient
                 del linear.weight.skip_backward_post_hook
-            module.core_attention.expansion = functools.partial(_expansion, module)
+            module.core_attention.attend = functools.partial(_attend, module)
             module.get_query_key_value_tensors = functools.partial(_tensors, module, module.get_query_key_value_tensors)
 
 
-def _expansion(module: Any) -> Tensor:
-    """Return the matrix that makes keys and values, ``[heads, unrotated + value_channels, rank]``."""
-    weight: Tensor = module.linear_kv_up_proj.weight
-    return weight.unflatten(0, (module.num_attention_heads_per_partition, -1))
+def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options: Any) -> Tensor:
+    """Attend to keys and values made of latents and rotated channels; arguments as `chunk_attention` takes them."""
+    from megatron_epp.runtime.attention.latents import latent_attention
+
+    expansion = module.linear_kv_up_proj.weight.unflatten(0, (module.num_attention_heads_per_partition, -1))
+    return latent_attention(query, *cached, expansion, *options)
 
 
 def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
