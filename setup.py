@@ -44,5 +44,8 @@ setup(
         "docs": DOCS,
         "dev": [*TEST, *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
     },
-    entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["megatron-epp = megatron_epp.cli.main:main"],
+        "verl.plugins": ["megatron_epp = megatron_epp.callers.verl:load"],  # it does nothing without MEGATRON_EPP
+    },
 )

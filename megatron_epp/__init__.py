@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["wrap"]
+__all__ = ["install", "wrap"]
 __version__ = "0.3.0"
 COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
 """Environment variable; 0 runs the planner's inner loops in plain Python."""
@@ -13,3 +13,10 @@ def wrap(**settings: Any) -> Any:
     from megatron_epp.mcore.microbatches.wrap import wrap as make
 
     return make(**settings)
+
+
+def install(**settings: Any) -> Any:
+    """Have Megatron's pipeline schedules run by plans, whoever calls them; see `mcore.microbatches.wrap.install`."""
+    from megatron_epp.mcore.microbatches.wrap import install as put
+
+    return put(**settings)

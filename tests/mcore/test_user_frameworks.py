@@ -60,6 +60,24 @@ def test_validated_results_are_numbered_by_microbatch_in_whatever_order_these_ru
 
 
 @pytest.mark.parametrize(
+    ("stages", "lengths", "name"),
+    [
+        (2, UNEVEN, "forward_backward_pipelining_without_interleaving"),
+        (4, EVEN, "forward_backward_pipelining_with_interleaving"),
+    ],
+)
+def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_installed(
+    stages: int, lengths: tuple[int, ...], name: str
+) -> None:
+    for found in of_ranks(job(2, "frameworks:installed", stages=stages, lengths=lengths, name=name)):
+        assert found["worst"] < TOLERANCE
+        assert all(results == found["stock"] for results in found["results"])
+        assert found["learnt"]
+        assert "plans run Megatron's schedules already" in found["twice"]
+        assert found["is_stock"]
+
+
+@pytest.mark.parametrize(
     ("processes", "flags", "name"),
     [
         (1, (), "forward_backward_no_pipelining"),

@@ -19,6 +19,7 @@ from megatron_epp.mcore.arguments.table import FIELDS, TABLE
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.mcore.microbatches.stage import language_model_of
+from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.objects import from_each
@@ -58,6 +59,46 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
         features.tell_untested()
     given |= {"epp": True, "epp_microbatches": "user", "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
     return Schedule(lambda models: arguments_of(models, given), shape_of)
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+_installed: list[patching.Patch] = []
+
+
+def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
+    """Have Megatron's pipeline schedules run microbatches by plans, whoever calls them: for a framework that is not changed.
+
+    The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
+    schedule runs. `uninstall` ends it.
+
+    Args:
+        shape_of, settings: as `wrap` takes them.
+
+    Returns:
+        the schedule, whose learnt costs a checkpoint may keep.
+
+    Raises:
+        EppError: as `wrap` does; or plans have been installed already.
+    """
+    if _installed:
+        raise EppError("plans run Megatron's schedules already: call megatron_epp.mcore.microbatches.wrap.uninstall first")
+    schedule = wrap(shape_of=shape_of, **settings)
+
+    def run(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        """Run microbatches by a plan."""
+        return schedule(**features.bound(original, *rest, **named).arguments)
+
+    patches = [patching.wrapping(f"{_SCHEDULES}:{name}", run) for name in _PIPELINED]
+    patching.apply(patches, allow_unknown=bool(settings.get("allow_unknown_megatron")))
+    _installed.extend(patches)
+    return schedule
+
+
+def uninstall() -> None:
+    """Put Megatron's own schedules back. Does nothing if plans are not installed."""
+    patching.revert(_installed)
+    _installed.clear()
 
 
 def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:

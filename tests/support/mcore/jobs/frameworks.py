@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -263,6 +264,43 @@ def compared(
         for name, one in (("collected", planned), ("collected by stock", schedule)):
             found[name] = loop.run(one, forward_only=True, collect_non_loss_data=True)[0]
     return found
+
+
+def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
+    """Run microbatches by a framework that knows nothing of plans, before they are installed, meanwhile, and afterwards.
+
+    Args:
+        stages, lengths: as of `begin`.
+        name: of Megatron's schedule, which the framework has imported by its name, too.
+    """
+    loop = begin(lengths, stages)
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    import megatron_epp
+    from megatron_epp.mcore.microbatches.wrap import uninstall
+    from megatron_epp.plan import EppError
+
+    sys.modules["framework"] = framework = ModuleType("framework")
+    framework.run = original = getattr(schedules, name)  # type: ignore[attr-defined]
+    stock = loop.run(get_forward_backward_func())
+    schedule = megatron_epp.install(memory_cap_gb=1)
+    twice = ""
+    try:
+        megatron_epp.install()
+    except EppError as error:
+        twice = str(error)
+    runs = [loop.run(run) for run in (get_forward_backward_func(), framework.run) for _ in range(RUNS // 2)]
+    learnt = schedule._pipelines[0].learner.is_done
+    uninstall()
+    afterwards = loop.run(get_forward_backward_func())
+    return {
+        "worst": max(apart(gradients, stock[1]) for _, gradients in (*runs, afterwards)),
+        "results": [results for results, _ in runs] + [afterwards[0]],
+        "stock": stock[0],
+        "learnt": learnt,
+        "twice": twice,
+        "is_stock": framework.run is original is getattr(schedules, name),
+    }
 
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:

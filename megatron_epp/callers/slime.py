@@ -1,0 +1,31 @@
+"""slime: ``--custom-megatron-init-path megatron_epp.callers.slime.init``.
+
+It packs a microbatch's sequences and pads them together, to a multiple of its ``--data-pad-size-multiplier`` and of the
+tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_epp.callers import settings
+
+_MULTIPLIER = 128
+"""Its default of that flag."""
+
+
+def init(args: Any) -> None:
+    """Install plans, if the environment variable says so: slime calls this when Megatron is initialised."""
+    found = settings()
+    if found is None:
+        return
+    import megatron_epp
+
+    multiple = int(getattr(args, "data_pad_size_multiplier", _MULTIPLIER)) * int(args.tensor_model_parallel_size)
+
+    def padded_lengths(item: Mapping[str, Any]) -> list[int]:
+        lengths = [*map(int, item["total_lengths"])]
+        return [*lengths, -sum(lengths) % multiple]
+
+    megatron_epp.install(shape_of=padded_lengths, **found)

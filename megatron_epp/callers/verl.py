@@ -1,0 +1,38 @@
+"""verl: loaded by its entry-point group ``verl.plugins`` as soon as this package is installed next to it.
+
+Plans are installed behind the import of its Megatron engine, which only processes that train have. The engine packs jagged
+tokens, and pads every sequence to a multiple of the ranks that share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_epp.callers import settings, when_imported
+
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def padded_lengths(item: Any) -> list[int]:
+    """Return the lengths of a microbatch's sequences as the engine pads them."""
+    from megatron.core import mpu
+
+    context = mpu.get_context_parallel_world_size()
+    multiple = mpu.get_tensor_model_parallel_world_size() * (2 * context if context > 1 else 1)
+    return [-(-length // multiple) * multiple for length in item["input_ids"].offsets().diff().tolist()]
+
+
+def _install() -> None:
+    import megatron_epp
+
+    found = settings()
+    if found is not None:
+        megatron_epp.install(shape_of=padded_lengths, **found)
+
+
+def load() -> None:
+    """Do nothing: importing this file is what counts, and an entry point names something in it."""
+
+
+if settings() is not None:
+    when_imported(_ENGINE, _install)

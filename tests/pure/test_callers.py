@@ -1,0 +1,143 @@
+"""Frameworks switch plans on by one environment variable, and where it is not set nothing of this package does anything."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import megatron_epp
+from megatron_epp import callers
+from megatron_epp.plan import EppError
+
+
+@pytest.mark.parametrize("text", [None, "", "0", "off"])
+def test_without_the_variable_there_are_no_settings(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    monkeypatch.delenv(callers.VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(callers.VARIABLE, text)
+    assert callers.settings() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("1", {}),
+        ("on", {}),
+        ("memory_cap_gb=60,offload=on", {"memory_cap_gb": 60.0, "offload": "on"}),
+        ("memory-cap-gb=0.5 order=given", {"memory-cap-gb": 0.5, "order": "given"}),
+        ("split_weight_gradient", {"split_weight_gradient": True}),
+    ],
+)
+def test_settings_have_the_types_of_flags(monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any]) -> None:
+    monkeypatch.setenv(callers.VARIABLE, text)
+    assert callers.settings() == {name.replace("-", "_"): value for name, value in given.items()}
+
+
+@pytest.mark.parametrize("text", ["memory_cap=60", "memory_cap_gb=much", "order=random"])
+def test_a_wrong_setting_is_told_with_the_variable(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(callers.VARIABLE, text)
+    with pytest.raises(EppError, match=f"environment variable MEGATRON_EPP={text}: "):
+        callers.settings()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module of a framework that can be imported and has not been."""
+    package = tmp_path / "some_framework"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.py").write_text("schedule = 'stock'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith("some_framework")]:
+        monkeypatch.delitem(sys.modules, name)
+    return "some_framework.engine"
+
+
+def test_a_function_is_called_behind_a_modules_import_once(engine: str) -> None:
+    seen: list[str] = []
+    callers.when_imported(engine, lambda: seen.append(sys.modules[engine].schedule))
+    hooks = len(sys.meta_path)
+    import json  # noqa: F401  # another module changes nothing
+
+    assert not seen
+    importlib.import_module(engine)
+    importlib.import_module(engine)
+    assert seen == ["stock"]
+    assert len(sys.meta_path) == hooks - 1
+    callers.when_imported(engine, lambda: seen.append("at once"))
+    assert seen[-1] == "at once"
+
+
+def test_a_module_that_is_missing_is_missing_as_ever(engine: str) -> None:
+    seen: list[str] = []
+    callers.when_imported(f"{engine}_of_another_version", lambda: seen.append("never"))
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{engine}_of_another_version")
+    assert not seen
+
+
+@pytest.mark.parametrize("text", [None, "memory_cap_gb=60"])
+def test_verl_trains_by_plans_where_the_variable_says_so(
+    engine: str, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
+    monkeypatch.setenv(callers.VARIABLE, text or "")
+    monkeypatch.delitem(sys.modules, "megatron_epp.callers.verl", raising=False)
+    monkeypatch.setattr(callers, "when_imported", lambda name, run: _when(engine, name, run))
+    verl = importlib.import_module("megatron_epp.callers.verl")
+    assert found == []
+    importlib.import_module(engine)
+    assert found == ([] if text is None else [{"shape_of": verl.padded_lengths, "memory_cap_gb": 60.0}])
+
+
+@pytest.mark.parametrize(("lengths", "padding"), [([5, 300], 207), ([256], 0)])
+def test_slime_pads_the_sequences_of_a_microbatch_together(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], padding: int
+) -> None:
+    from megatron_epp.callers import slime
+
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
+    args = Namespace(tensor_model_parallel_size=4, data_pad_size_multiplier=64)
+    monkeypatch.delenv(callers.VARIABLE, raising=False)
+    slime.init(args)
+    assert found == []
+    monkeypatch.setenv(callers.VARIABLE, "order=given")
+    slime.init(args)
+    assert found[0]["order"] == "given"
+    assert found[0]["shape_of"]({"total_lengths": lengths}) == [*lengths, padding]
+
+
+def test_a_plugin_installs_plans_behind_the_import_of_megatrons_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
+    monkeypatch.setattr(callers, "when_imported", lambda name, run: found.append((name, run)))
+    monkeypatch.setenv(callers.VARIABLE, "1")
+    monkeypatch.delitem(sys.modules, "megatron_epp.callers.plugin", raising=False)
+    importlib.import_module("megatron_epp.callers.plugin")
+    ((name, run),) = found
+    assert name == "megatron.core.pipeline_parallel.schedules"
+    run()
+    assert found[1:] == [{}]
+
+
+_when_imported = callers.when_imported
+
+
+def _when(engine: str, name: str, run: Any) -> None:
+    assert name == "verl.workers.engine.megatron.transformer_impl"
+    _when_imported(engine, run)
+
+
+def test_the_package_brings_verl_its_entry_point() -> None:
+    (found,) = [one for one in entry_points(group="verl.plugins") if one.value.startswith("megatron_epp")]
+    assert isinstance(sys.modules[callers.__name__], ModuleType)
+    assert found.value == "megatron_epp.callers.verl:load"
