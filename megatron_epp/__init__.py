@@ -16,7 +16,7 @@ def wrap(**settings: Any) -> Any:
 
 
 def install(**settings: Any) -> Any:
-    """Have Megatron's pipeline schedules run by plans, whoever calls them; see `mcore.microbatches.wrap.install`."""
+    """Have Megatron's pipeline schedules run by plans in any framework; see `mcore.microbatches.wrap.install`."""
     from megatron_epp.mcore.microbatches.wrap import install as put
 
     return put(**settings)

@@ -15,10 +15,10 @@ _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 def padded_lengths(item: Any) -> list[int]:
     """Return the lengths of a microbatch's sequences as the engine pads them."""
-    from megatron.core import mpu
+    from megatron_epp.mcore.microbatches.wrap import sharing_ranks
 
-    context = mpu.get_context_parallel_world_size()
-    multiple = mpu.get_tensor_model_parallel_world_size() * (2 * context if context > 1 else 1)
+    tensor, context = sharing_ranks()
+    multiple = tensor * (2 * context if context > 1 else 1)
     return [-(-length // multiple) * multiple for length in item["input_ids"].offsets().diff().tolist()]
 
 

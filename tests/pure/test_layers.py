@@ -17,7 +17,7 @@ LAYERS = (
     {"advice", "launch", "data"},
     {"runtime"},
     {"mcore"},
-    {"cli", "run"},
+    {"cli", "run", "callers"},
     {"contrib"},
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""

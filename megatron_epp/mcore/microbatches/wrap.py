@@ -67,7 +67,7 @@ _installed: list[patching.Patch] = []
 
 
 def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
-    """Have Megatron's pipeline schedules run microbatches by plans, whoever calls them: for a framework that is not changed.
+    """Have Megatron's pipeline schedules run microbatches by plans, in a framework that is not changed.
 
     The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
     schedule runs. `uninstall` ends it.
@@ -93,6 +93,11 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
     patching.apply(patches, allow_unknown=bool(settings.get("allow_unknown_megatron")))
     _installed.extend(patches)
     return schedule
+
+
+def sharing_ranks() -> tuple[int, int]:
+    """Return the numbers of tensor- and of context-parallel ranks, by which frameworks pad sequences."""
+    return mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()
 
 
 def uninstall() -> None:
