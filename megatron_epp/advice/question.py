@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
-from megatron_epp.cost.analytic import MICROSECONDS
+from megatron_epp.cost.analytic import MICROSECONDS, with_latents
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
@@ -171,7 +171,8 @@ class Question:
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
         measured = self.measured.get(config.sharing)
-        return analytic_profile(self.shape(config), self.rates(config)) if measured is None else measured
+        shape, rates = self.shape(config), self.rates(config)
+        return analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
 
     def costs(self, config: Configuration) -> PipelineCosts:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""

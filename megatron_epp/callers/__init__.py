@@ -48,6 +48,26 @@ def settings() -> dict[str, Any] | None:
     return {name: getattr(found, f"epp_{name}") for name in names}
 
 
+def install_behind(module: str, **more: Any) -> None:
+    """Install plans once a module has been imported, if the environment variable says so.
+
+    Its settings are read then: a framework may pass over the error of a plugin, but not that of a module of its own.
+
+    Args:
+        module: that only processes import which train with Megatron.
+        more: settings that the framework needs, as `shape_of`.
+    """
+
+    def install() -> None:
+        import megatron_epp
+
+        if (found := settings()) is not None:
+            megatron_epp.install(**more | found)
+
+    if os.environ.get(VARIABLE):
+        when_imported(module, install)
+
+
 def when_imported(name: str, run: Callable[[], None]) -> None:
     """Call a function once a module has been imported: now if it has been already."""
     if name in sys.modules:

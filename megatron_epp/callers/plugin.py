@@ -7,16 +7,6 @@ where a framework says them in another way, call `megatron_epp.install` with a f
 
 from __future__ import annotations
 
-from megatron_epp.callers import settings, when_imported
+from megatron_epp.callers import install_behind
 
-
-def _install() -> None:
-    import megatron_epp
-
-    found = settings()
-    if found is not None:
-        megatron_epp.install(**found)
-
-
-if settings() is not None:
-    when_imported("megatron.core.pipeline_parallel.schedules", _install)
+install_behind("megatron.core.pipeline_parallel.schedules")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_epp.callers import settings, when_imported
-
-_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+from megatron_epp.callers import install_behind
 
 
 def padded_lengths(item: Any) -> list[int]:
@@ -22,17 +20,8 @@ def padded_lengths(item: Any) -> list[int]:
     return [-(-length // multiple) * multiple for length in item["input_ids"].offsets().diff().tolist()]
 
 
-def _install() -> None:
-    import megatron_epp
-
-    found = settings()
-    if found is not None:
-        megatron_epp.install(shape_of=padded_lengths, **found)
-
-
 def load() -> None:
     """Do nothing: importing this file is what counts, and an entry point names something in it."""
 
 
-if settings() is not None:
-    when_imported(_ENGINE, _install)
+install_behind("verl.workers.engine.megatron.transformer_impl", shape_of=padded_lengths)

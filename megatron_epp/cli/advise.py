@@ -44,7 +44,7 @@ the lengths of your own documents, with tensor parallelism left at 2
 """
 _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 """Settings that are searched unless they are given."""
-_FREE = ("num_layers", "loss_block_tokens")
+_FREE = ("num_layers", "loss_block_tokens", "relays_latents")
 """Model settings in which a pipeline may differ from the model that was measured."""
 
 
@@ -63,7 +63,8 @@ def add_arguments(parser: Parser) -> None:
     add(batch, "context", help=longest)
     add(batch, "documents", "global_batch_size")
     add(batch, "seed", help="seed of the draw (default: 0)")
-    add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
+    add_shape(model := parser.add_argument_group("model", "(default: an 8B model)"))
+    add(model, "latents", default=None)
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:

@@ -16,12 +16,11 @@ from megatron_epp.cli.inputs import (
     add_problem,
     costs_of,
     costs_source,
-    flags_of,
     has_costs_of_stages,
     problem_of,
     tell_sharing,
 )
-from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout, settle_latents
+from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout, latents_to_try
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_for, usual
 from megatron_epp.cli.terminal import (
@@ -135,7 +134,8 @@ def compare(args: argparse.Namespace) -> str:
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
-    layouts = _layouts(args, [lengths for _, lengths in batches], names)
+    choices = [_with(args, latents=choice) for choice in latents_to_try(args)]
+    layouts = _layouts(choices[-1], [lengths for _, lengths in batches], names)  # with latents more of them fit
     tell_sharing(args)
     tokens = [length for _, lengths in batches for length in lengths]
     total, tables = len(names) * len(batches), []
@@ -144,7 +144,7 @@ def compare(args: argparse.Namespace) -> str:
         for _, lengths in batches:
             for name in names:
                 ours = next((one for one in made[len(made) // len(names) * len(names) :] if one.planner == "greedy"), None)
-                each = [_best(one, lengths, tokens, layouts, name, ours) for one in _of_latents(args)]
+                each = [_best(one, lengths, tokens, layouts, name, ours) for one in choices]
                 made.append(min(each, key=lambda one: one.makespan_us))
     if ALL in (args.planner or ()):
         made = _ranked(made, len(names))
@@ -166,15 +166,6 @@ def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names
         return {args.layout: chosen_layout(args, batches, names)}
     fixed = has_costs_of_stages(args)  # layers of their own
     return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, *([] if fixed else [BALANCED]))}
-
-
-def _of_latents(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return flags with which slices hand on keys and values, or latents; both are tried where neither is asked for."""
-    if args.latents in ("on", "off"):
-        settle_latents(args, ())
-        return [args]
-    has_latents = bool(flags_of(args).get("multi_latent_attention")) and not has_costs_of_stages(args)
-    return [_with(args, latents=choice) for choice in (("off", "on") if has_latents else ("off",))]
 
 
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:

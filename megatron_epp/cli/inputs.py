@@ -11,7 +11,7 @@ from typing import Any
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
-from megatron_epp.cost.analytic import with_reads
+from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -49,7 +49,7 @@ EVERYDAY_PROBLEM = (
 )
 """Flags of `add_problem` that ``--help`` lists."""
 _SHAPE = tuple(row.setting for row in SHAPE)
-SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens", "latents")
+SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
 """Settings of the flags that `add_shape` adds."""
 OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
 """Settings of the flags that `add_optimizer` adds."""
@@ -84,6 +84,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     )
     add(costs, "costs_file")
     add_model(costs)
+    add(costs, "latents", default=None)
     add(costs, "cluster", "devices", "rates", "data_parallel")
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
 
@@ -97,7 +98,7 @@ def add_model(costs: argparse._ArgumentGroup) -> None:
 def add_shape(costs: argparse._ArgumentGroup) -> None:
     """Add the flags for a model's shape."""
     add(costs, "model", *_SHAPE)
-    add(costs, "loss_block_tokens", "latents", default=None)
+    add(costs, "loss_block_tokens", default=None)
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
@@ -109,7 +110,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
     rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens", "latents")]
-    given = {row.dest: getattr(args, row.short_dest) for row in rows if row.training}
+    given = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
     given |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
     given |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
     given |= {
@@ -209,7 +210,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         return stored, sum(stored.num_layers)
     with naming(f"--costs {args.costs}"), of_model(args):
         if flags.get("epp_latents") == "on":
-            stored = with_reads(stored, shape := shape_of(flags), _rates(args, shape))
+            stored = with_latents(stored, shape := shape_of(flags), _rates(args, shape))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 
 

@@ -72,37 +72,36 @@ def pipeline_ranks(args: argparse.Namespace) -> int:
     return args.stages or _STAGES
 
 
-def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]]) -> None:
-    """Settle ``--latents auto`` by plans for batches; it is off for a model without latents.
-
-    Args:
-        args: parsed flags, which get ``on`` or ``off``.
-        batches: lengths of sequences.
+def latents_to_try(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the values of ``--latents`` that the flags leave open, keys and values first.
 
     Raises:
         EppError: ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
     """
-    has_latents, asked = bool(flags_of(args).get("multi_latent_attention")), args.latents
-    args.latents = "off"
-    if asked == "on":
-        if not has_latents:
-            raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
-        if has_costs_of_stages(args):
-            raise EppError(f"--costs {args.costs} has costs of a pipeline, which know what slices hand on: leave --latents out")
-    if not has_latents or has_costs_of_stages(args) or asked == "off":
+    has_latents, is_fixed = bool(flags_of(args).get("multi_latent_attention")), has_costs_of_stages(args)
+    if args.latents == "on" and not has_latents:
+        raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
+    if args.latents == "on" and is_fixed:
+        raise EppError(f"--costs {args.costs} has costs of a pipeline, which know what slices hand on: leave --latents out")
+    if args.latents in ("on", "off"):
+        return (args.latents,)
+    return ("off", "on") if has_latents and not is_fixed else ("off",)
+
+
+def settle_latents(args: argparse.Namespace, lengths: tuple[int, ...]) -> None:
+    """Settle ``--latents auto`` in parsed flags by plans for a batch. Raises `EppError` as `latents_to_try` does."""
+    args.latents, *more = latents_to_try(args)
+    if not more:
         return
-    args.latents = asked or "on"
-    if asked not in (None, "auto"):
-        return
-    tokens = [length for lengths in batches for length in lengths]
+
+    def trial(choice: str) -> LatentsTrial:
+        given = argparse.Namespace(**vars(args) | {"latents": choice})
+        layout = chosen_layout(given, [lengths]).layout
+        problem, costs = problem_of(given, lengths, layout.placement), costs_of(given, lengths, layout)
+        return LatentsTrial([problem], costs, options_from(args, planner="greedy"))
+
     with progress("planning with latents, and with keys and values"):
-        trials = []
-        for choice in ("on", "off"):
-            given = argparse.Namespace(**vars(args) | {"latents": choice})
-            layout = chosen_layout(given, batches).layout
-            problems = [problem_of(given, lengths, layout.placement) for lengths in batches]
-            trials.append(LatentsTrial(problems, costs_of(given, tokens, layout)))
-        found = choose_latents(trials, options_from(args, planner="greedy"))
+        found = choose_latents(trial)
     args.latents = "on" if found.relays_latents else "off"
     tell(f"{PROGRAM}: --latents {args.latents}: {found}")
 

@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
     start_s = time.monotonic()
     lengths, options = lengths_of(args), options_from(args)
     tell_sharing(args)
-    settle_latents(args, [lengths])
+    settle_latents(args, lengths)
     estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
     chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)

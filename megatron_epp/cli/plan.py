@@ -66,7 +66,7 @@ def text_of(made: Plan, args: argparse.Namespace) -> str:
 def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     tell_sharing(args)
-    settle_latents(args, [lengths])
+    settle_latents(args, lengths)
     chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)

@@ -86,22 +86,34 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     )
 
 
-def with_reads(profile: Profile, shape: ModelShape, rates: Rates) -> Profile:
-    """Return a measured profile of a model that relays latents, with the time by formula of making keys and values of them.
+def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
+    """Return a measured profile for a model that may relay latents.
+
+    Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
 
     Args:
-        profile: measured with keys and values.
-        shape, rates: as `analytic_profile` takes them.
+        measured: times with keys and values in the relay.
+        shape, rates: as `analytic_profile` takes them; with a shape that relays none the profile is returned.
     """
-    made_us = expansion_line(shape, rates).per_token_us
+    if not shape.relays_latents:
+        return measured
+    formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us
 
-    def more(part: ModelPart) -> ModelPart:
-        forward, backward = Line(per_read_us=made_us), Line(0.0, made_us, per_read_us=3 * made_us)
-        return replace(part, forward=part.forward + forward, backward=part.backward + backward)
+    def timed(part: ModelPart, own: ModelPart) -> ModelPart:
+        again = {name: replace(mode, again=own.recompute[name].again) for name, mode in part.recompute.items()}
+        return replace(
+            part,
+            forward=own.forward + Line(per_read_us=made_us),
+            backward=own.backward + Line(0.0, made_us, per_read_us=3 * made_us),
+            weight=own.weight,
+            exchange=own.exchange,
+            recompute=again,
+        )
 
-    parts = ("layer", "attention", *(["prediction"] if profile.predictions else []))
-    formula: dict[str, Any] = {name: getattr(analytic_profile(shape, rates), name) for name in _OF_LATENTS}
-    return replace(profile, **formula | {name: more(getattr(profile, name)) for name in parts}) if made_us else profile
+    names = "layer", "attention", *(["prediction"] if measured.predictions else [])
+    parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in names}
+    of_latents = {name: getattr(formula, name) for name in _OF_LATENTS}
+    return replace(measured, **parts | of_latents)
 
 
 _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,20 +37,22 @@ class LatentsChoice:
 
 
 class LatentsTrial(NamedTuple):
-    """Batches to plan, and the costs with latents or with keys and values; batches differ in their placement only."""
+    """Batches to plan, typical ones and one of a sequence as long as may come; the costs with one choice, and the options."""
 
     problems: Sequence[Problem]
     costs: Costs
+    options: Options
 
 
-def choose_latents(trials: Sequence[LatentsTrial], options: Options) -> LatentsChoice:
-    """Plan the batches with either, latents first: typical ones, and one of a sequence as long as may come."""
-    latents_us, kv_us = (sum(_makespan_us(one, costs, options) for one in problems) for problems, costs in trials)
+def choose_latents(trial: Callable[[str], LatentsTrial]) -> LatentsChoice:
+    """Plan with latents (``on``) and with keys and values (``off``); `trial` may raise `InfeasibleError` where nothing fits."""
+    latents_us, kv_us = _total_us(trial, "on"), _total_us(trial, "off")
     return LatentsChoice(latents_us < kv_us or math.isinf(kv_us), latents_us, kv_us)
 
 
-def _makespan_us(problem: Problem, costs: Costs, options: Options) -> float:
+def _total_us(trial: Callable[[str], LatentsTrial], choice: str) -> float:
     try:
-        return plan(problem, costs, options).predicted.makespan_us
+        problems, costs, options = trial(choice)
+        return sum(plan(problem, costs, options).predicted.makespan_us for problem in problems)
     except InfeasibleError:
         return math.inf

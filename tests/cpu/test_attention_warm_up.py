@@ -17,6 +17,10 @@ from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
 
 HEADS = Heads(QUERY_HEADS, KV_HEADS, CHANNELS, torch.float64, torch.device("cpu"), SCALE)
+ROTATED, UNROTATED = 2, 3
+LATENTS = {"kv_heads": 1, "widths": (6, ROTATED), "unrotated": UNROTATED}
+EXPANDED = replace(HEADS, kv_heads=QUERY_HEADS, channels=UNROTATED + ROTATED, value_channels=CHANNELS + 1, is_expanded=True)
+"""Heads whose keys and values are made of latents."""
 LONGEST = 60
 
 
@@ -90,6 +94,21 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode):
     assert threads == {threading.get_ident(), autograd_thread.submit(threading.get_ident).result()}
     assert {heads for _, which, _, heads in library.built if which == "backward"} == {1, 2}
     assert batches[0] > sum(batches[1:]), "most classes are known before the first iteration"
+
+
+def test_groups_of_heads_of_latents_are_warm_too(library, autograd_thread):
+    warm, rng = KernelWarmUp((EXPANDED,), LONGEST), random.Random(0)
+    for _ in range(20):
+        layer = ChunkedLayer(*random_batch(rng), **LATENTS)
+        warm.before(chunk_layouts(layer.plan))
+        known = set(library.built)
+        for chunk in range(len(layer.contexts)):
+            layer.forward(chunk)
+        for chunk in reversed(range(len(layer.contexts))):
+            autograd_thread.submit(layer.backward, chunk).result()
+        assert library.built == known
+    for which in ("forward", "backward"):
+        assert {heads for _, kind, _, heads in library.built if kind == which} == {1, QUERY_HEADS}
 
 
 def test_groups_of_heads_of_offloaded_caches_are_warm_too(library):

@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,6 +52,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     package = tmp_path / "some_framework"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / "others.py").touch()
     (package / "engine.py").write_text("schedule = 'stock'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("some_framework")]:
@@ -64,8 +64,7 @@ def test_a_function_is_called_behind_a_modules_import_once(engine: str) -> None:
     seen: list[str] = []
     callers.when_imported(engine, lambda: seen.append(sys.modules[engine].schedule))
     hooks = len(sys.meta_path)
-    import json  # noqa: F401  # another module changes nothing
-
+    importlib.import_module("some_framework.others")
     assert not seen
     importlib.import_module(engine)
     importlib.import_module(engine)
@@ -83,61 +82,67 @@ def test_a_module_that_is_missing_is_missing_as_ever(engine: str) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("text", [None, "memory_cap_gb=60"])
-def test_verl_trains_by_plans_where_the_variable_says_so(
-    engine: str, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Settings with which plans were installed."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
+    return found
+
+
+@pytest.mark.parametrize("text", [None, "memory_cap_gb=60", "0"])
+def test_plans_are_installed_behind_a_frameworks_module_where_the_variable_says_so(
+    engine: str, monkeypatch: pytest.MonkeyPatch, installed: list[dict[str, Any]], text: str | None
+) -> None:
     monkeypatch.setenv(callers.VARIABLE, text or "")
-    monkeypatch.delitem(sys.modules, "megatron_epp.callers.verl", raising=False)
-    monkeypatch.setattr(callers, "when_imported", lambda name, run: _when(engine, name, run))
-    verl = importlib.import_module("megatron_epp.callers.verl")
-    assert found == []
+    callers.install_behind(engine, shape_of=len)
+    assert installed == []
     importlib.import_module(engine)
-    assert found == ([] if text is None else [{"shape_of": verl.padded_lengths, "memory_cap_gb": 60.0}])
+    assert installed == ([{"shape_of": len, "memory_cap_gb": 60.0}] if text == "memory_cap_gb=60" else [])
+
+
+def test_a_wrong_setting_ends_the_import_of_the_frameworks_module(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework may pass over errors of plugins, and would train without plans."""
+    monkeypatch.setenv(callers.VARIABLE, "memory_cap=60")
+    callers.install_behind(engine)
+    with pytest.raises(EppError, match="MEGATRON_EPP=memory_cap=60"):
+        importlib.import_module(engine)
+
+
+@pytest.mark.parametrize(
+    ("caller", "module"),
+    [
+        ("verl", "verl.workers.engine.megatron.transformer_impl"),
+        ("plugin", "megatron.core.pipeline_parallel.schedules"),
+    ],
+)
+def test_a_caller_names_the_module_that_only_training_processes_import(
+    monkeypatch: pytest.MonkeyPatch, caller: str, module: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(callers, "when_imported", lambda name, run: asked.append(name))
+    monkeypatch.setenv(callers.VARIABLE, "1")
+    monkeypatch.delitem(sys.modules, f"megatron_epp.callers.{caller}", raising=False)
+    importlib.import_module(f"megatron_epp.callers.{caller}")
+    assert asked == [module]
 
 
 @pytest.mark.parametrize(("lengths", "padding"), [([5, 300], 207), ([256], 0)])
 def test_slime_pads_the_sequences_of_a_microbatch_together(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int], padding: int
+    monkeypatch: pytest.MonkeyPatch, installed: list[dict[str, Any]], lengths: list[int], padding: int
 ) -> None:
     from megatron_epp.callers import slime
 
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
     args = Namespace(tensor_model_parallel_size=4, data_pad_size_multiplier=64)
     monkeypatch.delenv(callers.VARIABLE, raising=False)
     slime.init(args)
-    assert found == []
+    assert installed == []
     monkeypatch.setenv(callers.VARIABLE, "order=given")
     slime.init(args)
-    assert found[0]["order"] == "given"
-    assert found[0]["shape_of"]({"total_lengths": lengths}) == [*lengths, padding]
-
-
-def test_a_plugin_installs_plans_behind_the_import_of_megatrons_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
-    monkeypatch.setattr(callers, "when_imported", lambda name, run: found.append((name, run)))
-    monkeypatch.setenv(callers.VARIABLE, "1")
-    monkeypatch.delitem(sys.modules, "megatron_epp.callers.plugin", raising=False)
-    importlib.import_module("megatron_epp.callers.plugin")
-    ((name, run),) = found
-    assert name == "megatron.core.pipeline_parallel.schedules"
-    run()
-    assert found[1:] == [{}]
-
-
-_when_imported = callers.when_imported
-
-
-def _when(engine: str, name: str, run: Any) -> None:
-    assert name == "verl.workers.engine.megatron.transformer_impl"
-    _when_imported(engine, run)
+    assert installed[0]["order"] == "given"
+    assert installed[0]["shape_of"]({"total_lengths": lengths}) == [*lengths, padding]
 
 
 def test_the_package_brings_verl_its_entry_point() -> None:
     (found,) = [one for one in entry_points(group="verl.plugins") if one.value.startswith("megatron_epp")]
-    assert isinstance(sys.modules[callers.__name__], ModuleType)
     assert found.value == "megatron_epp.callers.verl:load"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost import ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
+from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.hardware import H100
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.library import load_flags, shape_of
@@ -108,6 +109,32 @@ def test_slices_of_latents_take_equal_times() -> None:
     assert max(times_us) < 1.1 * min(times_us)
 
 
+def test_a_search_that_finds_nothing_for_keys_and_values_leaves_latents() -> None:
+    problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(1 << 50,) * 4, token_multiple=8)
+
+    def trial(choice: str) -> LatentsTrial:
+        if choice == "off":
+            raise InfeasibleError("no layout fits")
+        return LatentsTrial([problem], costs(True, tensor_model_parallel_size=2), Options())
+
+    assert choose_latents(trial).relays_latents
+
+
+def test_a_measured_profile_keeps_its_times_and_gets_the_bytes_of_latents() -> None:
+    shape, formula = deepseek(epp_latents="on"), profile(True)
+    slow = profile(False)
+    slow = replace(slow, layer=replace(slow.layer, forward=slow.layer.forward.scaled(3)))
+    found = with_latents(slow, shape, H100)
+    for name in ("bytes_per_token", "attended_bytes_per_token", "weight_bytes_per_token"):
+        assert getattr(found.layer, name) == getattr(formula.layer, name) < getattr(slow.layer, name)
+    assert found.layer.recompute["mlp"].bytes_per_token == formula.layer.recompute["mlp"].bytes_per_token
+    assert found.layer.recompute["mlp"].again == slow.layer.recompute["mlp"].again
+    assert (found.kv_bytes_per_token, found.expanded_heads) == (formula.kv_bytes_per_token, 128)
+    assert found.layer.forward == replace(slow.layer.forward, per_read_us=formula.layer.forward.per_read_us)
+    assert found.layer.backward.per_read_us == formula.layer.backward.per_read_us > 0
+    assert with_latents(slow, deepseek(epp_latents="off"), H100) is slow
+
+
 def test_files_hold_what_latents_need() -> None:
     assert Profile.from_json(profile(True).to_json()) == profile(True)
     assert PipelineCosts.from_json(costs(True).to_json()) == costs(True)
@@ -117,7 +144,7 @@ def test_files_hold_what_latents_need() -> None:
 def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: int, relays_latents: bool) -> None:
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(cap_gib << 30,) * 4, token_multiple=8)
     flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    found = choose_latents([LatentsTrial([problem], costs(latents, **flags)) for latents in (True, False)], Options())
+    found = choose_latents(lambda choice: LatentsTrial([problem], costs(choice == "on", **flags), Options()))
     assert found.relays_latents == relays_latents
     assert ("alone" in str(found)) == (cap_gib == 40)
 

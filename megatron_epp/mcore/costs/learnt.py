@@ -48,7 +48,6 @@ _FLAGS = (
     "transformer_impl",
     "attention_backend",
     "epp_loss_block_tokens",
-    "epp_latents",
     "epp_split_weight_gradient",
     "epp_vocab_parallel",
     "epp_microbatches",
@@ -75,6 +74,8 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     flags = {name: getattr(args, name, None) for name in _FLAGS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in _CONFIG}
+    if getattr(args, "epp_latents", None) == "on":  # else nothing is told, as by versions that knew of none
+        flags["epp_latents"] = "on"
     known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, Profile, Rates, analytic_profile
-from megatron_epp.cost.analytic import with_reads as of_latents
+from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
@@ -77,9 +77,9 @@ def formulas(args: argparse.Namespace) -> Profile:
     return analytic_profile(model_shape(args), _rates())
 
 
-def with_reads(args: argparse.Namespace, profile: Profile) -> Profile:
-    """Return a measured profile for the run's model, see `cost.analytic.with_reads`."""
-    return of_latents(profile, model_shape(args), _rates())
+def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:
+    """Return the costs of the run's model: measured, or by formula if nothing is."""
+    return formulas(args) if measured is None else with_latents(measured, model_shape(args), _rates())
 
 
 def _rates() -> Rates:

@@ -22,7 +22,7 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
 from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.shape import formulas, model_shape, optimizer_bytes, parameters_of, with_reads
+from megatron_epp.mcore.costs.shape import for_run, model_shape, optimizer_bytes, parameters_of
 from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -63,7 +63,7 @@ def pipeline_costs(
         stored_costs.check_latents(args, given)
         split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
-    profile = formulas(args) if given is None else with_reads(args, given)
+    profile = for_run(args, given)
     layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))

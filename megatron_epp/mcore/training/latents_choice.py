@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from functools import partial
 
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.layout import asked_layout
-from megatron_epp.mcore.costs.shape import formulas, with_reads
+from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named, of_first
 from megatron_epp.mcore.training.layout import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
@@ -39,13 +40,15 @@ def _are_better(args: argparse.Namespace, costs: Profile | PipelineCosts | None)
         return False
     placement = placement_of(args)
     layout = asked_layout(args) or Layout.of_layers(even_layers(args.num_layers, placement.num_stages), placement)
-    batch = next(first_batches(args))
-    trials = []
-    for choice in ("on", "off"):
+    # Before the layout and the vocabulary are settled, whose searches need something that fits.
+    layout = replace(layout, shards_vocabulary=args.epp_vocab_parallel != "off")
+    batches = next(first_batches(args)), (args.seq_length,)
+
+    def trial(choice: str) -> LatentsTrial:
         given = argparse.Namespace(**vars(args) | {"epp_latents": choice})
-        profile = formulas(given) if costs is None else with_reads(given, costs)
-        sample = sample_of(given, profile, layout, (batch, (args.seq_length,)))
-        trials.append(LatentsTrial(sample.problems, sample.costs_of(layout)))
-    found = choose_latents(trials, sample.options)
+        sample = sample_of(given, for_run(given, costs), layout, batches)
+        return LatentsTrial(sample.problems, sample.costs_of(layout), sample.options)
+
+    found = choose_latents(trial)
     logger.info("--epp-latents auto: %s, for a batch like the first and a sequence of %d tokens", found, args.seq_length)
     return found.relays_latents

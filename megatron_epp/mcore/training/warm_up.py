@@ -22,17 +22,18 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         device: on which they run.
     """
     shape = model_shape(args)
-    query_heads = shape.kv_heads_on_rank * shape.queries_per_key
+    kv_heads = shape.expanded_heads or shape.kv_heads_on_rank
     found = {
         Heads(
-            query_heads,
-            shape.kv_heads_on_rank,
+            kv_heads * shape.queries_per_key,
+            kv_heads,
             part.channels,
             part.config.params_dtype,
             device,
             part.scale,
             part.preference,
             part.value_channels,
+            shape.relays_latents,
         ): None
         for stage in stages
         for part in stage.decoder.modules()

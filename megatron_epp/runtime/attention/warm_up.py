@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import ShapeClass, all_classes
+from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
@@ -40,6 +41,7 @@ class Heads:
         scale: factor on the scores.
         preference: preference of kernels, a key of `kernels.PREFERENCES`.
         value_channels: width of a head of values; 0 if it is the same.
+        is_expanded: keys and values are made of latents, by groups of heads (`latents`).
     """
 
     query_heads: int
@@ -50,6 +52,14 @@ class Heads:
     scale: float
     preference: str = "auto"
     value_channels: int = 0
+    is_expanded: bool = False
+
+    def parts(self, num_keys: int, offloads_kv: bool) -> set[int]:
+        """Return the numbers of groups of heads that attention may process one after the other."""
+        if self.is_expanded:
+            head_bytes = (self.channels + (self.value_channels or self.channels)) * self.dtype.itemsize
+            return {self.kv_heads // expanded_at_once(num_keys, self.kv_heads, head_bytes)}
+        return {1, head_parts(self.kv_heads)} if offloads_kv else {1}
 
     def ones(self, tokens: int, heads: int) -> Tensor:
         """Return ones for queries or keys, ``[tokens, heads, channels]``."""
@@ -125,7 +135,7 @@ class KernelWarmUp:
         for number, shape in enumerate(missing, 1):
             try:
                 for heads in active:
-                    for parts in sorted({1, head_parts(heads.kv_heads) if self.offloads_kv else 1}):
+                    for parts in sorted(heads.parts(shape.keys, self.offloads_kv)):
                         run_class(shape, heads, parts, repeats)
             except torch.OutOfMemoryError:
                 logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", shape)
@@ -159,7 +169,8 @@ def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> Non
     def backward() -> None:
         if repeats:
             kernel.forward(q, k, v, table, heads.scale)
-        backward_by_heads(kernel, grad, q, k, v, out, saved, table, heads.scale, take)
+        count = k.shape[1] if heads.is_expanded else None
+        backward_by_heads(kernel, grad, q, k, v, out, saved, table, heads.scale, take, count)
 
     def take(dk: Tensor, dv: Tensor, heads: slice | None) -> Tensors:
         return dk[: len(q)], dv[: len(q)]
