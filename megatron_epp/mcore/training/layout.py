@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes, unusual_optimizer
+from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
@@ -102,7 +102,7 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
     assert even is not None
     if args.skip_train:
         return even
-    profile = costs or formulas(args)
+    profile = for_run(args, costs)
     batches = tuple(first_batches(args))
     if args.epp_layout == "balanced":
         lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of

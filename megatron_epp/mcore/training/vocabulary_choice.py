@@ -12,7 +12,7 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.layout import asked_layout
 from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
-from megatron_epp.mcore.costs.shape import formulas
+from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named, of_first
 from megatron_epp.mcore.training.layout import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
@@ -42,7 +42,7 @@ def _is_faster(args: argparse.Namespace, costs: Profile | PipelineCosts | None) 
         return False
     placement = placement_of(args)
     layout = asked_layout(args) or Layout.of_layers(even_layers(args.num_layers, placement.num_stages), placement)
-    sample = sample_of(args, costs or formulas(args), layout, tuple(first_batches(args)))
+    sample = sample_of(args, for_run(args, costs), layout, tuple(first_batches(args)))
     found = fastest([layout, replace(layout, shards_vocabulary=True)], sample)
     where = "divided over the pipeline ranks" if found.layout.shards_vocabulary else "on the last stage"
     logger.info("%s auto: the output layer is %s; it saves %.1f%% for batches like the first", FLAG, where, 100 * found.gain)
