@@ -113,7 +113,7 @@ if has megatron.core; then
     for part in parity slices long peaks copies; do
         step "training-$part" "${expandable[@]}" "${training[@]}" --parts "$part" -o "$folder/training-$part"
     done
-    tests tests-megatron caps.py links.py delayed.py training.py
+    tests tests-megatron caps.py links.py delayed.py training.py pipeline.py
 else
     for part in first-run training-{parity,slices,long,peaks,copies} tests-megatron; do
         without "$part" "Megatron is not installed"

@@ -25,6 +25,7 @@ from megatron_epp.launch.machine import (
     allocator_setting,
     allocator_variables,
     cpu_name,
+    nccl_version,
     segments_expand,
     version_of,
 )
@@ -226,9 +227,10 @@ def _release(version: str) -> str:
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
     cuda = torch.version.cuda
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     yield Finding("CUDA", OK, cuda or "not in this build of torch")
-    yield Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this build of torch")
+    nccl = ".".join(map(str, nccl_version() or torch.cuda.nccl.version())) if has_nccl else "not in this build of torch"
+    yield Finding("NCCL", OK, nccl)
     if not has_gpu:
         todo = ""
         if cuda is None and os.path.exists("/proc/driver/nvidia/version"):

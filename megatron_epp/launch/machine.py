@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
 from pathlib import Path
 
 EXPANDABLE = "expandable_segments:True"
@@ -15,6 +17,8 @@ EXPANDABLE = "expandable_segments:True"
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """Variable with which NVIDIA's containers let torch multiply fp32 matrices in TF32, with relative errors of about 3e-4."""
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Variable that lets ranks share a GPU, from NCCL 2.30 on."""
 NO_TF32 = {TF32: "0"}
 """Variables of runs in fp32 that others are compared with."""
 
@@ -39,6 +43,28 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def nccl_version() -> tuple[int, int, int] | None:
+    """Version of the NCCL library that this process loads, not always what torch was built with; None without."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return None
+    code = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(code))
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
+
+
+def sharing_gpus(num_ranks: int) -> dict[str, str]:
+    """Variables for ranks of this machine that outnumber its GPUs, one GPU per rank in turn; none if there are enough.
+
+    NCCL 2.30 and later let ranks share a GPU where they are allowed to; earlier ones refuse it.
+    """
+    if num_ranks <= (gpus := count_gpus()):
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(islice(cycle(visible.split(",")), num_ranks)), SHARED_GPUS: "1"}
 
 
 def machine() -> str:

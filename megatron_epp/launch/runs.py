@@ -20,7 +20,7 @@ from megatron_epp.cost.learning import WARM_UP as NOT_RECORDED
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
-from megatron_epp.launch.machine import count_gpus
+from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, parse_json, read_text
 
@@ -95,7 +95,7 @@ def train(
 
     Args:
         folder: folder of the log and the figures; figures of an earlier run are removed.
-        num_ranks: number of processes.
+        num_ranks: number of processes. More than there are GPUs share them, which NCCL can from 2.30 on.
         settings: flags, `--epp` ones included.
         timeout_s: limit in seconds for the whole run.
         program: module that trains with the flags.
@@ -107,9 +107,11 @@ def train(
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     if count_gpus():
         torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [*torchrun, "--nproc-per-node", str(num_ranks), *words]
+        sharing = sharing_gpus(num_ranks)
+        torchrun += ["--nproc-per-node", str(num_ranks), *(["--virtual-local-rank"] if sharing else [])]
+        command = [*torchrun, *words]
         log.write_text(" ".join(command) + "\n", encoding="utf-8")
-        code = _exit_code(command, log, timeout_s, environment)
+        code = _exit_code(command, log, timeout_s, sharing | dict(environment))
     else:
         command = [sys.executable, *words]
         log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")

@@ -91,6 +91,33 @@ def test_a_functions_backward_finds_the_very_parameters_that_its_forward_has_sav
         torch.testing.assert_close(weight.grad, torch.full_like(weight, 2.0))
 
 
+class Flattened(torch.autograd.Function):
+    """Doubles rows that its forward has flattened, as Transformer Engine's norms do; its backward asks for what was saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.view(-1, x.shape[-1])  # a leaf that requires gradients, as far as torch says
+        ctx.save_for_backward(rows)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        assert rows.shape == (6, 4)
+        return 2 * grad
+
+
+@pytest.mark.parametrize("when", ["within", "afterwards"])
+def test_a_view_that_a_functions_forward_has_saved_comes_back_also_without_hooks(when):
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    with SavedTensors():
+        if when == "within":
+            Flattened.apply(x + 1).sum().backward()
+    if when == "afterwards":
+        Flattened.apply(x + 1).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+
+
 def test_a_saved_parameter_lives_as_long_as_the_graph():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     gone = weakref.ref(weight)

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SCRIPT = """
 import torch
 
-ahead, next to = torch.cuda.Stream(), torch.cuda.Stream()
+ahead, after = torch.cuda.Stream(), torch.cuda.Stream()
 one, other = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
-for stream, tensor in ((ahead, one), (next to, other)):  # load the kernels first
+for stream, tensor in ((ahead, one), (after, other)):  # load the kernels first
     with torch.cuda.stream(stream):
         tensor.add_(1)
         torch.cuda._sleep(1)
@@ -24,17 +24,17 @@ with torch.cuda.stream(ahead):
     torch.cuda._sleep(2_000_000_000)
     long.record()
     one.add_(1)
-with torch.cuda.stream(next to):
+with torch.cuda.stream(after):
     other.add_(1)
     short.record()
 short.synchronize()
-print("behind" if long.query() else "next to")
+print("behind" if long.query() else "overlapped")
 torch.cuda.synchronize()
 """
 
 
 def order(connections: int) -> str:
-    """Whether a kernel of another stream ran next to a long one, or behind it, with a second of its stream issued between."""
+    """Whether a kernel of another stream overlapped a long one, or ran behind it, with a second of that one issued between."""
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -45,5 +45,5 @@ def test_with_one_hardware_queue_nothing_starts_before_what_was_issued_ahead_of_
     assert order(1) == "behind"
 
 
-def test_with_many_hardware_queues_streams_run_beside_each_other():
-    assert order(32) == "next to"
+def test_with_many_hardware_queues_streams_overlap():
+    assert order(32) == "overlapped"

@@ -1,7 +1,5 @@
 """On a GPU training through Megatron keeps its numbers and its planned memory, and copies lie overlapped with compute."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,11 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Sizes of a model that fills a GPU's kernels, and takes seconds."""
-    full = Sizes.full(0)
-    smaller = {"hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16, "num_query_groups": 4}
-    sizes = replace(full, layers=4, context=16384, slice_tokens=4096, mixed=(16384, *full.short), model=full.model | smaller)
-    return bench_gpu.Bench(sizes, Launches(tmp_path_factory.mktemp("runs"), 600))
+    return bench_gpu.Bench(Sizes.small(), Launches(tmp_path_factory.mktemp("runs"), 600))
 
 
 def test_numbers_in_bf16_are_as_near_to_fp32_as_those_of_megatron(bench):

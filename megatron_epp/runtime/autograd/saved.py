@@ -247,9 +247,11 @@ def _itself(tensor: Tensor | None) -> Tensor | None:
     """Return the leaf that a tensor is a copy of; other tensors unchanged."""
     if tensor is None or not tensor.is_leaf or not tensor.requires_grad:
         return tensor
-    accumulator: Any = get_gradient_edge(tensor).node
-    leaf: Tensor = accumulator.variable
-    return leaf
+    with torch.enable_grad():  # as in `get_gradient_edge`, which fails where there is no accumulator
+        view: Any = tensor.view_as(tensor)
+    ((accumulator, _),) = view.grad_fn.next_functions
+    # A view that a function's forward takes of its input requires gradients as the input does, and belongs to no graph.
+    return tensor if accumulator is None else accumulator.variable
 
 
 _active: list[SavedTensors] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.fit import Point
+from megatron_epp.launch.machine import SHARED_GPUS
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.tools.profiling import Timer
 
@@ -89,7 +91,9 @@ def _enter(
     torch.set_num_threads(1)
     try:
         if backend == "nccl":
-            torch.cuda.set_device(rank)  # or a barrier would meet on the first GPU, where all ranks would then be
+            if num_ranks > (gpus := torch.cuda.device_count()):
+                os.environ[SHARED_GPUS] = "1"
+            torch.cuda.set_device(rank % gpus)  # or a barrier would meet on the first GPU, where all ranks would then be
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)
         results.put((rank, "", run(rank, *args)))
         dist.barrier()  # a rank that left would break the others' links
@@ -103,7 +107,7 @@ def measure_link(gpus: bool) -> list[Point]:
 
 
 def _time_messages(rank: int, gpus: bool) -> list[Point]:
-    device, points = torch.device("cuda", rank) if gpus else torch.device("cpu"), []
+    device, points = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu"), []
     timer = Timer(device, alone=False)
     for size in _SIZES:
         buffer, times_us = torch.zeros(size, dtype=torch.uint8, device=device), []

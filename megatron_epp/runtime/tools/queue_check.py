@@ -100,7 +100,7 @@ def check_queues(
     Args:
         plans: by name, all over the same number of ranks.
         width: fp32 values of a token in a message.
-        gpus: one rank on each GPU over NCCL; otherwise processes over gloo.
+        gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.
         run: the part of one rank; `run_rank` if None.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
@@ -206,7 +206,7 @@ class EchoStage:
 
 def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:
     """Run every plan as one rank; return the time of the fastest run in microseconds, and the number of wrong values."""
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     world, num_ranks = dist.get_world_size(), plans[0].num_ranks
     pipelines, limit = world // num_ranks, timedelta(seconds=2 * limit_s)
     groups, used = Groups(limit), ways(*(one.placement for one in plans))

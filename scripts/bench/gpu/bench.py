@@ -8,8 +8,9 @@ long        a sequence that does not fit unsliced; what the unsliced run says is
 peaks       planned against measured peak of device memory, without a cap and under one that asks for recompute
 copies      activations offloaded: how much of the copies is overlapped with compute, and what the iteration takes longer
 
-Us and the baseline are measured in the same call. `--reduced` runs all of it tiny, on a CPU too, to show that the script works:
-its figures say nothing. `--profile FILE` measures the model's parts too, and writes a cost profile, for `configs/profiles/`.
+Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` are the default then.
+`--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing. `--profile FILE` measures
+the model's parts too, and writes a cost profile, for `configs/profiles/`.
 """
 
 from __future__ import annotations
@@ -190,16 +191,20 @@ def main() -> int:
     )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
+    parser.add_argument("--small", action="store_true", help="a smaller model and shorter sequences: minutes instead of hours")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="for one launch (default 3600)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="also write a cost profile of this machine")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help=f"folder for logs and report (default {FOLDER})")
     arguments = parser.parse_args()
+    if arguments.small and arguments.parts == list(PARTS):
+        arguments.parts.remove("long")
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not (arguments.reduced or torch.cuda.is_available()):
         parser.error("there is no GPU here; --reduced shows on a CPU that the script works")
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    sizes = Sizes.reduced() if arguments.reduced else Sizes.full(device_bytes)
+    large = Sizes.small() if arguments.small else Sizes.full(device_bytes)
+    sizes = Sizes.reduced() if arguments.reduced else large
     parts = measure(Bench(sizes, Launches(arguments.output, arguments.limit)), arguments.parts)
     report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS, "parts": parts}
     arguments.output.mkdir(parents=True, exist_ok=True)

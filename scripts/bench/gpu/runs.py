@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.machine import version_of
+from megatron_epp.launch.machine import nccl_version, version_of
 from megatron_epp.launch.runs import RecordedRun, TrainingError, tiny_gpt, train
 from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
@@ -80,6 +80,14 @@ class Sizes:
         return Sizes(
             layers, 1 << 17, 1 << 13, long_layers, 1 << 20, (32768, 20000, 9000, 6000, *short), short, 6, 3, _gpu_model()
         )
+
+    @staticmethod
+    def small() -> Sizes:
+        """For a GPU, in a few minutes: sequences of 16K tokens and layers of half the width, which still fill its kernels."""
+        full = Sizes.full(0)
+        narrow = {"hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16, "num_query_groups": 4}
+        model, context = full.model | narrow, 1 << 14
+        return replace(full, layers=4, context=context, slice_tokens=1 << 12, mixed=(context, *full.short), model=model)
 
     @staticmethod
     def reduced() -> Sizes:
@@ -214,7 +222,7 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():
         found["cuDNN"] = str(torch.backends.cudnn.version())
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, nccl_version() or torch.cuda.nccl.version()))
     driver = Path("/proc/driver/nvidia/version")
     found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
     return found
