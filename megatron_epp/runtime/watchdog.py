@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,8 +63,7 @@ class Watchdog:
         limit_name: str = "wait_limit_seconds",
     ) -> None:
         self.limit_s, self.limit_name = limit_s, limit_name
-        self._on_expiry = on_expiry or self._end_process
-        self._on_failure, self._failures = on_expiry or self._end_after, failures
+        self._on_expiry, self._failures = on_expiry, failures
         # Innermost last. Several threads append and remove, which the interpreter's lock makes atomic; looks are at a copy.
         self._activities: list[_Activity] = []
         self._thread: threading.Thread | None = None
@@ -83,7 +83,9 @@ class Watchdog:
             limit_s: of this activity, where it is another.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="epp-watchdog", daemon=True)
+            every_s = min(1.0, self.limit_s / 4)  # a hang is told at most a quarter of its limit late
+            looking = weakref.ref(self), every_s
+            self._thread = threading.Thread(target=_look_often, args=looking, name="epp-watchdog", daemon=True)
             self._thread.start()
             # Python ends a thread that returns from native code while the interpreter shuts down, and C++ takes that for a
             # fault: the process aborts ("terminate called without an active exception") behind a training that is done.
@@ -97,15 +99,15 @@ class Watchdog:
             if progress is None:  # otherwise the watchdog removes it, once the device has passed what the body launched
                 self._activities.remove(activity)
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(min(1.0, self.limit_s / 4))  # a hang is told at most a quarter of its limit late
-            with self._looks:  # the shutdown of the interpreter takes it for good, and looks end
-                if self._failures is not None and (text := self._failures.poll()):
-                    self._on_failure(text)
-                    return
-                for activity in reversed(self._activities.copy()):  # the innermost says most about what hangs
-                    self._look_at(activity)
+    def look(self) -> bool:
+        """Look at every activity; return False if there is nothing more to look at, for another rank has failed."""
+        with self._looks:  # the shutdown of the interpreter takes it for good, and looks end
+            if self._failures is not None and (text := self._failures.poll()):
+                (self._on_expiry or self._end_after)(text)
+                return False
+            for activity in reversed(self._activities.copy()):  # the innermost says most about what hangs
+                self._look_at(activity)
+        return True
 
     def _look_at(self, activity: _Activity) -> None:
         if activity.progress is not None:
@@ -123,7 +125,7 @@ class Watchdog:
                 activity.point, activity.since_s = point, time.monotonic()
         if time.monotonic() - activity.since_s > activity.limit_s:
             activity.since_s = math.inf  # told once
-            self._on_expiry(self._message(activity))
+            (self._on_expiry or self._end_process)(self._message(activity))
 
     def _message(self, activity: _Activity) -> str:
         try:
@@ -155,6 +157,15 @@ class Watchdog:
             time.sleep(PATIENCE_S)
         finally:
             os._exit(EXIT_CODE)
+
+
+def _look_often(reference: weakref.ref[Watchdog], pause_s: float) -> None:
+    """Let a watchdog look until it is gone. Between looks this thread keeps neither it nor, through an activity, a training."""
+    while True:
+        time.sleep(pause_s)
+        if (watchdog := reference()) is None or not watchdog.look():
+            return
+        del watchdog
 
 
 class ProgressPoint(NamedTuple):

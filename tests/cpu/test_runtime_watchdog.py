@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -150,6 +151,36 @@ def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(clo
         with watchdog.watch(lambda: "still watched"):
             clock.advance(11)
         assert reports[1:] == ["still watched"]
+
+
+class Training:
+    """Something to watch, which says when it has been looked at."""
+
+    def __init__(self):
+        self.looks = threading.Semaphore(0)
+
+    def progress(self):
+        self.looks.release()
+        return 1
+
+
+def test_a_watchdog_keeps_nothing_that_it_has_watched_and_its_thread_ends_with_it():
+    watchdog, training = Watchdog(0.04), Training()
+    gone = weakref.ref(training)
+    with watchdog.watch(lambda training=training: str(training), training.progress, limit_s=60.0):
+        assert training.looks.acquire(timeout=60)
+    watchdog._activities.clear()  # the device has passed it
+    thread = watchdog._thread
+    assert thread is not None
+    del training
+    end_s = time.monotonic() + 60
+    while gone() is not None and time.monotonic() < end_s:  # until the look is over
+        time.sleep(0.01)
+    assert gone() is None
+    assert thread.is_alive()
+    del watchdog
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_process_that_ends_tells_where_each_of_its_threads_stands():
