@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["install", "wrap"]
+__all__ = ["install", "wrap", "wrap_samples"]
 __version__ = "0.3.0"
 COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
 """Environment variable; 0 runs the planner's inner loops in plain Python."""
@@ -11,6 +11,13 @@ COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
 def wrap(**settings: Any) -> Any:
     """Return a schedule function that runs a framework's own microbatches by plans; see `mcore.microbatches.wrap.wrap`."""
     from megatron_epp.mcore.microbatches.wrap import wrap as make
+
+    return make(**settings)
+
+
+def wrap_samples(**settings: Any) -> Any:
+    """Return a function that trains a model of Megatron's on samples in slices; see `mcore.training.samples.wrap_samples`."""
+    from megatron_epp.mcore.training.samples import wrap_samples as make
 
     return make(**settings)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron_epp.losses.loss import Average
 
 PADDING_TOKEN = 0
 
@@ -58,6 +61,38 @@ class AheadArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class LossArrays:
+    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors, or of a part of the tokens.
+
+    Attributes:
+        weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
+        counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
+        sequence: int64 ``[padded tokens]``, the number of the token's segment in the chunk; one more for padding.
+        columns: float32 ``[columns, padded tokens]``, in the order of the loss's names.
+    """
+
+    weights: torch.Tensor
+    counts: torch.Tensor
+    sequence: torch.Tensor
+    columns: torch.Tensor
+
+
+class ColumnDataset(SequenceDataset, Protocol):
+    """Sequences with values of every token, for a loss that reads them."""
+
+    def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
+        """Values of tokens ``[start, end)`` of a sequence as labels; any type of numbers."""
+        ...
+
+
+class LossColumns(NamedTuple):
+    """Names of the columns that a loss reads, and how it averages."""
+
+    names: tuple[str, ...]
+    average: Average
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkArrays:
     """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
@@ -68,6 +103,7 @@ class ChunkArrays:
             is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
         position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding.
         ahead: inputs of multi-token prediction; None without it.
+        of_loss: inputs of a loss of the user's; None without one.
     """
 
     tokens: torch.Tensor
@@ -75,6 +111,7 @@ class ChunkArrays:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     ahead: AheadArrays | None = None
+    of_loss: LossArrays | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens.
@@ -86,10 +123,11 @@ class ChunkArrays:
         def own(x: torch.Tensor) -> torch.Tensor:
             return x[..., shard[0]] if len(shard) == 1 else torch.cat([x[..., tokens] for tokens in shard], dim=-1)
 
-        ahead = self.ahead
-        if ahead is not None:
-            ahead = AheadArrays(*(own(getattr(ahead, one.name)) for one in fields(ahead)))
-        return ChunkArrays(own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids), ahead)
+        def each[T: (AheadArrays, LossArrays)](arrays: T | None) -> T | None:
+            return None if arrays is None else type(arrays)(*(own(getattr(arrays, one.name)) for one in fields(arrays)))
+
+        given = own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids)
+        return ChunkArrays(*given, each(self.ahead), each(self.of_loss))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,18 +165,21 @@ class GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""
         return replace(self, indices=tuple(self.indices[at] for at in share), lengths=tuple(self.lengths[at] for at in share))
 
-    def chunk(self, chunk: int, depths: int = 0) -> ChunkArrays:
-        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; `depths` of multi-token prediction."""
+    def chunk(self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None) -> ChunkArrays:
+        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; the others are those of `chunk_of`."""
         assert self.plan is not None, "this batch carries no plan; use chunk_of"
-        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths)
+        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths, of_loss)
 
-    def chunk_of(self, segments: Sequence[Segment], multiple: int = 1, depths: int = 0) -> ChunkArrays:
+    def chunk_of(
+        self, segments: Sequence[Segment], multiple: int = 1, depths: int = 0, of_loss: LossColumns | None = None
+    ) -> ChunkArrays:
         """The arrays of any list of segments, laid one after the other and padded at the end.
 
         Args:
             segments: parts of this batch's sequences (`Segment.sequence` counts in the batch, not in the dataset).
             multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
+            of_loss: what a loss of the user's asks for; None without one.
         """
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
@@ -158,7 +199,7 @@ class GlobalBatch:
             for depth, counts in enumerate(self._counted(sequence, depths), start=1):
                 there = max(0, min(num_tokens, len(mask) - depth))  # positions whose position ahead is in the sequence
                 shares = mask[depth : depth + there] / max(1, counts)
-                whole = shares * self._counts[sequence]
+                whole = shares * self._count(sequence)
                 positions = np.arange(start + depth, start + depth + there)
                 of_depth = text[depth : depth + there], positions, text[depth + 1 : depth + 1 + there], shares, whole
                 for rows, values in zip(ahead, of_depth, strict=True):
@@ -167,7 +208,29 @@ class GlobalBatch:
         position_ids[at:] = np.arange(num_padded - at)
         loss_mask[at:] = 0.0
         own, more = torch.from_numpy, AheadArrays(*map(torch.from_numpy, ahead)) if depths else None
-        return ChunkArrays(own(tokens), own(labels), own(loss_mask), own(position_ids), more)
+        read = None if of_loss is None else self._of_loss(chunk.segments, loss_mask, of_loss)
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), own(position_ids), more, read)
+
+    def _of_loss(self, segments: Sequence[Segment], loss_mask: np.ndarray, wanted: LossColumns) -> LossArrays:
+        """Read a loss's inputs of segments, whose mask is given with its padding."""
+        from megatron_epp.losses.loss import Average  # here, since most trainings have no loss of the user's
+
+        dataset: Any = self.dataset  # a `ColumnDataset`
+        num_tokens = len(loss_mask)
+        weights, sequence = loss_mask.copy(), np.full(num_tokens, len(segments), dtype=np.int64)
+        counts = loss_mask if wanted.average is Average.TOKENS else np.zeros(num_tokens, dtype=np.float32)
+        columns = np.zeros((len(wanted.names), num_tokens), dtype=np.float32)
+        at = 0
+        for number, (row, start, end) in enumerate(segments):
+            here = slice(at, at := at + end - start)
+            sequence[here] = number
+            for values, name in zip(columns, wanted.names, strict=True):
+                values[here] = dataset.column(name, self.indices[row], start + 1, end + 1)
+            if wanted.average is not Average.TOKENS and (total := self._count(row)):
+                counts[at - 1] = end == self.lengths[row]  # once, whatever slices the sequence has
+                if wanted.average is Average.SEQUENCE_MEANS:
+                    weights[here] /= total
+        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, columns)))
 
     def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of positions ``[start, end)`` of a sequence, with the last one's label, and which of them count."""
@@ -182,10 +245,14 @@ class GlobalBatch:
         """Yield how many positions of a whole sequence count at each depth of multi-token prediction."""
         if not depths:
             return
-        length = self.lengths[sequence]
-        first = self._read(sequence, 0, min(depths, length))[1]
+        first = self._read(sequence, 0, min(depths, self.lengths[sequence]))[1]
+        for depth in range(1, depths + 1):
+            yield self._count(sequence) - int(first[:depth].sum())
+
+    def _count(self, sequence: int) -> int:
+        """Return how many positions of a whole sequence count."""
         if sequence not in self._counts:  # slices would read the whole sequence again and again
+            length = self.lengths[sequence]
             masked = self.mask_loss_of is not None or self.dataset.trained(self.indices[sequence], 1, 2) is not None
             self._counts[sequence] = int(self._read(sequence, 0, length)[1].sum()) if masked else length
-        for depth in range(1, depths + 1):
-            yield self._counts[sequence] - int(first[:depth].sum())
+        return self._counts[sequence]

@@ -101,6 +101,14 @@ def training_args() -> Namespace:
     return args
 
 
+def checks_losses() -> bool:
+    """True if Megatron's training loop is to look for NaN in losses; not so where another loop trains."""
+    from megatron.training import global_vars
+
+    args: Namespace | None = global_vars._GLOBAL_ARGS
+    return args is not None and bool(args.check_for_nan_in_loss_and_grad)
+
+
 def epp_args() -> Namespace | None:
     """Return Megatron's arguments in a training with `--epp`; None in others, and where a model is built without training."""
     from megatron.training import global_vars

@@ -116,7 +116,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
                 save(checkpoint, model, optimizer, scheduler)
         answer = step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)
         if answer[0]:
-            run.losses.append(float(answer[0]["lm loss"]))
+            run.losses.append(float(next(iter(answer[0].values()))))  # a loss of the user's has another name
         run.final = {name: p.detach() for name, p in parameters(model)}
         return answer
 
@@ -198,7 +198,8 @@ def _mean_predictions(runs: Sequence[Run]) -> list[float]:
 
 
 def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
-    return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
+    """Return the largest difference over the largest expected value; losses of policies may be 0."""
+    return max(abs(b - a) for a, b in zip(expected, found, strict=True)) / max(map(abs, expected))
 
 
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:

@@ -14,6 +14,7 @@ LAYERS = (
     {"plan"},
     {"cost"},
     {"planner", "report"},
+    {"losses"},
     {"advice", "launch", "data"},
     {"runtime"},
     {"mcore"},

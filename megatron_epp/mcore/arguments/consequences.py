@@ -10,6 +10,7 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
+from megatron_epp.mcore.arguments.losses import loss_problems
 from megatron_epp.mcore.arguments.sizes import check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
@@ -367,6 +368,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     layout_problems,
     check_stages,
     _batch_problems,
+    loss_problems,
     _plan_problems,
     _optional_problems,
     vocabulary_problems,

@@ -9,6 +9,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -22,6 +23,7 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
+from megatron_epp.data.trained_tokens import any_trained
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
 from megatron_epp.mcore.data.document_file import (
@@ -108,6 +110,8 @@ def build_splits(
         tokenizer: of the run, which must have made all files' tokens.
         train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
+    if getattr(args, "epp_samples", None):
+        return _samples(args, tokenizer)
     blend, blend_per_split = _blends(args)
     if args.epp_documents == "stream":
         return _streams(args, num_samples, tokenizer, [one for one in (blend, *(blend_per_split or ())) if one])
@@ -128,6 +132,21 @@ def build_splits(
             raise _no_documents(args, name, of_split=bool(blend))
         splits.append(split)
     return splits
+
+
+def _samples(args: Namespace, tokenizer: Tokenizer) -> list[Shuffled | None]:
+    """Read the samples of training, and of evaluation if there is another file; each file whole, on every rank."""
+    from megatron_epp.data.samples import read_samples
+    from megatron_epp.losses import load_loss
+
+    names = () if args.epp_loss is None else load_loss(args.epp_loss).columns
+    files = [read_samples(Path(path), names, args.seq_length, tokenizer.vocab_size) for path in args.epp_samples[:2]]
+    train, valid = files[0], files[1] if len(files) > 1 else None
+    if args.eval_iters > 0 and valid is None:
+        raise EppError("--epp-samples has no file for evaluation: give a second one, or pass --eval-iters 0")
+    if train is not None and not any_trained(train, range(len(train))):
+        raise EppError(f"no token of {args.epp_samples[0]} is trained")
+    return [None if args.skip_train else (train, True), (valid, True) if args.eval_iters > 0 and valid else None, None]
 
 
 def _check_trained(parts: Sequence[DocumentDataset], name: str) -> None:
@@ -165,6 +184,8 @@ def check_files_of(args: Namespace) -> None:
 
     No token is read.
     """
+    if getattr(args, "epp_samples", None):
+        return
     blend, blend_per_split = _blends(args)
     for one in (blend, *(blend_per_split or ())):
         for prefix in one[0] if one else ():

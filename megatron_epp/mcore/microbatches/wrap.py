@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,15 +50,24 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
         told = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
         raise EppError(f"wrap has no setting {told}: settings have the names of flags behind --epp-")
     given = vars(defaults) | {f"epp_{name}": value for name, value in settings.items()}
-    for row in TABLE:
-        if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
-            raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
+    check_choices(given)
     check_settings(given, names=FIELDS)
     features.check_calls()
     if not given["epp_allow_unknown_megatron"]:
         features.tell_untested()
     given |= {"epp": True, "epp_microbatches": "user", "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
     return Schedule(lambda models: arguments_of(models, given), shape_of)
+
+
+def check_choices(given: Mapping[str, object]) -> None:
+    """Raise `EppError` for a value that a setting does not have.
+
+    Args:
+        given: values of flags, by names with underscores.
+    """
+    for row in TABLE:
+        if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
+            raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -127,7 +127,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
-    _place_rotary(model)
+    place_rotary(model)
     for kind in KINDS:
         kind.adopt(model, args)
     if shards_vocabulary(args):
@@ -139,7 +139,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     model.has_relay = True
 
 
-def _place_rotary(model: Any) -> None:
+def place_rotary(model: Any) -> None:
     """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table."""
     rotary = getattr(model, "rotary_pos_emb", None)
     latents = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -11,6 +11,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_epp.mcore import features
+
+if TYPE_CHECKING:
+    from megatron_epp.losses import Loss
 
 _INSTEAD_OF_NO_TOKENS = 1e-30
 """Number of tokens that Megatron is given in place of 0. It is lost in rounding as soon as 1 is added to it in fp32."""
@@ -27,14 +30,18 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
     return loss, num_tokens, report_of(report)
 
 
-def report_of(summed: Tensor) -> dict[str, Tensor]:
+def report_of(summed: Tensor, by: Loss | None = None) -> dict[str, Tensor]:
     """Return a sum of losses and its number of tokens as the report that Megatron adds up over replicas, divides and logs.
+
+    A loss of the user's, `by`, has further sums to log, which are divided alike.
 
     Megatron divides without a check, so a batch without a trained token would be logged as NaN. Its number of tokens is
     reported as `_INSTEAD_OF_NO_TOKENS`, which gives a loss of 0 and changes no sum that includes a trained token.
     """
-    loss, num_tokens = summed.unbind()
-    return {"lm loss": torch.stack([loss, num_tokens.clamp(min=_INSTEAD_OF_NO_TOKENS)])}
+    loss, num_tokens, *more = summed.unbind()
+    names = ("lm loss",) if by is None else (by.name, *by.logged)
+    number = num_tokens.clamp(min=_INSTEAD_OF_NO_TOKENS)
+    return {name: torch.stack([value, number]) for name, value in zip(names, (loss, *more), strict=True)}
 
 
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +57,7 @@ def check_loss(loss: Tensor, whose: str) -> None:
 
     The host waits for the loss here. The message names what the loss belongs to, `whose`.
     """
-    if features.training_args().check_for_nan_in_loss_and_grad:
+    if features.checks_losses():
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(

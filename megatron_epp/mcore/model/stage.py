@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays
+from megatron_epp.data.batch import AheadArrays, LossArrays
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -28,6 +28,9 @@ from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
 def add_to_gradients(model: Any) -> None:
@@ -51,6 +54,7 @@ class ChunkInputs:
         loss_mask: float32 ``[1, tokens / ranks]``.
         rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
+        of_loss: inputs of a loss of the user's, ``[tokens / ranks]`` each and ``[columns, tokens / ranks]``.
     """
 
     tokens: Tensor | None = None
@@ -59,6 +63,7 @@ class ChunkInputs:
     loss_mask: Tensor | None = None
     rows: Tensor | None = None
     ahead: AheadArrays | None = None
+    of_loss: LossArrays | None = None
 
     @property
     def output_share(self) -> float:
@@ -73,7 +78,8 @@ class MegatronStage:
     It has `depths` of multi-token prediction, 0 without it and on all stages but the last.
 
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
-    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
+    chunk at once. It is cross entropy, or `loss`, which is of the labels' log-probabilities. `config` is the model's
+    `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
     """
 
     more_weights: tuple[Tensor, ...] = ()
@@ -88,6 +94,7 @@ class MegatronStage:
         tp_size: int,
         fp32_kv_gradients: str = "auto",
         block_loss: BlockLoss | FusedLoss | None = None,
+        loss: ScopedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         if self.has_loss:
@@ -96,6 +103,7 @@ class MegatronStage:
         self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
         self.depths: int = (config.mtp_num_layers or 0) if getattr(unwrap_model(model), "mtp_process", False) else 0
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
+        self.loss = loss
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
@@ -172,6 +180,10 @@ class MegatronStage:
         scale_added_losses(self.config, output)
         if not self.has_loss:
             return output
+        if self.loss is not None and inputs.of_loss is not None:
+            output, sums = self.loss.forward(context, -output.reshape(-1).float(), inputs.of_loss)
+            self._report(sums, inputs.of_loss.counts.sum().to(torch.int))
+            return output
         return self._loss(output, inputs.loss_mask)
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
@@ -181,8 +193,14 @@ class MegatronStage:
         """
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
+        of_values = None if self.loss is None or grad is not None else self.loss.gradient(context.chunk)
+        assert grad is not None or of_values is not None or output.ndim == 0
         if grad is None and self.config.grad_scale_func is not None:
-            output = self.config.grad_scale_func(output)
+            if of_values is None:
+                output = self.config.grad_scale_func(output)
+            else:
+                of_values = self.config.grad_scale_func(of_values)
+        grad = of_values if grad is None else grad
         weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
         with timed(self.config.timers, "backward-compute"), weights:
             # `release_output` has dropped its storage, and torch compares the shapes of output and gradient; Megatron's
@@ -224,9 +242,12 @@ class MegatronStage:
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
         assert loss_mask is not None  # on the last stage
         loss, num_tokens, values = summed_loss(loss_mask, losses)
+        self._report(values, num_tokens)
+        return loss
+
+    def _report(self, values: Tensor, num_tokens: Tensor) -> None:
         self.loss_report = values if self.loss_report is None else self.loss_report + values
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
-        return loss
 
     def end(self) -> None:
         """Release the iteration's inputs, and let Megatron check its loss for NaN.
@@ -234,6 +255,8 @@ class MegatronStage:
         The loss is checked once, since a check of every chunk would make the host wait.
         """
         self._inputs = None
+        if self.loss is not None:
+            self.loss.end()
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 

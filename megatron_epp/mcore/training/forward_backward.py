@@ -109,28 +109,53 @@ def forward_backward_elastic(
     with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
         with timed(config.timers, "batch-generator"), session.telling_others(unless=_RAISED_BY_ALL):
             batch = _next_batch(batches, num_microbatches, session, forward_only)
-        # Reports are made while later batches are on the device, where this one's inputs must not be kept.
-        report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
-        with session.telling_others():
-            _warm_up(session, batch)
-            _run(session, models, config, batch, report)
-            if not forward_only:
-                count_tokens(batch.prepared.inputs)
-                if session.args.epp_batch_tokens is not None:
-                    # To which Megatron's loop adds the sequences that it has asked for.
-                    session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
-            with session.watching("waits for the loss"):
-                loss, num_tokens = _hand_on(session)
-            if not forward_only:
-                session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
-                if not batch.trains:
-                    _leave_out(session, models, config, batch)
+        loss, report = run_batch(session, models, batch, forward_only, pg_collection, force_all_reduce)
+        if not forward_only:
+            count_tokens(batch.prepared.inputs)
+            if session.args.epp_batch_tokens is not None:
+                # To which Megatron's loop adds the sequences that it has asked for.
+                session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
     if not forward_only and batch.plan is not None:
         average_router_losses(num_microbatches, len(batch.plan.chunks))
+    finish_batch(session, batch, loss, report, forward_only)
+    return [] if loss is None else [report_of(loss, session.loss)]
+
+
+def run_batch(
+    session: Session,
+    models: list[torch.nn.Module],
+    batch: GlobalBatch,
+    forward_only: bool,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> tuple[torch.Tensor | None, IterationReport]:
+    """Run a planned batch, and finish its gradients.
+
+    Returns:
+        on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
+    """
+    config = get_model_config(models[0])
+    # Reports are made while later batches are on the device, where this one's inputs must not be kept.
+    report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
+    with session.telling_others():
+        _warm_up(session, batch)
+        _run(session, models, config, batch, report)
+        with session.watching("waits for the loss"):
+            loss, num_tokens = _hand_on(session)
+        if not forward_only:
+            session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+            if not batch.trains:
+                _leave_out(session, models, config, batch)
+    return loss, report
+
+
+def finish_batch(
+    session: Session, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
+) -> None:
+    """Report a batch that has run, and learn from it."""
     report.finish(loss)
     if not forward_only:
         session.after(batch, report.recorder)
-    return [] if loss is None else [report_of(loss)]
 
 
 def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
@@ -204,7 +229,8 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
     """
     placement, (any_stage, *_) = session.placement, session.stages.values()
     device = any_stage.message(1)[2]
-    loss, num_tokens = torch.zeros(2, device=device), torch.zeros([], dtype=torch.int, device=device)
+    num_sums = 2 + (0 if session.loss is None else len(session.loss.logged))
+    loss, num_tokens = torch.zeros(num_sums, device=device), torch.zeros([], dtype=torch.int, device=device)
     last = session.stages.get(placement.num_stages - 1)
     if last is not None:
         assert last.loss_report is not None

@@ -10,7 +10,7 @@ import torch
 from megatron.core import mpu
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch
+from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossArrays, LossColumns
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.training.vocabulary import RankVocabulary
 from megatron_epp.plan import Action
@@ -61,6 +61,7 @@ class RankInputs:
         reads_tokens: the rank has the first or the last stage.
         rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
         depths: of multi-token prediction on this rank.
+        of_loss: what a loss of the user's asks for on this rank; None without one.
     """
 
     uploader: Uploader
@@ -68,6 +69,7 @@ class RankInputs:
     reads_tokens: bool = True
     rows_of: RowsOf | None = None
     depths: int = 0
+    of_loss: LossColumns | None = None
 
     def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
         """Prepare a rank's part of a planned batch, whose lowered actions are given; start to upload what it reads.
@@ -76,7 +78,7 @@ class RankInputs:
         """
         assert batch.plan is not None
         program = program_of(batch.plan, actions)
-        arrays = (batch.chunk(chunk, self.depths) for chunk in range(len(batch.plan.chunks)))
+        arrays = (batch.chunk(chunk, self.depths, self.of_loss) for chunk in range(len(batch.plan.chunks)))
         tables = [layout.table for layout in program.layouts]
         inputs = self.upload(arrays, batch.lengths, tables)
         return PreparedBatch(replace(program, upload=inputs.upload), inputs)
@@ -105,18 +107,22 @@ class RankInputs:
         own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
         tokens = (own.tokens[None], own.position_ids[None]) if self.reads_tokens else (None, None)
         if self.rows_of is None:
-            return (*tokens, None, None, None)
+            return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS))
         found = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
-        if own.ahead is None:
-            return found
-        return (*found, *(getattr(own.ahead, one.name)[:, None] for one in fields(own.ahead)))
+        ahead = [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, one.name)[:, None] for one in fields(own.ahead)]
+        of_loss = [None] * _OF_LOSS if own.of_loss is None else [getattr(own.of_loss, one.name) for one in fields(own.of_loss)]
+        return (*found, *ahead, *of_loss)
+
+
+_AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(LossArrays))
 
 
 def _inputs_of(columns: list[Tensor | None]) -> ChunkInputs:
     """Return the inputs of a chunk, given its columns on the device."""
-    tokens, position_ids, labels, loss_mask, rows, *ahead = columns
-    there = [column for column in ahead if column is not None]
-    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, AheadArrays(*there) if there else None)
+    tokens, position_ids, labels, loss_mask, rows, *more = columns
+    ahead, of_loss = ([column for column in part if column is not None] for part in (more[:_AHEAD], more[_AHEAD:]))
+    arrays = AheadArrays(*ahead) if ahead else None, LossArrays(*of_loss) if of_loss else None
+    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
@@ -129,4 +135,5 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
         reads_tokens=any(stage.is_first or stage.is_last for stage in stages.values()),
         rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
         depths=0 if last is None else last.depths,
+        of_loss=None if last is None or last.loss is None else last.loss.asks,
     )

@@ -106,7 +106,7 @@ class IterationReport:
         """Log the earlier iteration whose report has been made meanwhile, and begin this iteration's report.
 
         The last iteration's report is completed at once, because the writers are closed soon after it. `loss` is
-        ``[sum, tokens]`` on the last rank, None elsewhere.
+        ``[sum, tokens, ...]`` on the last rank, None elsewhere.
         """
         session, reports = self.session, self.session.reports
         with session.watching("waits for others' figures"):
@@ -145,7 +145,7 @@ class IterationReport:
         mine = figures | {"events": self.recorder.events(), "elapsed_us": elapsed_us(self.start, end)}
         if loss is not None:  # the device has computed it, since it has reached `end`
             planned_us = 0.0 if plan is None else plan.predicted.makespan_us
-            loss_sum, num_tokens = loss.tolist()
+            loss_sum, num_tokens, *_ = loss.tolist()
             of_replica = ReplicaFigures(session.replica, loss_sum, num_tokens, planned_us)
             mine["replicas"] = session.reports.from_last_ranks(of_replica)
         is_logged = plan is not None and loggers.is_due(session.args, self.iteration)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import Action, EppError
+from megatron_epp.plan.lazy import load
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
@@ -44,6 +45,9 @@ from megatron_epp.runtime.attention.warm_up import KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.trace import Recorder
+
+if TYPE_CHECKING:
+    from megatron_epp.losses import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,7 @@ class Session(Run):
             self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
+        self.loss: Loss | None = None if args.epp_loss is None else load("megatron_epp.losses:load_loss")(args.epp_loss)
         self._process = _take_process()
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
@@ -103,6 +108,9 @@ class Session(Run):
             for model in models:
                 check_adopted(model)
         last = self.placement.num_stages - 1
+        loss = None
+        if self.loss is not None:
+            loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
         stages: dict[int, MegatronStage] = {
             stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
                 model,
@@ -112,6 +120,7 @@ class Session(Run):
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
                 block_loss=block_loss(self.args, model) if stage == last and not shards_vocabulary(self.args) else None,
+                loss=loss if stage == last else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }

@@ -1,0 +1,134 @@
+"""A loss as a sum over tokens or over whole sequences, given the log-probabilities of labels and columns of values.
+
+A loss that is written so trains in slices: its sums are over one scope, and no scope needs the values of another. Denominators
+do not depend on how a batch is cut, packed, ordered or divided over replicas: they are counted from masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.lazy import load
+
+
+class Scope(StrEnum):
+    """Tokens whose values a loss needs at once."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class Average(StrEnum):
+    """Divisor of the sum of a batch's losses over all replicas, and how much a trained token counts in that sum.
+
+    A sequence without a trained token is not counted.
+    """
+
+    TOKENS = "tokens"
+    """By trained tokens; each counts 1."""
+    SEQUENCES = "sequences"
+    """By sequences; each token counts 1."""
+    SEQUENCE_MEANS = "sequence means"
+    """By sequences; each token counts 1 over the trained tokens of its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens of one or several scopes, in any order: `n` tokens of `num_sequences` sequences.
+
+    Attributes:
+        logprobs: ``[n]``, logarithm of the probability of every token's label, in fp32; 0 where it has not been computed,
+            which may be so where `weights` is 0.
+        weights: ``[n]``, how much a token counts (`Average`); 0 for tokens that are not trained.
+        columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for.
+        sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
+        num_sequences: numbers that `sequence` may have; some may have no token.
+    """
+
+    logprobs: Tensor
+    weights: Tensor
+    columns: Mapping[str, Tensor]
+    sequence: Tensor | None = None
+    num_sequences: int = 0
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum `values` ``[n]`` over the trained tokens of every sequence, each counted as its weight says: ``[sequences]``.
+
+        Raises:
+            EppError: the loss is over tokens, whose calls may have parts of sequences.
+        """
+        if self.sequence is None:
+            raise EppError("a loss that adds up over a sequence needs Scope.SEQUENCE: in Scope.TOKEN it gets parts of them")
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values * self.weights)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Average `values` ``[n]`` over the trained tokens of every sequence, 0 where there are none: ``[sequences]``."""
+        return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=torch.finfo(values.dtype).tiny)
+
+    @property
+    def trained(self) -> Tensor:
+        """1 for sequences with a trained token, 0 for others: ``[sequences]``."""
+        return (self.sums(torch.ones_like(self.weights)) > 0).to(self.weights.dtype)
+
+
+class Loss(Protocol):
+    """A loss. Called with the rows of complete scopes, it returns their sum and sums to log by name, all scalars.
+
+    The sums to log are divided as the loss is. They are given in every call, by the names in `logged`.
+
+    Attributes:
+        name: in the log.
+        scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all tokens of a sequence are in one call.
+        average: see `Average`; with `Scope.SEQUENCE` the loss itself weighs tokens within a sequence.
+        columns: names of the columns that it reads.
+        logged: names of the sums that it returns to be logged.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def average(self) -> Average: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def logged(self) -> tuple[str, ...]: ...
+    def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+_ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
+
+
+def load_loss(text: str) -> Loss:
+    """Import a loss by ``module:name``: an object with the attributes of `Loss`, or a class or function that makes one.
+
+    Raises:
+        EppError: there is none of this name, or it is no loss.
+    """
+    try:
+        found = load(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EppError(f"there is no loss {text} ({type(error).__name__}: {error}): give module:name") from error
+    if isinstance(found, type) or not any(hasattr(found, name) for name in _ATTRIBUTES):
+        make: Callable[[], object] = found
+        try:
+            found = make()
+        except TypeError as error:
+            raise EppError(f"{text} is called without arguments to make a loss, and cannot be: {error}") from error
+    missing = [name for name in _ATTRIBUTES if not hasattr(found, name)] + ["__call__"] * (not callable(found))
+    if missing:
+        raise EppError(f"{text} is no loss: it has no {', '.join(missing)} (see megatron_epp.losses.Loss)")
+    loss: Loss = found
+    for kind, value in ((Scope, loss.scope), (Average, loss.average)):
+        if value not in tuple(kind):
+            known = ", ".join(kind)
+            raise EppError(f"{text} has {kind.__name__.lower()} {value!r}; it must be one of {known}")
+    return loss

@@ -1,0 +1,131 @@
+"""Changes to a model that another program has built, so that plans can run it and that program goes on as before.
+
+Attention and rotary angles are replaced in place. Within a plan they are those of its chunks; called in another way, by
+evaluation or generation, they are the original ones. Parameters, their names and checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from megatron_epp.mcore.arguments.losses import numbers
+from megatron_epp.mcore.features import multiplying_output_layers
+from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
+from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
+from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.patches.stock_functions import is_installed
+from megatron_epp.plan import EppError
+
+_ATTENTION = "core_attention"
+
+
+class AdoptedAttention(RelayAttention):
+    """`RelayAttention` in the place of a model's attention, to which all calls outside of a plan go.
+
+    The original is no submodule, or its names in checkpoints would change: what a module does for its submodules is handed on.
+    """
+
+    def __init__(self, original: Any, config: Any, scale: float | None) -> None:
+        super().__init__(config, original.layer_number, softmax_scale=scale)
+        self._original: list[Any] = [original]  # in a list, which torch does not look into
+        self.training = original.training
+
+    @property
+    def original(self) -> Any:
+        return self._original[0]
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        if isinstance(named.get("packed_seq_params"), ChunkParams):
+            return super().forward(*args, **named)
+        found: Tensor = self.original(*args, **named)
+        return found
+
+    def train(self, mode: bool = True) -> AdoptedAttention:
+        self.original.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        self.original._apply(fn, *rest, **named)
+        return super()._apply(fn, *rest, **named)
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return self.original.state_dict(*args, **named)
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        self.original._load_from_state_dict(*args, **named)
+
+    def sharded_state_dict(self, *args: Any, **named: Any) -> Any:
+        own = getattr(self.original, "sharded_state_dict", None)
+        return {} if own is None else own(*args, **named)
+
+
+def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Let plans run a model chunk. Does nothing if they can already.
+
+    Args:
+        model: the chunk, wrapped or not.
+        args: what stands for Megatron's arguments.
+
+    Raises:
+        EppError: the model has something that plans cannot run.
+    """
+    bare: Any = unwrap_model(model)
+    if getattr(bare, "has_relay", False):
+        return
+    if refusal := _refusal(bare):
+        raise EppError(f"samples cannot be cut for this {type(bare).__name__}: {refusal}")
+    for module in bare.modules():
+        attention = vars(module).get("_modules", {}).get(_ATTENTION)
+        if attention is not None:
+            setattr(module, _ATTENTION, AdoptedAttention(attention, module.config, _scale(attention, module.config)))
+    number_attentions(bare)
+    place_rotary(bare)
+    for kind in KINDS:
+        kind.adopt(bare, args)
+    bare.has_relay = True
+
+
+def _refusal(model: Any) -> str:
+    """Return what of a model plans cannot run, and what helps; empty if they can run it."""
+    if not hasattr(model, "decoder"):
+        return "it has no decoder of Megatron's"
+    config = get_model_config(model)
+    if config.multi_latent_attention:
+        return "latent attention is adopted where the model is built: train with --epp"
+    if getattr(config, "mtp_num_layers", None):
+        return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
+    if config.recompute_granularity is not None:
+        return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
+    routers = config.num_moe_experts is not None and any(numbers(config.moe_aux_loss_coeff) + numbers(config.moe_z_loss_coeff))
+    if routers and not config.calculate_per_token_loss:
+        return (
+            "the losses of its routers are divided by microbatches: build it with calculate_per_token_loss=True, or with "
+            "moe_aux_loss_coeff=0"
+        )
+    layer = getattr(model, "output_layer", None)
+    if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
+        return "its output layer gathers logits: build it with parallel_output=True"
+    if layer is not None and type(layer) not in multiplying_output_layers():
+        return f"its output layer is a {type(layer).__name__}"
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] != _ATTENTION:
+            continue
+        if not is_installed(type(module)):
+            return f"{name} is a {type(module).__name__}, which is not Megatron's"
+        if any(True for _ in module.parameters()):
+            return f"{name} has parameters of its own"
+    return ""
+
+
+def _scale(attention: Any, config: Any) -> float | None:
+    """Return the factor of the scores, where it is not that of the number of channels."""
+    if config.softmax_scale is not None:
+        return float(config.softmax_scale)
+    scale = getattr(attention, "softmax_scale", None)
+    return None if scale is None or getattr(config, "apply_query_key_layer_scaling", False) else float(scale)

@@ -1,0 +1,225 @@
+"""Training on samples in slices, for programs that have a model of Megatron's and a loop of their own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.data.iterator import PlannedBatches
+from megatron_epp.data.samples import Samples, TokenSample
+from megatron_epp.losses import Average, Loss, NextToken, load_loss
+from megatron_epp.mcore import features
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.table import FIELDS
+from megatron_epp.mcore.microbatches.wrap import arguments_of, check_choices
+from megatron_epp.mcore.model.adopt_built import adopt_built
+from megatron_epp.mcore.training.forward_backward import finish_batch, run_batch
+from megatron_epp.mcore.training.session import Session
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import nearest
+from megatron_epp.runtime.attention.context_parallel import of_group
+from megatron_epp.runtime.links.objects import from_each
+
+SETTINGS = (
+    "planner",
+    "memory_cap_gb",
+    "fragmentation_share",
+    "chunk_tokens",
+    "slices",
+    "recompute",
+    "recompute_modes",
+    "offload",
+    "host_memory_gb",
+    "costs",
+    "fp32_kv_gradients",
+    "loss_block_tokens",
+    "warm_up",
+    "wait_limit_seconds",
+    "allow_unknown_megatron",
+)
+"""Flags of training, by their names behind ``--epp-``, that apply to samples of another program."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReport:
+    """Result of a call, the same on every rank.
+
+    Attributes:
+        means: the loss, and what it logs, by name: sums over the whole batch, divided as its average says.
+        divisor: number of tokens or sequences by which they are divided.
+        num_chunks: chunks of this replica's plan.
+        logprobs: of every sample, the log-probabilities of its labels, ``[tokens - 1]`` in fp32, 0 for those that are not
+            trained; empty if they were not wanted.
+    """
+
+    means: Mapping[str, float]
+    divisor: float
+    num_chunks: int
+    logprobs: tuple[np.ndarray, ...] = ()
+
+
+class SampleSchedule:
+    """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
+
+    def __init__(self, loss: Loss, given: Mapping[str, Any]) -> None:
+        self.loss, self._given = loss, given
+        self._session: Session | None = None
+        self._models: list[torch.nn.Module] = []
+
+    def __call__(
+        self,
+        *,
+        model: Any,
+        samples: Sequence[Mapping[str, Any]],
+        forward_only: bool = False,
+        wants_logprobs: bool = False,
+    ) -> SampleReport:
+        """Add the gradient of the samples' mean loss to the model's gradients, and reduce it. A collective call of all ranks.
+
+        Args:
+            model: the rank's model chunk, or a list of all.
+            samples: the whole batch, the same on every rank; this package divides it over replicas. Each has ``tokens``,
+                ``trained`` if not all tokens are trained, and the columns of the loss: a number for every token as a label,
+                or one for all (`data.samples.TokenSample`).
+            forward_only: compute no gradients.
+            wants_logprobs: gather the labels' log-probabilities.
+
+        Raises:
+            EppError: the model or a sample is not as it must be, or there is no plan under the memory cap.
+        """
+        models = model if isinstance(model, list) else [model]
+        session = self._attached(models)
+        named = [TokenSample.of(given, self.loss.columns, f"sample {number}") for number, given in enumerate(samples)]
+        if not named:
+            raise EppError("there are no samples")
+        dataset = Samples(named)
+        everything = tuple(range(len(dataset)))
+        limits = session.replica, session.replicas
+        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
+        try:
+            with session.telling_others(unless=EppError):
+                batch = next(batches)
+        finally:
+            batches.close()
+        last = session.stages.get(session.placement.num_stages - 1)
+        kept: list[tuple[int, torch.Tensor]] = []
+        if last is not None and last.loss is not None:
+            last.loss.scale = self._scale(models, named)
+            last.loss.keeps = kept if wants_logprobs else None
+        _, report = run_batch(session, models, batch, forward_only)
+        sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
+        finish_batch(session, batch, None, report, forward_only)
+        return self._report(batch, sums, kept, len(named), wants_logprobs)
+
+    def close(self) -> None:
+        """End planning, and wait for threads."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _attached(self, models: list[torch.nn.Module]) -> Session:
+        if self._session is not None:
+            if models != self._models:
+                raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
+            return self._session
+        args = arguments_of(models, dict(self._given))
+        longest = max(from_each(max(int(getattr(unwrap_model(one), "max_sequence_length", 0) or 0) for one in models)))
+        # What Megatron's loop has: nothing is logged or kept by itself, and each report is complete with its call.
+        vars(args).update(
+            epp_microbatches="plan",
+            iteration=0,
+            train_iters=0,
+            log_interval=sys.maxsize,
+            seq_length=longest,
+            save=None,
+            load=None,
+            gradient_accumulation_fusion=False,
+        )
+        for model in models:
+            adopt_built(model, args)
+        session = Session(args)
+        session.loss = self.loss
+        with session.telling_others():
+            session.attach(models, get_model_config(models[0]))
+        self._session, self._models = session, models
+        return session
+
+    def _scale(self, models: list[torch.nn.Module], samples: Sequence[TokenSample]) -> float:
+        """Return the factor of gradients which are divided by replicas where they should be by tokens or sequences."""
+        config = get_model_config(models[0])
+        if config.calculate_per_token_loss:
+            return 1.0
+        counts = [len(one.tokens) - 1 if one.trained is None else int(one.trained[1:].sum()) for one in samples]
+        number = sum(counts) if self.loss.average is Average.TOKENS else sum(count > 0 for count in counts)
+        return mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, number)
+
+    def _report(
+        self, batch: GlobalBatch, sums: list[float] | None, kept: list[tuple[int, torch.Tensor]], count: int, wants: bool
+    ) -> SampleReport:
+        """Exchange what the ranks with the loss have found."""
+        assert batch.plan is not None
+        is_first = mpu.get_tensor_model_parallel_rank() == 0
+        logprobs = _by_sample(batch, kept) if wants and is_first else {}
+        found = [one for one in from_each((sums, logprobs) if sums is not None and is_first else None) if one is not None]
+        total = np.sum([row for row, _ in found], axis=0)
+        divisor = float(total[1])
+        names = (self.loss.name, *self.loss.logged)
+        means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
+        joined = tuple(_joined([of_rank[at] for _, of_rank in found if at in of_rank]) for at in range(count)) if wants else ()
+        return SampleReport(means, divisor, len(batch.plan.chunks), joined)
+
+
+def _by_sample(batch: GlobalBatch, kept: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:
+    """Return this rank's log-probabilities by sample: the first label's position and the values, of each piece."""
+    assert batch.plan is not None
+    shared, found = of_group(mpu.get_context_parallel_group()), dict[int, list[tuple[int, np.ndarray]]]()
+    layouts = batch.prepared.program.layouts
+    for chunk, values in kept:
+        table, at = layouts[chunk].table, 0
+        for piece in table.part(shared.shard(table.num_tokens)):
+            if piece.sequence >= 0:
+                values_of = values[at : at + piece.num_tokens].float().cpu().numpy()
+                found.setdefault(batch.indices[piece.sequence], []).append((piece.start, values_of))
+            at += piece.num_tokens
+    return found
+
+
+def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
+    return np.concatenate([values for _, values in sorted((piece for of in of_ranks for piece in of), key=lambda one: one[0])])
+
+
+def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> SampleSchedule:
+    """Return a function that trains a model on samples in slices, with a loss of the caller's.
+
+    Megatron's parallel state is initialised and the model is built and wrapped before its first call, which adopts the model:
+    within a call attention is this package's, elsewhere the model runs as before.
+
+    Args:
+        loss: a loss (`megatron_epp.losses.Loss`), or ``module:name`` of one; by default cross entropy of the next token.
+        settings: flags of training by their names behind ``--epp-`` (`SETTINGS`): ``memory_cap_gb=60``.
+
+    Raises:
+        EppError: there is no such setting, value or loss.
+    """
+    defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
+    minutes = settings.pop("distributed_timeout_minutes", 30)
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        told = ", ".join(f"{name}{nearest(name, SETTINGS)}" for name in unknown)
+        raise EppError(f"wrap_samples has no setting {told}; it has {', '.join(SETTINGS)}")
+    given = defaults | {f"epp_{name}": value for name, value in settings.items()}
+    check_choices(given)
+    features.check_calls()
+    if not given["epp_allow_unknown_megatron"]:
+        features.tell_untested()
+    given |= {"epp": True, "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
+    own = NextToken() if loss is None else load_loss(loss) if isinstance(loss, str) else loss
+    return SampleSchedule(own, given)

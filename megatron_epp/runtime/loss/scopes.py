@@ -1,0 +1,143 @@
+"""A loss over tokens or over sequences, of the log-probabilities that chunks give, with its gradient for each chunk.
+
+The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`runtime.loss.blocks`). A
+loss over tokens is added to that graph. For a loss over sequences, log-probabilities are leaves: with the forward of a
+sequence's last slice the loss is differentiated with respect to those of all its slices, and each chunk's backward begins with
+its own. A slice's backward follows those of later slices, whose gradients of keys and values it needs, and so that forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.data.batch import LossArrays, LossColumns
+from megatron_epp.losses import Loss, Rows, Scope
+from megatron_epp.runtime.context import ChunkContext
+
+
+class _Part(NamedTuple):
+    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `logprobs`."""
+
+    chunk: int
+    leaf: Tensor
+    logprobs: Tensor
+    inputs: LossArrays
+
+    def counting(self, rows: Tensor) -> _Part:
+        """Return this part with the weights of the other rows at 0; `rows` is ``[tokens]``, boolean."""
+        given = self.inputs
+        return self._replace(inputs=LossArrays(given.weights * rows, given.counts, given.sequence, given.columns))
+
+
+class ScopedLoss:
+    """Loss of the chunks of an iteration.
+
+    Args:
+        loss: the loss.
+        context_ranks: ranks that share the tokens of a chunk; None if this rank has all.
+
+    Attributes:
+        scale: factor of every output, for programs whose data parallelism does not divide by the batch's tokens.
+        keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained; None if they are not wanted.
+    """
+
+    def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:
+        self.loss, self.scale = loss, 1.0
+        self._group = context_ranks if context_ranks is not None and context_ranks.size() > 1 else None
+        self.keeps: list[tuple[int, Tensor]] | None = None
+        self._slices: dict[int, list[_Part]] = {}  # of a sequence whose last slice has not run
+        self._gradients: dict[int, Tensor] = {}
+
+    @property
+    def asks(self) -> LossColumns:
+        """Columns and average for which the loss asks a batch."""
+        return LossColumns(self.loss.columns, self.loss.average)
+
+    @property
+    def num_sums(self) -> int:
+        """Length of what `forward` reports: the loss, the number that divides it, and the sums to log."""
+        return 2 + len(self.loss.logged)
+
+    def forward(self, context: ChunkContext, logprobs: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
+        """Compute what a chunk's forward completes.
+
+        Args:
+            context: of the chunk.
+            logprobs: ``[tokens]`` of this rank, in fp32.
+            inputs: of the chunk.
+
+        Returns:
+            the chunk's output, a loss or the log-probabilities that `gradient` belongs to; and this rank's sums to report,
+            ``[num_sums]``, without gradients.
+        """
+        own = _Part(context.chunk, logprobs, logprobs, inputs)
+        if self.keeps is not None:
+            self.keeps.append((context.chunk, logprobs.detach() * (inputs.weights != 0)))
+        if self.loss.scope == Scope.TOKEN:
+            loss, logged = self.loss(self._rows([own], None))
+            return loss * self.scale, self._report(loss, logged, inputs.counts)
+        trains = logprobs.requires_grad
+        own = self._of_all_ranks(own._replace(leaf=logprobs.detach().requires_grad_(trains)))
+        parts, view = [own], context.view
+        if view is not None and view.is_tail:
+            parts += self._slices.pop(view.sequence, [])
+        elif view is not None:  # a slice is the first segment of its chunk
+            self._slices.setdefault(view.sequence, []).append(own.counting(own.inputs.sequence == 0))
+            parts = [own.counting(own.inputs.sequence != 0)]
+        num_real = sum(segment.sequence >= 0 for segment in context.table.segments)
+        loss, logged = self.loss(self._rows(parts, num_real + 1))
+        if trains:
+            gradients = torch.autograd.grad(loss * self.scale, [part.leaf for part in parts])
+            for part, gradient in zip(parts, gradients, strict=True):
+                known = self._gradients.get(part.chunk)
+                self._gradients[part.chunk] = gradient if known is None else known + gradient
+        if self._group is not None and dist.get_rank(self._group):  # all ranks of the group have the same loss
+            loss, logged = torch.zeros_like(loss), {name: torch.zeros_like(value) for name, value in logged.items()}
+        return logprobs, self._report(loss, logged, inputs.counts)
+
+    def gradient(self, chunk: int) -> Tensor | None:
+        """Return the gradient of a chunk's output, once; None if the output is the loss itself."""
+        return self._gradients.pop(chunk, None)
+
+    def end(self) -> None:
+        """Check that every sequence has been completed, and every gradient has been taken."""
+        assert not self._slices
+        assert not self._gradients
+
+    def _report(self, loss: Tensor, logged: dict[str, Tensor], counts: Tensor) -> Tensor:
+        sums = (loss, counts.sum(), *(logged[name] for name in self.loss.logged))
+        return torch.stack([value.detach().float() for value in sums])
+
+    def _rows(self, parts: Sequence[_Part], num_sequences: int | None) -> Rows:
+        """Join parts, of which the first has all segments of its chunk and the others the slice that is its first segment."""
+        joined = [part.inputs for part in parts]
+        columns = dict(zip(self.loss.columns, torch.cat([each.columns for each in joined], dim=-1).unbind(), strict=True))
+        logprobs, weights = torch.cat([part.logprobs for part in parts]), torch.cat([each.weights for each in joined])
+        if num_sequences is None:
+            return Rows(logprobs, weights, columns)
+        others = [torch.where(each.sequence == 0, 0, num_sequences - 1) for each in joined[1:]]
+        return Rows(logprobs, weights, columns, torch.cat([joined[0].sequence, *others]), num_sequences)
+
+    def _of_all_ranks(self, part: _Part) -> _Part:
+        if self._group is None:
+            return part._replace(logprobs=part.leaf)
+        rank, given = dist.get_rank(self._group), part.inputs
+        of_ranks = _gathered(part.leaf.detach(), self._group)
+        of_ranks[rank] = part.leaf
+        weights, sequence = (torch.cat(_gathered(x, self._group)) for x in (given.weights, given.sequence))
+        columns = weights.new_empty(0, len(weights))
+        if len(given.columns):
+            columns = torch.cat(_gathered(given.columns, self._group), dim=-1)
+        return part._replace(logprobs=torch.cat(of_ranks), inputs=LossArrays(weights, given.counts, sequence, columns))
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all ranks, which have one shape."""
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own.contiguous(), group=group)
+    return found

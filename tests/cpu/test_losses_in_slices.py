@@ -1,0 +1,184 @@
+"""A loss of a batch and its gradient do not depend on how the batch is cut, packed, ordered or divided over replicas."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from megatron_epp.data.batch import GlobalBatch, LossColumns
+from megatron_epp.data.samples import Samples, TokenSample
+from megatron_epp.losses import Average, ClippedRatio, NextToken, Rows, Scope, SequenceRatio
+from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.loss.scopes import ScopedLoss
+
+VOCABULARY, WIDTH = 11, 5
+LENGTHS = (13, 4, 9, 2, 1, 7)
+LOSSES = {
+    "tokens": NextToken(),
+    "weighted tokens": NextToken(weight_column="importance"),
+    "sums of sequences": NextToken(Average.SEQUENCES),
+    "means of sequences": NextToken(Average.SEQUENCE_MEANS),
+    "DAPO": ClippedRatio(clip_high=0.28, has_importance=True, clip_negative=3.0),
+    "GRPO, k1": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k1", kl_weight=0.1),
+    "GRPO, k2": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k2", kl_weight=0.1),
+    "GRPO, k3": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1),
+    "Dr. GRPO": ClippedRatio(average=Average.SEQUENCES, constant=16.0),
+    "GSPO": SequenceRatio(clip_low=0.05, clip_high=0.05),
+}
+S = Segment
+WHOLE = [[Segment(i, 0, n)] for i, n in enumerate(LENGTHS)]
+CUTS = {
+    "each whole": [[S(i, 0, n)] for i, n in enumerate(LENGTHS)],
+    "all in one chunk": [[S(i, 0, n) for i, n in enumerate(LENGTHS)]],
+    "backwards": [[S(i, 0, LENGTHS[i])] for i in (5, 4, 3, 2, 1, 0)],
+    "two halves": [[S(0, 0, 6)], [S(0, 6, 13)], *[[S(i, 0, LENGTHS[i])] for i in range(1, 6)]],
+    "tokens one by one": [[S(0, i, i + 1)] for i in range(13)] + [[S(i, 0, LENGTHS[i])] for i in range(1, 6)],
+    "tail with others": [[S(0, 0, 5)], [S(0, 5, 10)], [S(0, 10, 13), S(1, 0, 4), S(4, 0, 1)], WHOLE[2] + WHOLE[3] + WHOLE[5]],
+    "slice with others": [[S(0, 0, 5), S(1, 0, 4)], WHOLE[2], [S(0, 5, 13), S(3, 0, 2)], WHOLE[4] + WHOLE[5]],
+    "two in slices": [[S(0, 0, 7)], [S(2, 0, 4)], [S(0, 7, 13), S(1, 0, 4)], [S(2, 4, 9), *WHOLE[3], *WHOLE[4]], WHOLE[5]],
+    "in turn": [[S(2, 0, 3)], [S(2, 3, 9)], [S(5, 0, 3)], [S(5, 3, 7), S(4, 0, 1)], WHOLE[0] + WHOLE[1] + WHOLE[3]],
+    "padded": [[S(0, 0, 6)], [S(0, 6, 13), S(1, 0, 4)], WHOLE[2] + WHOLE[3] + WHOLE[4] + WHOLE[5]],
+}
+"""Chunks of the batch, in the order of their forwards."""
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random = np.random.RandomState(0)
+    samples = []
+    for number, length in enumerate(LENGTHS):
+        given = {
+            "tokens": random.randint(0, VOCABULARY, length + 1),
+            "trained": (random.rand(length + 1) < 0.7) & (number != 3),  # one sequence trains nothing
+            "old_logprobs": -2.4 + 0.3 * random.randn(length + 1),
+            "reference_logprobs": -2.4 + 0.3 * random.randn(length + 1),
+            "importance": random.rand(length + 1) + 0.5,
+            "advantages": random.randn() if number % 2 else random.randn(length + 1),
+        }
+        samples.append(
+            TokenSample.of(given, ("old_logprobs", "reference_logprobs", "importance", "advantages"), f"sample {number}")
+        )
+    return samples
+
+
+@pytest.fixture
+def weight():
+    torch.manual_seed(0)
+    return torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+HIDDEN = [torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+
+
+def logprobs_of(weight, segment, tokens):
+    """Log-probabilities of a segment's labels under an output layer."""
+    logits = HIDDEN[segment.sequence][segment.start : segment.end] @ weight.t()
+    labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])
+    return log_softmax(logits, dim=1).gather(1, labels[:, None]).squeeze(1)
+
+
+def trained_with(loss, chunks, samples, weight, multiple=1):
+    """Run chunks forward in order, then backward in the opposite one; return the sums to report, and the gradient."""
+    weight.grad = None
+    batch = GlobalBatch(indices=tuple(range(len(samples))), lengths=LENGTHS, dataset=Samples(samples))
+    scoped, total, ran = ScopedLoss(loss), None, []
+    asks = LossColumns(loss.columns, loss.average)
+    for number, segments in enumerate(chunks):
+        chunk = Chunk(tuple(segments))
+        padded = chunk.padded_tokens(multiple)
+        sliced = chunk.slice_of(LENGTHS)
+        view = None if sliced is None else SliceView(*sliced, LENGTHS[sliced.sequence], LENGTHS[sliced.sequence])
+        context = ChunkContext(number, SegmentTable.build(chunk, padded), KVRelay(), view)
+        arrays = batch.chunk_of(segments, multiple, of_loss=asks).of_loss
+        arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.columns.double())
+        values = torch.cat([logprobs_of(weight, segment, samples[segment.sequence].tokens) for segment in segments])
+        values = torch.cat([values, values.new_zeros(padded - len(values))])
+        output, sums = scoped.forward(context, values, arrays)
+        ran.append((number, output))
+        total = sums if total is None else total + sums
+    for number, output in reversed(ran):
+        torch.autograd.backward(output, scoped.gradient(number))
+    scoped.end()
+    return total, weight.grad / total[1]
+
+
+def by_hand(name, samples, weight):
+    """The batch's loss, written down for whole sequences, without what is under test."""
+    weight.grad = None
+    sums, counts, loss = [], [], LOSSES[name]
+    for number, sample in enumerate(samples):
+        whole = Segment(number, 0, LENGTHS[number])
+        values = logprobs_of(weight, whole, sample.tokens)
+        mask = torch.from_numpy(sample.trained[1:].astype(np.float64))
+        column = {}
+        for key, x in sample.columns.items():
+            column[key] = torch.from_numpy(np.broadcast_to(x, LENGTHS[number] + 1)[1:].astype(np.float32)).double()
+        if not mask.any():
+            continue
+        if name == "GSPO":
+            ratio = ((values - column["old_logprobs"]) * mask).sum().div(mask.sum()).exp()
+            advantage = (column["advantages"] * mask).sum() / mask.sum()
+            sums.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
+            counts.append(1.0)
+            continue
+        if isinstance(loss, NextToken):
+            each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
+        else:
+            ratio, a = (values - column["old_logprobs"]).exp(), column["advantages"]
+            each = -torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
+            if name == "DAPO":
+                each = torch.where(a < 0, torch.minimum(each, -3.0 * a), each) * column["importance"]
+            if loss.kl:
+                d = column["reference_logprobs"] - values
+                each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
+            each = each / loss.constant
+        total = (each * mask).sum()
+        sums.append(total / mask.sum() if loss.average is Average.SEQUENCE_MEANS else total)
+        counts.append(float(mask.sum()) if loss.average is Average.TOKENS else 1.0)
+    mean = torch.stack(sums).sum() / sum(counts)
+    mean.backward()
+    return mean.detach(), weight.grad.clone()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_cut_has_the_loss_and_gradient_of_whole_sequences(batch, weight, name, cut):
+    expected, gradient = by_hand(name, batch, weight)
+    total, found = trained_with(LOSSES[name], CUTS[cut], batch, weight, multiple=8 if cut == "padded" else 1)
+    assert float(total[0] / total[1]) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)  # reports are in fp32
+    torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_replicas_add_up_to_the_batch(batch, weight, name):
+    _, gradient = by_hand(name, batch, weight)
+    total, found = torch.zeros(2), torch.zeros_like(gradient)
+    for share in (CUTS["two halves"][:4], CUTS["two halves"][4:]):
+        sums, mean = trained_with(LOSSES[name], share, batch, weight)
+        total, found = total + sums[:2], found + mean * sums[1]
+    torch.testing.assert_close(found / total[1], gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight):
+    class Sums(NextToken):
+        def __call__(self, rows):
+            return rows.sums(rows.logprobs).sum(), {}
+
+    with pytest.raises(EppError, match=r"needs Scope\.SEQUENCE"):
+        trained_with(Sums(), CUTS["two halves"], batch, weight)
+
+
+def test_sequences_without_trained_tokens_have_mean_0():
+    rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, torch.tensor([0, 0, 1]), 3)
+    assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
+    assert rows.trained.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_losses_know_their_scopes():
+    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {"GSPO"}
+    assert replace(LOSSES["DAPO"], kl="k3").columns == ("old_logprobs", "advantages", "reference_logprobs", "importance")

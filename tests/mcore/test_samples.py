@@ -1,0 +1,68 @@
+"""A program with a loop of its own trains samples in slices, and its model is as before outside of them."""
+
+import pytest
+
+from tests.support.mcore.forked import job
+from tests.support.mcore.jobs.samples import LENGTHS
+
+TOLERANCE = 1e-5
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(2, {}, id="pipeline"),
+    pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
+    pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
+    pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
+    pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
+def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num_ranks, layout):
+    found = job(num_ranks, "samples:grpo", **layout).figures
+    assert len(found) == num_ranks
+    expected = [loss for one in found for loss in one["expected"]]
+    for one in found:
+        assert one["worst"] <= TOLERANCE
+        assert one["afterwards"] == 0.0  # Megatron's schedule runs the adopted model as it did before
+        assert one["names"]
+        assert one["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
+        assert one["divisor"] == len(LENGTHS)
+        assert one["losses"] == pytest.approx(3 * [sum(expected) / len(expected) * _scale(layout)], rel=TOLERANCE)
+        assert max(one["logprobs"], default=0.0) <= TOLERANCE
+        assert one["evaluated"] <= TOLERANCE
+    assert any(one["logprobs"] for one in found)
+
+
+def _scale(layout):
+    """Megatron divides what a loss function returns by the number of microbatches, unless losses are per token."""
+    return 1 if layout.get("per_token", True) else len(LENGTHS) // layout.get("replicas", 1)
+
+
+BAD = {
+    "no column": "sample 1 has no advantages, which the loss reads",
+    "a column of another length": "sample 1: old_logprobs has 3 values for 11 tokens",
+    "not finite": "sample 1: old_logprobs has a value that is not finite",
+    "no tokens": "sample 1: tokens must be a list of at least 2 integers",
+    "no samples": "there are no samples",
+    "another model": "a schedule of samples is of one model",
+}
+
+
+def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trains():
+    for one in job(2, "samples:bad").figures:
+        assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
+        assert one["trains"]
+
+
+REFUSED = {
+    "recompute": "recompute_granularity='full': leave it out",
+    "settings": "wrap_samples has no setting slice; did you mean 'slices'?",
+    "choices": "offload is 'sometimes'; it must be one of on, off",
+    "loss": "there is no loss megatron_epp.losses:Clipped",
+    "no loss": "is no loss: it has no name, scope, average, columns, logged",
+}
+
+
+def test_what_cannot_be_honoured_is_refused():
+    for one in job(2, "samples:refusals").figures:
+        assert {name: said for name, said in one.items() if REFUSED[name] not in said} == {}

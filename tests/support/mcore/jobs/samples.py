@@ -1,0 +1,173 @@
+"""Jobs of `test_samples.py`: a program with a loop of its own trains samples, whole by Megatron's schedule and in slices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.mcore.jobs.frameworks import apart, begin, outputs
+
+LENGTHS = (40, 10, 24, 4, 18, 56)
+"""Positions of the samples; all train, and two replicas have three each."""
+SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
+
+
+def made() -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(4)
+    found = []
+    for number, length in enumerate(LENGTHS):
+        tokens = length + 1
+        found.append(
+            {
+                "tokens": torch.randint(64, (tokens,), generator=random),
+                "trained": (torch.rand(tokens, generator=random) < 0.7).int() | (torch.arange(tokens) == length).int(),
+                "old_logprobs": -4 + 0.3 * torch.randn(tokens, generator=random),
+                "reference_logprobs": (-4 + 0.3 * torch.randn(tokens, generator=random)).tolist(),
+                "advantages": 1.0 - number / 2,
+            }
+        )
+    return found
+
+
+def whole_step(data: Any, model: Any, per_token: bool) -> tuple[Tensor, Any]:
+    """Run a sample whole. Its loss is GRPO's with k3, written down in torch."""
+    sample = next(data)
+    tokens = sample["tokens"][None]
+    losses = outputs(model, tokens[:, :-1], tokens[:, 1:])
+
+    def loss_of(output: Tensor) -> tuple[Any, ...]:
+        logprobs, mask = -output[0], sample["trained"][1:].float()
+        ratio = (logprobs - sample["old_logprobs"][1:]).exp()
+        clipped = ratio.clamp(0.8, 1.2)
+        each = -torch.minimum(ratio, clipped) if sample["advantages"] > 0 else torch.maximum(ratio, clipped)
+        difference = torch.tensor(sample["reference_logprobs"])[1:] - logprobs
+        each = each * abs(sample["advantages"]) + 0.1 * (difference.exp() - difference - 1)
+        mean = (each * mask).sum() / mask.sum()
+        kept = {"loss": mean.detach(), "logprobs": logprobs.detach().clone()}
+        return (mean, torch.tensor(1), kept) if per_token else (mean, kept)
+
+    return losses, loss_of
+
+
+def grpo(
+    replicas: int = 1, tensor_parallel: int = 1, stages: int | None = None, per_token: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards."""
+    loop = begin(
+        LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=per_token, **settings
+    )
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+    from megatron_epp.losses import Average, ClippedRatio
+
+    samples, replica = made(), parallel_state.get_data_parallel_rank()
+    mine = samples[replica::replicas]
+    config = loop.models[0].config
+    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
+    config.finalize_model_grads_func = finalize_model_grads
+    names = [sorted(chunk.state_dict()) for chunk in chunks]
+
+    def gradients() -> list[Tensor]:
+        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+
+    def whole(forward_only: bool = False) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        several = len(chunks) > 1
+        loop.forward_step, loop.models, loop.lengths = partial(whole_step, per_token=per_token), chunks, tuple(range(len(mine)))
+        loop.batches = lambda: iter(mine)
+        found = loop.call(get_forward_backward_func(), model=chunks if several else chunks[0], forward_only=forward_only)
+        return gradients(), found
+
+    expected, results = whole()
+    loss = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
+    schedule = megatron_epp.wrap_samples(loss=loss, **SETTINGS)
+    reports, worst = [], 0.0
+    for _ in range(2):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        reports.append(schedule(model=chunks, samples=samples, wants_logprobs=True))
+        worst = max(worst, apart(gradients(), expected))
+    evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_logprobs=True)
+    afterwards, _ = whole()
+    found = reports[0].logprobs[replica::replicas]
+    return {
+        "rank": dist.get_rank(),
+        "worst": worst,
+        "afterwards": apart(afterwards, expected),
+        "losses": [report.means["policy loss"] for report in (*reports, evaluated)],
+        "expected": [float(one["loss"]) for one in results],
+        "logprobs": [
+            float((torch.from_numpy(ours) - theirs["logprobs"] * sample["trained"][1:]).abs().max())
+            for ours, theirs, sample in zip(found, results, mine, strict=False)
+        ],
+        "evaluated": max(float(abs(a - b).max()) for a, b in zip(reports[0].logprobs, evaluated.logprobs, strict=True)),
+        "divisor": reports[0].divisor,
+        "chunks": reports[0].num_chunks,
+        "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
+    }
+
+
+def bad() -> dict[str, Any]:
+    """Return what is said of samples that are wrong, and whether right ones train afterwards."""
+    loop = begin(LENGTHS, calculate_per_token_loss=True)
+
+    import megatron_epp
+    from megatron_epp.losses import ClippedRatio
+    from megatron_epp.plan import EppError
+
+    schedule, samples = megatron_epp.wrap_samples(loss=ClippedRatio(), **SETTINGS), made()
+    changes: dict[str, dict[str, Any]] = {
+        "no column": {"advantages": None},
+        "a column of another length": {"old_logprobs": [0.0, 0.0, 0.0]},
+        "not finite": {"old_logprobs": float("nan")},
+        "no tokens": {"tokens": [1]},
+    }
+    batches = {
+        name: [samples[0], {key: value for key, value in (samples[1] | change).items() if value is not None}]
+        for name, change in changes.items()
+    }
+    said = {}
+    for name, batch in {**batches, "no samples": []}.items():
+        try:
+            schedule(model=loop.models, samples=batch)
+        except EppError as error:
+            said[name] = str(error)
+    report = schedule(model=loop.models, samples=samples)
+    try:
+        schedule(model=[torch.nn.Linear(1, 1)], samples=samples)
+    except EppError as error:
+        said["another model"] = str(error)
+    return {"said": said, "trains": report.divisor > 0}
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said of models, settings and losses that cannot be honoured."""
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    loop = begin(LENGTHS, calculate_per_token_loss=True, **recompute)
+
+    import megatron_epp
+    from megatron_epp.plan import EppError
+
+    def refused(samples: Any = None, **settings: Any) -> str:
+        try:
+            schedule = megatron_epp.wrap_samples(**settings)
+            schedule(model=loop.models, samples=samples)
+        except EppError as error:
+            return str(error)
+        return ""
+
+    return {
+        "recompute": refused(made()),
+        "settings": refused(slice=3),
+        "choices": refused(offload="sometimes"),
+        "loss": refused(loss="megatron_epp.losses:Clipped"),
+        "no loss": refused(loss="tests.support.mcore.own_losses:NoLoss"),
+    }

@@ -1,0 +1,15 @@
+"""Losses that a script brings, for `--epp-loss`."""
+
+from megatron_epp.losses import Average, ClippedRatio, NextToken, SequenceRatio
+
+GRPO = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
+GSPO = SequenceRatio(clip_low=0.3, clip_high=0.3)
+SUMS = NextToken(Average.SEQUENCES)
+
+
+def dapo():
+    return ClippedRatio(clip_high=0.28, has_importance=True)
+
+
+class NoLoss:
+    """Has no attribute of a loss."""
