@@ -1,13 +1,20 @@
 """Losses of samples train in slices as in whole sequences on one stage, in every layout and through Megatron's own loop."""
 
 import json
+import re
 import shlex
+from argparse import Namespace
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_epp.losses import Rows, load_loss
+from megatron_epp.mcore.arguments.losses import loss_problems
+from megatron_epp.plan import EppError
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, Cell, common_flags
 from scripts.parity.runs import compare
 from tests.support.mcore import matrix
@@ -104,3 +111,63 @@ def test_next_tokens_train_as_without_a_loss(samples):
     given = flags(samples, "megatron_epp.losses:NextToken", cell, plan)
     runs = [matrix.train(2, one, limit_s=300) for one in (given[: given.index("--epp-loss")], given)]
     check_closeness(compare(*runs), "RelayAttention")
+
+
+PROBLEMS = {
+    "a loss without samples": ({"epp_loss": f"{OWN}:GRPO"}, "--epp-loss needs the samples that the loss is of"),
+    "documents too": ({"epp_samples": ["a"], "data_path": ["b"]}, "--epp-samples takes the place of --data-path"),
+    "three files": ({"epp_samples": ["a", "b", "c"]}, "a file for training and one for evaluation, not 3"),
+    "Megatron's schedule": ({"epp_samples": ["a"], "epp_schedule": "stock"}, "is for --epp-schedule elastic, not stock"),
+    "shards of the vocabulary": (
+        {"epp_samples": ["a"], "epp_loss": f"{OWN}:GRPO", "epp_vocab_parallel": "on"},
+        "leave out --epp-vocab-parallel",
+    ),
+    "predictions": (
+        {"epp_samples": ["a"], "epp_loss": f"{OWN}:GRPO", "mtp_num_layers": 1},
+        "trains no multi-token prediction",
+    ),
+    "routers": (
+        {"epp_samples": ["a"], "epp_loss": f"{OWN}:GRPO", "num_experts": 4, "moe_aux_loss_coeff": 0.01},
+        "is divided by sequences, and the losses of routers by tokens: pass --moe-aux-loss-coeff 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_flags_that_do_not_go_together_are_refused(name):
+    changes, said = PROBLEMS[name]
+    usual = {"epp_samples": None, "epp_loss": None, "epp_schedule": "elastic", "epp_vocab_parallel": "off"}
+    (problem,) = loss_problems(Namespace(**usual | changes))
+    assert said in problem
+
+
+def test_routers_may_have_losses_beside_a_loss_that_is_divided_by_tokens():
+    given = {"epp_samples": ["a"], "epp_loss": f"{OWN}:dapo", "epp_schedule": "elastic", "epp_vocab_parallel": "off"}
+    assert list(loss_problems(Namespace(**given, num_experts=4, moe_aux_loss_coeff=[0.01]))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no.such:Loss", "there is no loss no.such:Loss"),
+        (f"{OWN}:missing", "there is no loss"),
+        (f"{OWN}:NoLoss", "is no loss: it has no name, scope, average, columns, logged"),
+        ("math:sqrt", "is called without arguments to make a loss, and cannot be"),
+    ],
+)
+def test_what_is_no_loss_is_refused(text, said):
+    with pytest.raises(EppError) as caught:
+        load_loss(text)
+    assert said in str(caught.value)
+
+
+def test_the_loss_that_the_documentation_writes_is_one():
+    page = (Path(__file__).parents[2] / "docs" / "your-own-loss.md").read_text()
+    found = {}
+    exec(re.search(r"```python\n(from dataclasses.*?)```", page, re.DOTALL)[1], found)
+    loss = found["WeightedLikelihood"]()
+    rows = Rows(
+        torch.tensor([-1.0, -3.0, -5.0]), torch.ones(3), {"weight": torch.tensor([2.0, 2.0, 1.0])}, torch.tensor([0, 0, 1]), 3
+    )
+    total, logged = loss(rows)
+    assert (float(total), float(logged["trained sequences"])) == (2 * 2 + 5, 2)

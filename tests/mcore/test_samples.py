@@ -1,8 +1,11 @@
 """A program with a loop of its own trains samples in slices, and its model is as before outside of them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.support.mcore.forked import job
+from tests.support.mcore.forked import job, launch
 from tests.support.mcore.jobs.samples import LENGTHS
 
 TOLERANCE = 1e-5
@@ -36,6 +39,14 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
 def _scale(layout):
     """Megatron divides what a loss function returns by the number of microbatches, unless losses are per token."""
     return 1 if layout.get("per_token", True) else len(LENGTHS) // layout.get("replicas", 1)
+
+
+def test_the_example_of_the_documentation_trains():
+    example = Path(__file__).parents[2] / "docs" / "examples" / "grpo.py"
+    said = launch(2, "-m", "megatron_epp.run", example, env={"WORLD_SIZE": "2"}).output
+    losses = [float(loss) for loss in re.findall(r"step \d: policy loss (-?[\d.]+)", said)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[1] < losses[0] == 0.0
 
 
 BAD = {
