@@ -48,6 +48,7 @@ class Rows:
             which may be so where `weights` is 0.
         weights: ``[n]``, how much a token counts (`Average`); 0 for tokens that are not trained.
         columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for.
+        entropy: ``[n]``, entropy of the distribution that the label is from; None unless the loss asks for it.
         sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
         num_sequences: numbers that `sequence` may have; some may have no token.
     """
@@ -55,6 +56,7 @@ class Rows:
     logprobs: Tensor
     weights: Tensor
     columns: Mapping[str, Tensor]
+    entropy: Tensor | None = None
     sequence: Tensor | None = None
     num_sequences: int = 0
 
@@ -89,6 +91,9 @@ class Loss(Protocol):
         average: see `Average`; with `Scope.SEQUENCE` the loss itself weighs tokens within a sequence.
         columns: names of the columns that it reads.
         logged: names of the sums that it returns to be logged.
+
+    Two more attributes are optional: ``has_entropy``, true for a loss that reads `Rows.entropy`, and ``temperature``, by which
+    logits are divided. Both compute the output layer and the loss by blocks of tokens.
     """
 
     @property

@@ -48,6 +48,8 @@ class ClippedRatio:
         kl: estimate of the divergence from the reference policy, one of `KL`; None for none.
         kl_weight: of the divergence.
         has_importance: the loss of every token is multiplied by the column of importance weights.
+        entropy_weight: the loss of every token is less this times the entropy of its distribution.
+        temperature: at which samples were drawn; logits are divided by it.
         constant: the loss is divided by it.
     """
 
@@ -58,6 +60,8 @@ class ClippedRatio:
     kl: str | None = None
     kl_weight: float = 0.001
     has_importance: bool = False
+    entropy_weight: float = 0.0
+    temperature: float = 1.0
     constant: float = 1.0
 
     def __post_init__(self) -> None:
@@ -78,7 +82,11 @@ class ClippedRatio:
 
     @property
     def logged(self) -> tuple[str, ...]:
-        return ("clipped share", *["divergence"] * (self.kl is not None))
+        return ("clipped share", *["divergence"] * (self.kl is not None), *["entropy"] * self.has_entropy)
+
+    @property
+    def has_entropy(self) -> bool:
+        return self.entropy_weight != 0
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         advantages, weights = rows.columns[ADVANTAGES], rows.weights / self.constant
@@ -94,6 +102,9 @@ class ClippedRatio:
             divergence = KL[self.kl](rows.columns[REFERENCE] - rows.logprobs)
             losses = losses + self.kl_weight * divergence
             logged["divergence"] = (weights * divergence).sum()
+        if rows.entropy is not None:
+            losses = losses - self.entropy_weight * rows.entropy
+            logged["entropy"] = (weights * rows.entropy).sum()
         return (weights * losses).sum(), logged
 
 
@@ -103,10 +114,12 @@ class SequenceRatio:
 
     Attributes:
         clip_low, clip_high: the ratio counts between ``1 - clip_low`` and ``1 + clip_high``.
+        temperature: at which samples were drawn; logits are divided by it.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    temperature: float = 1.0
 
     @property
     def name(self) -> str:

@@ -27,6 +27,7 @@ LOSSES = {
     "GRPO, k1": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k1", kl_weight=0.1),
     "GRPO, k2": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k2", kl_weight=0.1),
     "GRPO, k3": ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1),
+    "PPO, entropy": ClippedRatio(entropy_weight=0.05),
     "Dr. GRPO": ClippedRatio(average=Average.SEQUENCES, constant=16.0),
     "GSPO": SequenceRatio(clip_low=0.05, clip_high=0.05),
 }
@@ -75,11 +76,11 @@ def weight():
 HIDDEN = [torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
-def logprobs_of(weight, segment, tokens):
-    """Log-probabilities of a segment's labels under an output layer."""
-    logits = HIDDEN[segment.sequence][segment.start : segment.end] @ weight.t()
+def values_of(weight, segment, tokens):
+    """Log-probabilities of a segment's labels under an output layer, and entropies: ``[2, tokens]``."""
+    logits = log_softmax(HIDDEN[segment.sequence][segment.start : segment.end] @ weight.t(), dim=1)
     labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])
-    return log_softmax(logits, dim=1).gather(1, labels[:, None]).squeeze(1)
+    return torch.stack([logits.gather(1, labels[:, None]).squeeze(1), -(logits.exp() * logits).sum(1)])
 
 
 def trained_with(loss, chunks, samples, weight, multiple=1):
@@ -96,8 +97,9 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
         context = ChunkContext(number, SegmentTable.build(chunk, padded), KVRelay(), view)
         arrays = batch.chunk_of(segments, multiple, of_loss=asks).of_loss
         arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.columns.double())
-        values = torch.cat([logprobs_of(weight, segment, samples[segment.sequence].tokens) for segment in segments])
-        values = torch.cat([values, values.new_zeros(padded - len(values))])
+        values = torch.cat([values_of(weight, segment, samples[segment.sequence].tokens) for segment in segments], dim=1)
+        values = torch.cat([values, values.new_zeros(2, padded - values.shape[1])], dim=1)
+        values = values if getattr(loss, "has_entropy", False) else values[:1]
         output, sums = scoped.forward(context, values, arrays)
         ran.append((number, output))
         total = sums if total is None else total + sums
@@ -113,7 +115,7 @@ def by_hand(name, samples, weight):
     sums, counts, loss = [], [], LOSSES[name]
     for number, sample in enumerate(samples):
         whole = Segment(number, 0, LENGTHS[number])
-        values = logprobs_of(weight, whole, sample.tokens)
+        values, entropy = values_of(weight, whole, sample.tokens)
         mask = torch.from_numpy(sample.trained[1:].astype(np.float64))
         column = {}
         for key, x in sample.columns.items():
@@ -131,6 +133,8 @@ def by_hand(name, samples, weight):
         else:
             ratio, a = (values - column["old_logprobs"]).exp(), column["advantages"]
             each = -torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
+            if name == "PPO, entropy":
+                each = each - 0.05 * entropy
             if name == "DAPO":
                 each = torch.where(a < 0, torch.minimum(each, -3.0 * a), each) * column["importance"]
             if loss.kl:
@@ -174,7 +178,7 @@ def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight
 
 
 def test_sequences_without_trained_tokens_have_mean_0():
-    rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, torch.tensor([0, 0, 1]), 3)
+    rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, None, torch.tensor([0, 0, 1]), 3)
     assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
     assert rows.trained.tolist() == [1.0, 0.0, 0.0]
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.blocks import Head, block_losses, block_losses_and_entropies
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_vocabulary
 from tests.support.runtime.rank_processes import Ranks
@@ -45,6 +45,34 @@ def test_losses_and_gradients_are_those_of_plain_cross_entropy(block_tokens):
 def test_they_are_the_derivatives():
     x, weight, labels, _ = tensors()
     assert torch.autograd.gradcheck(lambda x, weight: by_blocks(x, weight, labels, 3), (x, weight))
+
+
+def with_entropies(x, weight, labels, block_tokens, rows=None):
+    return block_losses_and_entropies(x, x, weight, labels, Head(block_tokens, rows=rows))
+
+
+def plain_entropies(x, weight):
+    logprobs = functional.log_softmax(x @ weight.t(), dim=1)
+    return -(logprobs.exp() * logprobs).sum(1)
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
+@pytest.mark.parametrize("block_tokens", [1, 3, TOKENS])
+def test_entropies_and_their_gradients_are_those_of_the_whole_distribution(block_tokens, rows):
+    x, weight, labels, mask = tensors()
+    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
+    expected = torch.stack([plain(x, weight, labels), plain_entropies(x, weight)]) * counted
+    found = with_entropies(x, weight, labels, block_tokens, rows) * counted
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    factors = torch.tensor([[1.0], [-0.3]], dtype=torch.float64)
+    wanted = torch.autograd.grad((factors * expected).sum(), (x, weight))
+    for one, tensor in zip(wanted, torch.autograd.grad((factors * found).sum(), (x, weight)), strict=True):
+        torch.testing.assert_close(tensor, one, rtol=1e-11, atol=1e-13)
+
+
+def test_entropies_have_their_derivatives():
+    x, weight, labels, _ = tensors()
+    assert torch.autograd.gradcheck(lambda x, weight: with_entropies(x, weight, labels, 3), (x, weight))
 
 
 def test_logits_that_would_overflow_do_not():

@@ -32,7 +32,7 @@ CELLS = {
     "replicas": (Cell(dp=2), "--epp-slices 2 --use-distributed-optimizer"),
     "experts": (Cell(pp=2, dp=2, experts=4, ep=2), "--epp-slices 3"),
 }
-LOSSES = {"over tokens": f"{OWN}:GRPO", "over sequences": f"{OWN}:GSPO"}
+LOSSES = {"over tokens": f"{OWN}:GRPO", "over sequences": f"{OWN}:GSPO", "with entropy": f"{OWN}:PPO"}
 BY_DEFAULT = {
     ("over tokens", "pipeline"),
     ("over tokens", "there and back, weights apart"),
@@ -42,6 +42,8 @@ BY_DEFAULT = {
     ("over sequences", "tensor and sequence parallel"),
     ("over sequences", "context parallel in a pipeline"),
     ("over sequences", "replicas"),
+    ("with entropy", "pipeline"),
+    ("with entropy", "tensor and sequence parallel"),
 }
 ROWS = [
     pytest.param(loss, cell, id=f"{loss}: {cell}", marks=[pytest.mark.slow] * ((loss, cell) not in BY_DEFAULT))
@@ -166,8 +168,7 @@ def test_the_loss_that_the_documentation_writes_is_one():
     found = {}
     exec(re.search(r"```python\n(from dataclasses.*?)```", page, re.DOTALL)[1], found)
     loss = found["WeightedLikelihood"]()
-    rows = Rows(
-        torch.tensor([-1.0, -3.0, -5.0]), torch.ones(3), {"weight": torch.tensor([2.0, 2.0, 1.0])}, torch.tensor([0, 0, 1]), 3
-    )
+    logprobs, weight = torch.tensor([-1.0, -3.0, -5.0]), {"weight": torch.tensor([2.0, 2.0, 1.0])}
+    rows = Rows(logprobs, torch.ones(3), weight, None, torch.tensor([0, 0, 1]), 3)
     total, logged = loss(rows)
     assert (float(total), float(logged["trained sequences"])) == (2 * 2 + 5, 2)

@@ -29,7 +29,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.blocks import Head, block_losses, block_losses_and_entropies
 from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,20 @@ class BlockLoss(OfRows):
 
     Megatron's models pass the output layer's result to `compute_language_model_loss`. Here this is the layer's input. MuP's
     factor on the logits, which is applied in between, then multiplies the input and gives the same logits.
+
+    Attributes:
+        has_entropy: entropies are computed as well.
+        temperature: logits are divided by it.
+        entropies: ``[tokens]``, of the last forward; None without `has_entropy`.
     """
+
+    has_entropy = False
+    temperature = 1.0
 
     def __init__(self, model: Any, block_tokens: int) -> None:
         self._model, self._layer, self.block_tokens = model, model.output_layer, block_tokens
         self._weight: Tensor | None = None
+        self.entropies: Tensor | None = None
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
         self.kernel, self.passed_over = explain(LossCase(device, model.config.params_dtype, entries, shared))
@@ -98,6 +107,8 @@ class BlockLoss(OfRows):
         """
         assert self._weight is not None  # the output layer ran
         layer, group = self._layer, self._layer.tp_group
+        if self.temperature != 1.0:
+            hidden = hidden / self.temperature
         if layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
@@ -110,7 +121,11 @@ class BlockLoss(OfRows):
             self._rows,
         )
         rows = labels.transpose(0, 1)
-        losses = block_losses(_rows(None, whole), hidden, self._weight, rows.reshape(-1), head)
+        given = _rows(None, whole), hidden, self._weight, rows.reshape(-1), head
+        if self.has_entropy:
+            losses, self.entropies = block_losses_and_entropies(*given)
+        else:
+            losses = block_losses(*given)
         return losses.view(rows.shape).transpose(0, 1).contiguous()
 
 
@@ -133,13 +148,23 @@ class FusedLoss:
         return nullcontext()
 
 
-def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | FusedLoss | None:
+def block_loss(
+    args: argparse.Namespace, model: torch.nn.Module, has_entropy: bool = False, temperature: float = 1.0
+) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
+
+    Entropies and another temperature than 1 ask for blocks.
 
     Raises `EppError` if a block size was requested that is impossible for this model, or Megatron's fused kernel was requested,
     and neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
+    if has_entropy or temperature != 1.0:
+        if obstacle := loss_obstacle(bare):
+            raise EppError(f"the loss needs entropies or a temperature, which the model's output layer has not: {obstacle}")
+        made = BlockLoss(bare, block_tokens_of(args, always=True) or sys.maxsize)
+        made.has_entropy, made.temperature = has_entropy, temperature
+        return made
     if features.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)
     block_tokens = block_tokens_of(args)

@@ -181,7 +181,10 @@ class MegatronStage:
         if not self.has_loss:
             return output
         if self.loss is not None and inputs.of_loss is not None:
-            output, sums = self.loss.forward(context, -output.reshape(-1).float(), inputs.of_loss)
+            values = -output.reshape(1, -1).float()
+            if isinstance(self.block_loss, BlockLoss) and self.block_loss.entropies is not None:
+                values = torch.cat([values, self.block_loss.entropies[None].float()])
+            output, sums = self.loss.forward(context, values, inputs.of_loss)
             self._report(sums, inputs.of_loss.counts.sum().to(torch.int))
             return output
         return self._loss(output, inputs.loss_mask)

@@ -111,6 +111,8 @@ class Session(Run):
         loss = None
         if self.loss is not None:
             loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
+        has_head = not shards_vocabulary(self.args)
+        of_logits = bool(getattr(self.loss, "has_entropy", False)), float(getattr(self.loss, "temperature", 1.0))
         stages: dict[int, MegatronStage] = {
             stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
                 model,
@@ -119,7 +121,7 @@ class Session(Run):
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, model) if stage == last and not shards_vocabulary(self.args) else None,
+                block_loss=block_loss(self.args, model, *of_logits) if has_head and stage == last else None,
                 loss=loss if stage == last else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)

@@ -31,6 +31,7 @@ class Head(NamedTuple):
         accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
             ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
         rows: indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
+        has_entropy: entropies are computed as well.
     """
 
     block_tokens: int
@@ -38,6 +39,7 @@ class Head(NamedTuple):
     gather: Callable[[Tensor], Tensor] = lambda x: x
     accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
     rows: Tensor | None = None
+    has_entropy: bool = False
 
 
 def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
@@ -53,30 +55,38 @@ def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: 
     return _BlockLosses.apply(x, kept, weight, labels, head)
 
 
+def block_losses_and_entropies(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+    """Return the cross entropy of every token, and the entropy of its distribution, ``[2, tokens]``; see `block_losses`."""
+    return _BlockLosses.apply(x, kept, weight, labels, head._replace(has_entropy=True))
+
+
 class _BlockLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-        kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
+        kernel = None if head.has_entropy else choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         counted = labels if head.rows is None else labels[head.rows]
         index, is_here = _entries(counted, weight, head)
         blocks, log_sum = blocks_of(len(counted), head.block_tokens), None
         if kernel is None:
-            rows = [_summary(x[_tokens(head, part)], weight, index[part]) for part in blocks]
-            losses, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
+            rows = [_summary(x[_tokens(head, part)], weight, index[part], head.has_entropy) for part in blocks]
+            values, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
         else:
-            losses = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), index[part]) for part in blocks])
-        ctx.save_for_backward(kept, weight, counted, log_sum)
+            values = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), index[part]) for part in blocks])[None]
+        ctx.save_for_backward(kept, weight, counted, log_sum, *values[1:])
         ctx.head, ctx.kernel = head, kernel
-        return losses if head.rows is None else losses.new_zeros(len(x)).index_copy_(0, head.rows, losses)
+        if head.rows is not None:
+            values = values.new_zeros(len(values), len(x)).index_copy_(1, head.rows, values)
+        return values if head.has_entropy else values[0]
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, labels, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight, labels, log_sum, *more = ctx.saved_tensors
         head: Head = ctx.head
         x = head.gather(kept.detach())
         index, is_here = _entries(labels, weight, head)
         if head.rows is not None:
-            grad_losses = grad_losses[head.rows]
+            grad_values = grad_values[..., head.rows]
+        grad_losses, grad_entropies = grad_values if head.has_entropy else (grad_values, None)
         grad_x = torch.empty_like(x) if head.rows is None else torch.zeros_like(x)
         blocks = blocks_of(len(labels), head.block_tokens)
         grad_weight = WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
@@ -85,9 +95,15 @@ class _BlockLosses(torch.autograd.Function):
             rows, of_losses = x[tokens], grad_losses[part, None]
             grad_rows = grad_x[part] if head.rows is None else torch.empty_like(rows)
             if ctx.kernel is None:
-                grad = less(rows @ weight.t(), log_sum[part, None]).exp_()
-                grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
-                grad = _times(grad, of_losses, x.dtype)
+                grad = less(rows @ weight.t(), log_sum[part, None])
+                if grad_entropies is None:
+                    grad.exp_().scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
+                    grad = _times(grad, of_losses, x.dtype)
+                else:  # the gradient of an entropy is -p (log p + entropy)
+                    factor = (grad + more[0][part, None]).mul_(-grad_entropies[part, None]).add_(of_losses)
+                    of_labels = (is_here[part, None] * of_losses).to(grad.dtype)
+                    grad = grad.exp_().mul_(factor).scatter_add_(1, index[part, None], -of_labels).to(x.dtype)
+                    del factor
                 torch.mm(grad, weight, out=grad_rows)
             else:  # which knows no gradient of losses: it goes to what is not as wide as the vocabulary
                 grad = ctx.kernel.gradient(rows @ weight.t(), index[part])
@@ -126,25 +142,39 @@ class WeightGradient:
         return self._sum.to(self._weight.dtype)
 
 
-def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """Return per token the largest logit, the sum of exponentials relative to it, and the logit at `index`: ``[3, tokens]``."""
+def _summary(x: Tensor, weight: Tensor, index: Tensor, has_entropy: bool) -> Tensor:
+    """Return per token the largest logit, the sum of exponentials relative to it, and the logit at `index`: ``[3, tokens]``.
+
+    With `has_entropy` the sum of exponentials times relative logits follows.
+    """
     logits = x @ weight.t()
     most, predicted = wide(logits.amax(1)), wide(logits.gather(1, index[:, None]).squeeze(1))
-    return torch.stack([most, less(logits, most[:, None]).exp_().sum(1), predicted])
+    relative = less(logits, most[:, None])
+    if not has_entropy:
+        return torch.stack([most, relative.exp_().sum(1), predicted])
+    exponentials = relative.exp()
+    return torch.stack([most, exponentials.sum(1), predicted, relative.mul_(exponentials).sum(1)])
 
 
 def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Combine the ranks' summaries of their parts of the vocabulary; return losses and log-sum-exps, ``[tokens]`` each."""
-    own_most, summed, predicted = rows
+    """Combine the ranks' summaries of their parts of the vocabulary.
+
+    Returns:
+        losses ``[1, tokens]``, or with entropies ``[2, tokens]``; and log-sum-exps ``[tokens]``.
+    """
+    own_most, summed, predicted, *of_logits = rows
     most = own_most
     if group is not None:
         dist.all_reduce(most := own_most.clone(), dist.ReduceOp.MAX, group=group)
-        summed = summed * (own_most - most).exp()
-    parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0)])
+        factor = (own_most - most).exp()
+        of_logits = [(each + summed * (own_most - most)) * factor for each in of_logits]
+        summed = summed * factor
+    parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0), *of_logits])
     if group is not None:
         dist.all_reduce(parts, group=group)
     log_sum = parts[0].log()
-    return log_sum - parts[1], log_sum + most
+    entropies = [log_sum - each / parts[0] for each in parts[2:]]
+    return torch.stack([log_sum - parts[1], *entropies]), log_sum + most
 
 
 def blocks_of(num_tokens: int, most: int) -> list[slice]:

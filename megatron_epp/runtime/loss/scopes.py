@@ -21,11 +21,11 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class _Part(NamedTuple):
-    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `logprobs`."""
+    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `values`."""
 
     chunk: int
     leaf: Tensor
-    logprobs: Tensor
+    values: Tensor
     inputs: LossArrays
 
     def counting(self, rows: Tensor) -> _Part:
@@ -63,26 +63,26 @@ class ScopedLoss:
         """Length of what `forward` reports: the loss, the number that divides it, and the sums to log."""
         return 2 + len(self.loss.logged)
 
-    def forward(self, context: ChunkContext, logprobs: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
+    def forward(self, context: ChunkContext, values: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
         """Compute what a chunk's forward completes.
 
         Args:
             context: of the chunk.
-            logprobs: ``[tokens]`` of this rank, in fp32.
+            values: ``[1, tokens]`` of this rank, in fp32: log-probabilities; ``[2, tokens]`` with entropies.
             inputs: of the chunk.
 
         Returns:
-            the chunk's output, a loss or the log-probabilities that `gradient` belongs to; and this rank's sums to report,
+            the chunk's output, a loss or the values that `gradient` belongs to; and this rank's sums to report,
             ``[num_sums]``, without gradients.
         """
-        own = _Part(context.chunk, logprobs, logprobs, inputs)
+        own = _Part(context.chunk, values, values, inputs)
         if self.keeps is not None:
-            self.keeps.append((context.chunk, logprobs.detach() * (inputs.weights != 0)))
+            self.keeps.append((context.chunk, values[0].detach() * (inputs.weights != 0)))
         if self.loss.scope == Scope.TOKEN:
             loss, logged = self.loss(self._rows([own], None))
             return loss * self.scale, self._report(loss, logged, inputs.counts)
-        trains = logprobs.requires_grad
-        own = self._of_all_ranks(own._replace(leaf=logprobs.detach().requires_grad_(trains)))
+        trains = values.requires_grad
+        own = self._of_all_ranks(own._replace(leaf=values.detach().requires_grad_(trains)))
         parts, view = [own], context.view
         if view is not None and view.is_tail:
             parts += self._slices.pop(view.sequence, [])
@@ -98,7 +98,7 @@ class ScopedLoss:
                 self._gradients[part.chunk] = gradient if known is None else known + gradient
         if self._group is not None and dist.get_rank(self._group):  # all ranks of the group have the same loss
             loss, logged = torch.zeros_like(loss), {name: torch.zeros_like(value) for name, value in logged.items()}
-        return logprobs, self._report(loss, logged, inputs.counts)
+        return values, self._report(loss, logged, inputs.counts)
 
     def gradient(self, chunk: int) -> Tensor | None:
         """Return the gradient of a chunk's output, once; None if the output is the loss itself."""
@@ -117,15 +117,16 @@ class ScopedLoss:
         """Join parts, of which the first has all segments of its chunk and the others the slice that is its first segment."""
         joined = [part.inputs for part in parts]
         columns = dict(zip(self.loss.columns, torch.cat([each.columns for each in joined], dim=-1).unbind(), strict=True))
-        logprobs, weights = torch.cat([part.logprobs for part in parts]), torch.cat([each.weights for each in joined])
+        values, weights = torch.cat([part.values for part in parts], dim=-1), torch.cat([each.weights for each in joined])
+        given = values[0], weights, columns, values[1] if len(values) > 1 else None
         if num_sequences is None:
-            return Rows(logprobs, weights, columns)
+            return Rows(*given)
         others = [torch.where(each.sequence == 0, 0, num_sequences - 1) for each in joined[1:]]
-        return Rows(logprobs, weights, columns, torch.cat([joined[0].sequence, *others]), num_sequences)
+        return Rows(*given, torch.cat([joined[0].sequence, *others]), num_sequences)
 
     def _of_all_ranks(self, part: _Part) -> _Part:
         if self._group is None:
-            return part._replace(logprobs=part.leaf)
+            return part._replace(values=part.leaf)
         rank, given = dist.get_rank(self._group), part.inputs
         of_ranks = _gathered(part.leaf.detach(), self._group)
         of_ranks[rank] = part.leaf
@@ -133,7 +134,8 @@ class ScopedLoss:
         columns = weights.new_empty(0, len(weights))
         if len(given.columns):
             columns = torch.cat(_gathered(given.columns, self._group), dim=-1)
-        return part._replace(logprobs=torch.cat(of_ranks), inputs=LossArrays(weights, given.counts, sequence, columns))
+        arrays = LossArrays(weights, given.counts, sequence, columns)
+        return part._replace(values=torch.cat(of_ranks, dim=-1), inputs=arrays)
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
