@@ -62,7 +62,8 @@ class BlockLoss(OfRows):
     def workspace_bytes(self) -> int:
         """Bytes that are allocated only while a pass computes the loss."""
         layer, value_bytes = self._layer, self._model.config.params_dtype.itemsize
-        return loss_workspace_bytes(
+        factors = 4 * self.block_tokens * layer.output_size_per_partition if self.has_entropy else 0
+        return factors + loss_workspace_bytes(
             self.block_tokens,
             layer.output_size_per_partition,
             layer.input_size,
@@ -162,7 +163,7 @@ def block_loss(
     if has_entropy or temperature != 1.0:
         if obstacle := loss_obstacle(bare):
             raise EppError(f"the loss needs entropies or a temperature, which the model's output layer has not: {obstacle}")
-        made = BlockLoss(bare, block_tokens_of(args, always=True) or sys.maxsize)
+        made = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
         made.has_entropy, made.temperature = has_entropy, temperature
         return made
     if features.fuses_output_with_loss(bare):
