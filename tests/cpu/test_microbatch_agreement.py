@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_epp.mcore.microbatches.planning import Agreed, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.planning import Agreed, _largest, _pairs, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import Segment, check
 from megatron_epp.planner import Options
@@ -34,12 +36,44 @@ def test_a_rank_without_data_learns_the_shapes(ranks: Ranks) -> None:
 def test_different_microbatches_end_every_rank_with_the_numbers(ranks: Ranks, other: object, said: str) -> None:
     for outcome in ranks.outcomes(shapes, [SHAPES, other]):
         assert outcome == f"refused: microbatches differ between ranks of a replica: {said}"
-    for outcome in ranks.outcomes(shapes, [SHAPES, other], ("", ""), (0, 0), (4, 5)):
+
+
+def test_replicas_that_share_experts_need_as_many_microbatches(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(shapes, [SHAPES, SHAPES[:-1]], ("", ""), (0, 0), (4, 5)):
         assert outcome == (
-            f"refused: microbatches differ between replicas that share experts, which run one plan: {said}. Give them as many "
-            "microbatches of equal lengths in the same order (sort and balance, or pad), keep experts within a replica "
-            "(EP x ETP at most TP x CP), or use Megatron's own schedule"
+            "refused: replicas that share experts run the same actions, and have other numbers of microbatches: rank 0 has 4, "
+            "rank 1 has 3. Give them as many; keep experts within a replica (EP x ETP at most TP x CP); or use Megatron's own "
+            "schedule"
         )
+
+
+def test_replicas_that_share_experts_plan_the_largest_microbatches_and_each_runs_its_own(ranks: Ranks) -> None:
+    other = (Microbatch((30,)), Microbatch((20, 10)), Microbatch((8, 8)), Microbatch((401,)))
+    first, second = ranks.run(shapes, [SHAPES, other], ("", ""), (0, 70), (4, 5))
+    assert (first.here, second.here) == (SHAPES, other)
+    assert first.shapes == second.shapes
+    assert first.num_bytes == second.num_bytes
+    for own in (SHAPES, other):
+        for largest, one in zip(first.shapes, own, strict=True):
+            assert sum(largest.lengths) >= sum(one.lengths)
+            assert _pairs(largest.lengths) >= _pairs(one.lengths)
+    planned = plan_microbatches(first.shapes, PROBLEM, COSTS, Options())
+    for own in (SHAPES, other):
+        plan, order = planned.of(own)
+        assert order == planned.order
+        assert plan.ranks == planned.plan.ranks
+        assert [fault for fault in check(plan) if "predicted" not in str(fault)] == []
+        ours = [tuple(plan.lengths[segment.sequence] for segment in chunk.segments) for chunk in plan.chunks]
+        assert ours == [own[index].lengths for index in order]
+
+
+@given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_the_largest_shape_has_the_most_tokens_and_pairs_and_hardly_more(replicas: list[list[int]]) -> None:
+    found = _largest(tuple(Microbatch(tuple(lengths)) for lengths in replicas))
+    assert sum(found.lengths) == max(map(sum, replicas))
+    most = max(map(_pairs, replicas))
+    assert _pairs(found.lengths) >= most
+    assert found.lengths in map(tuple, replicas) or len(found.lengths) <= 2
 
 
 def test_an_error_of_one_rank_ends_every_rank(ranks: Ranks) -> None:

@@ -102,7 +102,7 @@ class MicrobatchPipeline(Run):
             self._split_weights()
         # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
         # wait for the latter.
-        self._plans: dict[tuple[Agreed, bool], Planned] = {}
+        self._plans: dict[tuple[Shapes, tuple[int, ...], bool], Planned] = {}
         self._measured: tuple[Planned, Agreed] | None = None
         """The last training iteration that was recorded for costs."""
         self._last: tuple[tuple[Shapes, bool], Planned | None] | None = None
@@ -130,16 +130,16 @@ class MicrobatchPipeline(Run):
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
-        key = agreed.shapes, forward_only
+        key = agreed.here, forward_only
         if self._last is None or self._last[0] != key or not is_replay():
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
     def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned | None:
-        """Return the plan for microbatches of given shapes, made at its first use. A collective call then, on a CPU group."""
+        """Return this replica's plan for microbatches of given shapes. A collective call at their first use, on a CPU group."""
         if not agreed.shapes:
             return None
-        key = agreed, forward_only
+        key = agreed.shapes, agreed.num_bytes, forward_only
         if key not in self._plans:
             made = agree_on_plan(lambda: self._make(agreed, forward_only), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
@@ -147,7 +147,7 @@ class MicrobatchPipeline(Run):
             self._plans[key] = made
             if dist.get_rank() == 0:
                 _tell(made, agreed, self.learner.is_done)
-        return self._plans[key]
+        return self._plans[key].of(agreed.own) if agreed.own else self._plans[key]
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
         """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
@@ -193,7 +193,7 @@ class MicrobatchPipeline(Run):
         with kept.context, reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, agreed.shapes, planned.order, first, last, kept)
+                stage.begin(call, microbatches, agreed.here, planned.order, first, last, kept)
             running = planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload
             Executor(*running, OutOfMemoryReport(cuts_documents=False, names=self.names)).run()
         if not call.forward_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, EppError, Op, Plan, Segment, from_json, to_json
 from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
@@ -52,12 +53,20 @@ class Agreed(NamedTuple):
     """Microbatches of an iteration, as all ranks that run the same plan know them.
 
     Attributes:
-        shapes: of the microbatches.
+        shapes: of the microbatches; where replicas that share experts have different ones, shapes with the most tokens and the
+            most pairs of a query and a key that any of them has.
         num_bytes: of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas.
+        own: of this replica's microbatches; empty if they are `shapes`.
     """
 
     shapes: Shapes
     num_bytes: tuple[int, ...]
+    own: Shapes = ()
+
+    @property
+    def here(self) -> Shapes:
+        """Shapes of this replica's microbatches."""
+        return self.own or self.shapes
 
 
 class Planned(NamedTuple):
@@ -70,6 +79,14 @@ class Planned(NamedTuple):
 
     plan: Plan
     order: tuple[int, ...]
+
+    def of(self, shapes: Shapes) -> Planned:
+        """Return the same order, recompute and offload for other microbatches, none of which has more tokens or pairs.
+
+        The plan's times are those of the microbatches that it was made for: a replica that shares experts waits for others'.
+        """
+        chunks, lengths = _table(shapes)
+        return self._replace(plan=replace(self.plan, lengths=lengths, chunks=tuple(chunks[index] for index in self.order)))
 
 
 def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
@@ -145,10 +162,15 @@ def _with_weight(action: Action) -> tuple[Action, ...]:
 
 def _chunks(shapes: Shapes, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:
     """Return a chunk per microbatch, and the problem with their sequences."""
+    chunks, lengths = _table(shapes)
+    return chunks, replace(problem, lengths=lengths)
+
+
+def _table(shapes: Shapes) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
     lengths = tuple(length for one in shapes for length in one.lengths)
     segments = [Segment(sequence, 0, length) for sequence, length in enumerate(lengths)]
     ends = accumulate((len(one.lengths) for one in shapes), initial=0)
-    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends)), replace(problem, lengths=lengths)
+    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends)), lengths
 
 
 def _orders(shapes: Shapes) -> Iterable[tuple[int, ...]]:
@@ -168,8 +190,8 @@ def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
         group: all ranks that run the same plan: one replica's, or all ranks of replicas that share experts.
 
     Raises:
-        EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches, as replicas that share
-            experts may have.
+        EppError: on every rank: a rank failed, no rank has data, ranks of a replica have different microbatches, or replicas
+            that share experts different numbers of them.
     """
     everyone = group.from_each((found, dist.get_rank()))
     if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
@@ -177,21 +199,44 @@ def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
     known = [(one.shapes, one.replica, rank) for one, rank in everyone if one.shapes is not None]
     if not known:
         raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
-    first, first_replica, first_rank = known[0]
-    for shapes, replica, rank in known[1:]:
+    replicas: dict[int, tuple[Shapes, int]] = {}
+    for shapes, replica, rank in known:
+        first, first_rank = replicas.setdefault(replica, (shapes, rank))
         if shapes != first:
+            raise EppError(f"microbatches differ between ranks of a replica: {_difference(first, first_rank, shapes, rank)}")
+    (first, first_rank), *others = replicas.values()
+    for shapes, rank in others:
+        if len(shapes) != len(first):
             difference = _difference(first, first_rank, shapes, rank)
-            if replica == first_replica:
-                raise EppError(f"microbatches differ between ranks of a replica: {difference}")
             raise EppError(
-                f"microbatches differ between replicas that share experts, which run one plan: {difference}. Give them as many "
-                "microbatches of equal lengths in the same order (sort and balance, or pad), keep experts within a replica "
-                "(EP x ETP at most TP x CP), or use Megatron's own schedule"
+                f"replicas that share experts run the same actions, and have other numbers of microbatches: {difference}. Give "
+                "them as many; keep experts within a replica (EP x ETP at most TP x CP); or use Megatron's own schedule"
             )
+    of_all = tuple(map(_largest, zip(*(shapes for shapes, _ in replicas.values()), strict=True)))
+    own = replicas[found.replica][0] if found.replica in replicas else of_all
     num_bytes: dict[int, int] = {}
     for one, _ in everyone:
         num_bytes[one.position] = max(one.num_bytes, num_bytes.get(one.position, 0))
-    return Agreed(first, tuple(num_bytes[position] for position in sorted(num_bytes)))
+    sizes = tuple(num_bytes[position] for position in sorted(num_bytes))
+    return Agreed(of_all, sizes, () if own == of_all else own)
+
+
+def _largest(shapes: Shapes) -> Microbatch:
+    """Return the shape of a microbatch with the most tokens and the most pairs that one of these has.
+
+    It is one of them, or has two sequences.
+    """
+    best = max(shapes, key=lambda one: (sum(one.lengths), _pairs(one.lengths)))
+    tokens, pairs = sum(best.lengths), max(_pairs(one.lengths) for one in shapes)
+    if pairs <= _pairs(best.lengths):
+        return best
+    longest = range(-(-tokens // 2), tokens + 1)
+    at = bisect.bisect_left(longest, pairs, key=lambda long: _pairs((long, tokens - long)))
+    return best._replace(lengths=tuple(filter(None, (longest[at], tokens - longest[at]))))
+
+
+def _pairs(lengths: Iterable[int]) -> int:
+    return sum(causal_pairs(0, length) for length in lengths)
 
 
 def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str:

@@ -80,6 +80,7 @@ def begin(
     *,
     tensor_parallel: int = 1,
     replicas: int = 1,
+    expert_parallel: int = 1,
     inside: str | None = None,
     **settings: Any,
 ) -> Loop:
@@ -90,6 +91,7 @@ def begin(
         stages: of the pipeline; None for one per rank.
         tensor_parallel: ranks that share a stage's layers.
         replicas: of the pipeline.
+        expert_parallel: ranks that share the experts of a layer.
         inside: attribute of another model that holds the model; None for no other.
         settings: of the model's configuration.
     """
@@ -106,6 +108,7 @@ def begin(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
+        expert_model_parallel_size=expert_parallel,
     )
     model_parallel_cuda_manual_seed(1)
     models = [within(inside, model) for model in build(stages, ranks < stages, **settings)]
@@ -545,6 +548,42 @@ def reduced(model: Any, replica: int) -> Tensor:
 
 
 # ---- iterators of reinforcement learning -----------------------------------------------------------------------------
+
+
+UNLIKE = ((24, 8, 32, 16, 8, 32), (8, 40, 16, 16, 24, 12))
+"""Lengths of the microbatches of two replicas that share experts."""
+
+
+def shared_experts() -> list[dict[str, Any]]:
+    """Train two replicas that share experts and have microbatches of other lengths.
+
+    Returns the largest relative difference of this rank's gradients from those of Megatron's own schedule in every call, and
+    the order in which its microbatches ran.
+    """
+    loop = begin(UNLIKE[0], 2, replicas=2, expert_parallel=2, num_experts=4, moe_router_topk=2, add_bias_linear=False)
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+
+    replica = parallel_state.get_data_parallel_rank()
+    loop.batches = partial(batches, UNLIKE[replica], seed=5 + replica)
+    _, expected = loop.run(get_forward_backward_func())
+    schedule, found = megatron_epp.wrap(), []
+    ran: list[int] = []
+    step = loop.forward_step
+    loop.forward_step = lambda data, model: step(_noting(data, ran), model)
+    for _ in range(RUNS):
+        ran.clear()
+        _, gradients = loop.run(schedule)
+        found.append({"rank": dist.get_rank(), "worst": apart(gradients, expected), "lengths": list(ran)})
+    return found
+
+
+def _noting(data: Iterator[Batch], ran: list[int]) -> Iterator[Batch]:
+    for batch in data:
+        ran.append(batch["tokens"].shape[1])
+        yield batch
 
 
 class Reader:
