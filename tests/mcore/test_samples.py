@@ -55,12 +55,15 @@ BAD = {
     "not finite": "sample 1: old_logprobs has a value that is not finite",
     "no tokens": "sample 1: tokens must be a list of at least 2 integers",
     "no samples": "there are no samples",
+    "unlike": "rank 1 has other samples than rank 0: every rank gives the whole batch",
+    "one rank's": "rank 1: sample 0: old_logprobs has 1 values for 41 tokens",
     "another model": "a schedule of samples is of one model",
 }
 
 
 def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trains():
     for one in job(2, "samples:bad").figures:
+        assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
         assert one["trains"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,7 @@ class SampleSchedule:
         """
         models = model if isinstance(model, list) else [model]
         session = self._attached(models)
-        named = [TokenSample.of(given, self.loss.columns, f"sample {number}") for number, given in enumerate(samples)]
-        if not named:
-            raise EppError("there are no samples")
+        named = self._agreed(samples)
         dataset = Samples(named)
         everything = tuple(range(len(dataset)))
         limits = session.replica, session.replicas
@@ -153,6 +152,29 @@ class SampleSchedule:
         self._session, self._models = session, models
         return session
 
+    def _agreed(self, samples: Sequence[Mapping[str, Any]]) -> list[TokenSample]:
+        """Check and convert samples. A collective call: a rank that raised by itself would leave the others waiting.
+
+        Raises:
+            EppError: on every rank: a sample is wrong on some rank, there are none, or ranks have different ones.
+        """
+        found, problem = list[TokenSample](), ""
+        try:
+            found += (TokenSample.of(given, self.loss.columns, f"sample {at}") for at, given in enumerate(samples))
+            problem = "" if found else "there are no samples"
+        except Exception as error:
+            problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+        everyone = from_each((problem, _digest(found)))
+        if told := {rank: said for rank, (said, _) in enumerate(everyone) if said}:
+            same = len(told) == len(everyone) and len(set(told.values())) == 1
+            raise EppError(problem if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
+        if strange := [rank for rank, (_, digest) in enumerate(everyone) if digest != everyone[0][1]]:
+            raise EppError(
+                f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
+                "columns in the same order, and this package divides it over replicas"
+            )
+        return found
+
     def _scale(self, models: list[torch.nn.Module], samples: Sequence[TokenSample]) -> float:
         """Return the factor of gradients which are divided by replicas where they should be by tokens or sequences."""
         config = get_model_config(models[0])
@@ -176,6 +198,16 @@ class SampleSchedule:
         means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
         joined = tuple(_joined([of_rank[at] for _, of_rank in found if at in of_rank]) for at in range(count)) if wants else ()
         return SampleReport(means, divisor, len(batch.plan.chunks), joined)
+
+
+def _digest(samples: Sequence[TokenSample]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        columns = (sample.columns[name] for name in sorted(sample.columns))
+        for values in (sample.tokens, np.ones(0) if sample.trained is None else sample.trained, *columns):
+            digest.update(f"{values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.digest()
 
 
 def _by_sample(batch: GlobalBatch, kept: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:

@@ -140,6 +140,13 @@ def bad() -> dict[str, Any]:
             schedule(model=loop.models, samples=batch)
         except EppError as error:
             said[name] = str(error)
+    unlike = {"unlike": {"advantages": 5.0}, "one rank's": {"old_logprobs": [1.0]}}
+    for name, change in unlike.items():
+        mine = [samples[0] | (change if dist.get_rank() == 1 else {}), *samples[1:]]
+        try:
+            schedule(model=loop.models, samples=mine)
+        except EppError as error:
+            said[name] = str(error)
     report = schedule(model=loop.models, samples=samples)
     try:
         schedule(model=[torch.nn.Linear(1, 1)], samples=samples)

@@ -1,0 +1,1 @@
+"""Plans for updates of reinforcement learning against the microbatches of RL frameworks, on paper."""

@@ -1,0 +1,180 @@
+"""Compares an update of reinforcement learning by plans with the microbatches of RL frameworks in 1F1B, on paper.
+
+Responses have the lengths of math problems or of agents' sessions: log-normal, of a median of 4,800 tokens up to 32K, or of
+21,000 up to 131K. Four replicas share a batch. Frameworks divide it into parts of equal work and make microbatches by their own
+rules; these run in 1F1B and recompute every layer, as most recipes with pipeline stages do, or none, which may not fit.
+By plans run
+
+order       verl's microbatches in the planned order, every layer recomputed
+recompute   the same, with recompute by plan under the cap
+slices      the samples, cut and packed
+
+Times are by formulas for H100s. Prints a table of times as multiples of the slices', and the peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from megatron_epp.cost import Costs, analytic_costs
+from megatron_epp.cost.hardware import H100_NODE
+from megatron_epp.cost.library import even_layers, load_flags, shape_of
+from megatron_epp.mcore.microbatches.planning import plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.search.estimate import about_us
+from megatron_epp.planner.service.replica_balance import divide
+from scripts.bench.planner.report import table
+from scripts.bench.rl.rules import RULES, balanced, verl
+
+REPLICAS = 4
+CAP_BYTES = 72 << 30
+LENGTHS = {"math": (4_800, 1.0, 1 << 15), "agents": (21_000, 0.95, 1 << 17)}
+"""Median, spread of the logarithm, and most tokens of a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the lengths of its samples.
+
+    Attributes:
+        model: name of a shipped file.
+        stages: of the pipeline, one on each rank.
+        lengths: a key of `LENGTHS`.
+        samples: of a replica.
+        tensor, context: ranks that share layers and tokens.
+    """
+
+    model: str
+    stages: int
+    lengths: str
+    samples: int
+    tensor: int
+    context: int = 1
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a microbatch: of the longest response, as recipes set it."""
+        return LENGTHS[self.lengths][2]
+
+    def drawn(self, seed: int) -> tuple[int, ...]:
+        """Draw the lengths of a batch for all replicas."""
+        median, spread, most = LENGTHS[self.lengths]
+        drawn = np.random.RandomState(seed).lognormal(math.log(median), spread, REPLICAS * self.samples)
+        return tuple(int(length) for length in drawn.clip(64, most))
+
+
+CASES = tuple(
+    Case(model=model, stages=stages, lengths=lengths, samples=samples, tensor=tensor, context=context)
+    for model, tensor in (("llama3-8b", 1), ("llama-30b", 4))
+    for stages in (4, 8)
+    for lengths, samples, context in (("math", 128, 1), ("agents", 64, 4))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Time of the slowest replica, and the highest peak; an infinite time where nothing fits."""
+
+    time_us: float
+    peak_bytes: int
+
+    @staticmethod
+    def of(plans: Sequence[Plan]) -> Found:
+        return Found(max(one.predicted.makespan_us for one in plans), max(max(one.predicted.peak_bytes) for one in plans))
+
+
+class Bench:
+    """One case: its costs, and its batch by every rule and plan."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        flags = load_flags(case.model) | {
+            "tensor_model_parallel_size": case.tensor,
+            "context_parallel_size": case.context,
+            "sequence_parallel": case.tensor > 1,
+            "seq_length": case.budget,
+        }
+        shape = shape_of(flags)
+        self.case, self.lengths = case, case.drawn(seed)
+        layers = even_layers(shape.num_layers, case.stages)
+        self.costs: Costs = analytic_costs(shape, H100_NODE, layers)
+        multiple = (case.tensor if case.tensor > 1 else 1) * (2 * case.context if case.context > 1 else 1)
+        self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
+        self.every_layer = Options(recompute=max(layers))
+
+    def run(self) -> dict[str, Found]:
+        """Return what every way takes."""
+        shares = balanced(self.lengths, REPLICAS)
+        found = {}
+        for name, rule in RULES.items():
+            rows = [_shapes(rule(share, self.case.budget)) for share in shares]
+            for told, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
+                found[name + told] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
+        rows = [_shapes(verl(share, self.case.budget)) for share in shares]
+        found["order"] = self._planned(rows, self.every_layer)
+        found["recompute"] = self._planned(rows, Options())
+        found["slices"] = self._sliced()
+        return found
+
+    def _planned(self, rows: Sequence[tuple[Microbatch, ...]], options: Options) -> Found:
+        try:
+            return Found.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
+        except InfeasibleError as error:
+            return Found(math.inf, error.least_cap_bytes)
+
+    def _sliced(self) -> Found:
+        options = Options(context=self.case.budget)
+        alone = tuple((replica,) for replica in range(REPLICAS))
+        batch = replace(self.problem, lengths=self.lengths)
+        shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
+        return Found.of([plan(batch.part(share), self.costs, options) for share in shares])
+
+
+def _shapes(rows: Sequence[Sequence[int]]) -> tuple[Microbatch, ...]:
+    return tuple(Microbatch(tuple(row)) for row in rows)
+
+
+def rows_of(case: Case, draws: Sequence[dict[str, Found]]) -> list[str]:
+    """Format a row: the mean time of slices, and of other ways the mean multiple of it; ``*`` where the cap is exceeded."""
+    slices_s = fmean(draw["slices"].time_us for draw in draws) / 1e6
+    cells = [case.model, str(case.stages), case.lengths, f"{slices_s:.1f} s"]
+    for name in draws[0]:
+        if name == "slices":
+            continue
+        ratio = fmean(draw[name].time_us / draw["slices"].time_us for draw in draws)
+        exceeds = any(draw[name].peak_bytes > CAP_BYTES for draw in draws)
+        cells.append("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x{'*' * exceeds}")
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draws", type=int, default=3, help="batches of a case (default: 3)")
+    parser.add_argument("--reduced", action="store_true", help="the first case, with few samples: shows that it runs")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    a = parser.parse_args()
+    cases = (replace(CASES[0], samples=6),) if a.reduced else CASES
+    figures = [(case, [Bench(case, seed).run() for seed in range(1 if a.reduced else a.draws)]) for case in cases]
+    if a.json:
+        told = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
+        print(json.dumps([vars_of(case) | {"time_us": one} for (case, _), one in zip(figures, told, strict=True)]))
+        return
+    names = [name for name in figures[0][1][0] if name != "slices"]
+    print(table(["model", "stages", "lengths", "slices", *names], [rows_of(case, draws) for case, draws in figures]))
+    print(f"* more than the cap of {CAP_BYTES >> 30} GiB")
+
+
+def vars_of(case: Case) -> dict[str, object]:
+    """Return a case's settings."""
+    names = ("model", "stages", "lengths", "samples", "tensor", "context")
+    return {name: getattr(case, name) for name in names}

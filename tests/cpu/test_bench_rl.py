@@ -1,0 +1,50 @@
+"""Microbatches of RL frameworks keep to their rules, and the benchmark of updates runs."""
+
+import re
+
+import pytest
+
+from scripts.bench.rl import bench
+from scripts.bench.rl.rules import RULES, balanced, work
+
+LENGTHS = [900, 30, 450, 450, 10, 700, 100, 320, 640, 60]
+BUDGET = 1000
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_sequence_is_in_one_microbatch(name):
+    rows = RULES[name](LENGTHS, BUDGET)
+    left = [length for row in rows for length in row]
+    for length in LENGTHS:
+        left.remove(length)
+    padding = sum(left)
+    assert (padding == 0) == (name == "verl")
+    if name == "slime":
+        assert all(sum(row) % 128 == 0 for row in rows)
+    if name == "NeMo-RL":
+        assert len({sum(row) for row in rows}) == 1
+
+
+def test_parts_of_equal_work_are_nearly_equal_and_as_many_as_asked_for():
+    rows = balanced(LENGTHS, 4)
+    assert sorted(length for row in rows for length in row) == sorted(LENGTHS)
+    of_rows = [sum(map(work, row)) for row in rows]
+    assert len(rows) == 4
+    assert max(of_rows) <= 1.1 * sum(of_rows) / 4
+    assert [sorted(row) for row in balanced([5, 3], 2)] in ([[5], [3]], [[3], [5]])
+
+
+def test_verls_largest_microbatch_is_in_the_middle():
+    sizes = [sum(map(work, row)) for row in RULES["verl"](LENGTHS, 700)]
+    at = sizes.index(max(sizes))
+    assert sizes[: at + 1] == sorted(sizes[: at + 1])
+    assert sizes[at:] == sorted(sizes[at:], reverse=True)
+
+
+def test_the_benchmark_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["rl", "--reduced"])
+    bench.main()
+    head, _, row, note = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in head.split("|")][1:5] == ["model", "stages", "lengths", "slices"]
+    assert re.search(r"llama3-8b \| 4 \| math \| [\d.]+ s \| [\d.]+x", row)
+    assert "cap of 72 GiB" in note
