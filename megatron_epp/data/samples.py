@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.reading import naming, parse_json
 
 TOKENS, TRAINED = "tokens", "trained"
@@ -111,10 +111,9 @@ def read_samples(path: Path, names: Sequence[str], most_tokens: int, vocab_size:
                 raise EppError(f"line {number} is no object with {TOKENS}")
             sample = TokenSample.of(given, names, f"line {number}")
             if len(sample.tokens) - 1 > most_tokens:
-                raise EppError(
-                    f"line {number} has {len(sample.tokens):,} tokens, which are {len(sample.tokens) - 1:,} positions; "
-                    f"--seq-length {most_tokens:,} allows fewer: raise it, for samples are not cut"
-                )
+                positions = len(sample.tokens) - 1
+                text = f"line {number} has {positions + 1:,} tokens, {positions:,} positions of {most_tokens:,} at most"
+                raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
             if vocab_size is not None and (sample.tokens.max() >= vocab_size or sample.tokens.min() < 0):
                 raise EppError(f"line {number} has token {sample.tokens.max()}, and the vocabulary {vocab_size} entries")
             found.append(sample)

@@ -43,7 +43,10 @@ WRONG = {
     "ragged": (GOOD | {"old_logprobs": [[0], [1, 2]]}, "line 2: old_logprobs"),
     "not finite": (GOOD | {"advantages": float("nan")}, "line 2: advantages has a value that is not finite"),
     "a mask of other values": (GOOD | {"trained": [0, 2, 1]}, "line 2: trained must be 0 or 1"),
-    "too long": (GOOD | {"tokens": [1] * 10, "trained": 1, "old_logprobs": 0}, "--seq-length 8 allows fewer: raise it"),
+    "too long": (
+        GOOD | {"tokens": [1] * 10, "trained": 1, "old_logprobs": 0},
+        "line 2 has 10 tokens, 9 positions of 8 at most; samples",
+    ),
     "unknown token": (GOOD | {"tokens": [1, 9, 2]}, "line 2 has token 9, and the vocabulary 9 entries"),
 }
 
