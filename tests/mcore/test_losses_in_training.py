@@ -18,6 +18,7 @@ from megatron_epp.plan import EppError
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, Cell, common_flags
 from scripts.parity.runs import compare
 from tests.support.mcore import matrix
+from tests.support.mcore.forked import launch
 from tests.support.mcore.parity_figures import check_closeness
 
 OWN = "tests.support.mcore.own_losses"
@@ -113,6 +114,14 @@ def test_next_tokens_train_as_without_a_loss(samples):
     given = flags(samples, "megatron_epp.losses:NextToken", cell, plan)
     runs = [matrix.train(2, one, limit_s=300) for one in (given[: given.index("--epp-loss")], given)]
     check_closeness(compare(*runs), "RelayAttention")
+
+
+def test_the_log_has_losses_below_zero_too(samples, tmp_path):
+    """Megatron's line leaves out what is not above 0."""
+    given = flags(samples, f"{OWN}:GRPO", Cell(pp=2), "--epp-slices 3 --log-interval 1")
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *given, timeout_s=200)
+    found = re.findall(r"epp iteration (\d) \| policy loss: (-?[\d.e-]+) \|", finished.output)
+    assert [int(number) for number, _ in found] == [1, 2]
 
 
 PROBLEMS = {

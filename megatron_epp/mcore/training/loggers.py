@@ -60,11 +60,12 @@ def write(line: dict[str, Any]) -> None:
         wandb.log(values, iteration)
 
 
-def log(line: dict[str, Any]) -> None:
-    """Print one line next to Megatron's own, on the last rank."""
+def log(line: dict[str, Any], loss: str = "") -> None:
+    """Print one line next to Megatron's own, on the last rank; with a loss's name its value, which Megatron shows above 0 only."""
     makespan, bubble = line["makespan_us"], line["bubble_fraction"]
     parts = [
         f"epp iteration {line['iteration']}",
+        *([f"{loss}: {line['loss']:.6g}"] if loss else []),
         f"makespan (ms): {makespan['planned'] / _MS:.1f} planned, {makespan['measured'] / _MS:.1f} measured",
         f"bubble: {bubble['planned']:.1%} planned, {bubble['measured']:.1%} measured",
         f"chunks: {line['chunks']}",

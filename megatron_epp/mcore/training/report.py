@@ -189,7 +189,7 @@ class IterationReport:
         if self.iteration % args.log_interval == 0:
             if account is not None:
                 loggers.log_memory(account, self.iteration)
-            loggers.log(line)
+            loggers.log(line, "" if self.session.loss is None else self.session.loss.name)
             if hint:
                 loggers.log_hint(hint)
         if self.iteration % args.tensorboard_log_interval == 0:
