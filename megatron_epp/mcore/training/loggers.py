@@ -61,7 +61,7 @@ def write(line: dict[str, Any]) -> None:
 
 
 def log(line: dict[str, Any], loss: str = "") -> None:
-    """Print one line next to Megatron's own, on the last rank; with a loss's name its value, which Megatron shows above 0 only."""
+    """Print a line next to Megatron's own, on the last rank; with a loss's name its value, that Megatron shows only above 0."""
     makespan, bubble = line["makespan_us"], line["bubble_fraction"]
     parts = [
         f"epp iteration {line['iteration']}",
