@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,24 +19,16 @@ class NextToken:
         weight_column: name of a column of weights; None for none.
     """
 
+    name: ClassVar[str] = "next token"
+    scope: ClassVar[Scope] = Scope.TOKEN
+    logged: ClassVar[tuple[str, ...]] = ()
+
     average: Average = Average.TOKENS
     weight_column: str | None = None
 
     @property
-    def name(self) -> str:
-        return "next token"
-
-    @property
-    def scope(self) -> Scope:
-        return Scope.TOKEN
-
-    @property
     def columns(self) -> tuple[str, ...]:
         return () if self.weight_column is None else (self.weight_column,)
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return ()
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         weights = rows.weights if self.weight_column is None else rows.weights * rows.columns[self.weight_column]

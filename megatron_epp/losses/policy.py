@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ class ClippedRatio:
         constant: the loss is divided by it.
     """
 
+    name: ClassVar[str] = "policy loss"
+    scope: ClassVar[Scope] = Scope.TOKEN
+
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_negative: float | None = None
@@ -67,14 +71,6 @@ class ClippedRatio:
     def __post_init__(self) -> None:
         if self.kl is not None and self.kl not in KL:
             raise EppError(f"kl is {self.kl!r}; it must be one of {', '.join(KL)}, or None")
-
-    @property
-    def name(self) -> str:
-        return "policy loss"
-
-    @property
-    def scope(self) -> Scope:
-        return Scope.TOKEN
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -117,29 +113,15 @@ class SequenceRatio:
         temperature: at which samples were drawn; logits are divided by it.
     """
 
+    name: ClassVar[str] = "policy loss"
+    scope: ClassVar[Scope] = Scope.SEQUENCE
+    average: ClassVar[Average] = Average.SEQUENCES
+    columns: ClassVar[tuple[str, ...]] = (OLD, ADVANTAGES)
+    logged: ClassVar[tuple[str, ...]] = ("clipped share",)
+
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     temperature: float = 1.0
-
-    @property
-    def name(self) -> str:
-        return "policy loss"
-
-    @property
-    def scope(self) -> Scope:
-        return Scope.SEQUENCE
-
-    @property
-    def average(self) -> Average:
-        return Average.SEQUENCES
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return OLD, ADVANTAGES
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return ("clipped share",)
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         advantages = rows.means(rows.columns[ADVANTAGES])

@@ -198,8 +198,9 @@ def _mean_predictions(runs: Sequence[Run]) -> list[float]:
 
 
 def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Return the largest difference over the largest expected value; losses of policies may be 0."""
-    return max(abs(b - a) for a, b in zip(expected, found, strict=True)) / max(map(abs, expected))
+    """Return the largest relative difference; what is near 0, as losses of policies may be, is taken as 1 % of the largest."""
+    least = max(map(abs, expected)) / 100
+    return max(abs(b - a) / max(abs(a), least) for a, b in zip(expected, found, strict=True))
 
 
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:

@@ -58,11 +58,6 @@ class ScopedLoss:
         """Columns and average for which the loss asks a batch."""
         return LossColumns(self.loss.columns, self.loss.average)
 
-    @property
-    def num_sums(self) -> int:
-        """Length of what `forward` reports: the loss, the number that divides it, and the sums to log."""
-        return 2 + len(self.loss.logged)
-
     def forward(self, context: ChunkContext, values: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
         """Compute what a chunk's forward completes.
 
@@ -72,8 +67,8 @@ class ScopedLoss:
             inputs: of the chunk.
 
         Returns:
-            the chunk's output, a loss or the values that `gradient` belongs to; and this rank's sums to report,
-            ``[num_sums]``, without gradients.
+            the chunk's output, a loss or the values that `gradient` belongs to; and this rank's sums to report, without
+            gradients: the loss, the number that divides it, and the sums to log.
         """
         own = _Part(context.chunk, values, values, inputs)
         if self.keeps is not None:

@@ -1,11 +1,10 @@
 """Losses that a script brings, for `--epp-loss`."""
 
-from megatron_epp.losses import Average, ClippedRatio, NextToken, SequenceRatio
+from megatron_epp.losses import Average, ClippedRatio, SequenceRatio
 
 GRPO = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
 GSPO = SequenceRatio(clip_low=0.3, clip_high=0.3)
 PPO = ClippedRatio(entropy_weight=0.05, temperature=0.8)
-SUMS = NextToken(Average.SEQUENCES)
 
 
 def dapo():

@@ -550,7 +550,7 @@ def reduced(model: Any, replica: int) -> Tensor:
 # ---- iterators of reinforcement learning -----------------------------------------------------------------------------
 
 
-UNLIKE = ((24, 8, 32, 16, 8, 32), (8, 40, 16, 16, 24, 12))
+UNLIKE = ((24, 8, 32, 16, 12, 36), (8, 40, 16, 20, 24, 12))
 """Lengths of the microbatches of two replicas that share experts."""
 
 
