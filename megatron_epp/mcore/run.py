@@ -31,8 +31,9 @@ from megatron_epp.mcore.training.reduction import process_groups
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.ways import ways
+from megatron_epp.planner.order import connected
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
+from megatron_epp.planner.service.replica_balance import LockstepGroups
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
@@ -280,7 +281,7 @@ def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
     everyone = from_each(mine)
     replica_of = [replica for replica, _ in everyone]
-    groups = lockstep_groups_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    groups = connected({replica_of[rank] for rank in sharing} for _, sharing in everyone)
     return groups, [[rank for rank, replica in enumerate(replica_of) if replica in group] for group in groups]
 
 

@@ -69,6 +69,10 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     """
     planner = _planner(options.planner)
     validate(problem, costs, options)
+    entry = PLANNERS.entry(options.planner)
+    if entry is not None and not entry.keeps_groups and len(set(problem.loss_groups)) < len(problem.loss_groups):
+        reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"
+        raise PlanError(reason, Remedy("set", "planner", "greedy"))
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with uncollected():

@@ -19,7 +19,7 @@ from megatron_epp.planner.kernels.codes import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.messages import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
-from megatron_epp.planner.order import Order
+from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -91,6 +91,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
         extensions=made.extensions,
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
+        loss_groups=joint_losses(made.chunks, problem.loss_groups),
         costs=costs.name,
         planner=options.planner,
         seed=options.seed,

@@ -1,13 +1,15 @@
 """Orders of actions, and what all of them are made from: groups of chunks, and the order of backwards.
 
-Chunk tables are numbered in forward order: the slices of a sequence stand together, ascending.
+Chunk tables are numbered in forward order: the slices of a sequence stand together, ascending. Sequences with one loss should
+stand together too: in every order, the backwards of a group follow all its forwards on the stage with the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Action, Chunk, Op, Segment
 
 Order = Sequence[Sequence[Action]]
 """The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.codes.CodedOrder`)."""
@@ -16,10 +18,70 @@ CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 """Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
 
 
-def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
-    """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk."""
-    starts = [c for c, chunk in enumerate(chunks) if chunk.segments[0].start == 0]
+def slice_groups(chunks: Sequence[Chunk], loss_groups: Sequence[int] = ()) -> list[range]:
+    """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk.
+
+    Args:
+        chunks: the table.
+        loss_groups: as in `Problem`. A run then has whole groups.
+    """
+    stops = {c: group[-1] for group in joint_losses(chunks, loss_groups) for c in group}
+    starts, reach = list[int](), -1
+    for c, chunk in enumerate(chunks):
+        if chunk.segments[0].start == 0 and c > reach:
+            starts.append(c)
+        reach = max(reach, stops.get(c, -1))
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
+
+
+def joint_losses(chunks: Sequence[Chunk], loss_groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """List the chunks whose losses are computed together, ascending: they have sequences of one group, or share such chunks.
+
+    Args:
+        chunks: the table.
+        loss_groups: as in `Problem`.
+    """
+    if not loss_groups:
+        return ()
+    places: dict[int, set[int]] = {}
+    for c, chunk in enumerate(chunks):
+        for segment in chunk.segments:
+            places.setdefault(loss_groups[segment.sequence], set()).add(c)
+    return tuple(group for group in connected(places.values()) if len(group) > 1)
+
+
+def stand_in(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
+    """Return a table from which to order a table's actions: with each run (`slice_groups`) as the slices of one sequence."""
+    if len(set(loss_groups)) == len(loss_groups):  # each sequence is a run already
+        return chunks
+    return as_slices(map(len, slice_groups(chunks, loss_groups)))
+
+
+def as_slices(sizes: Iterable[int]) -> tuple[Chunk, ...]:
+    """Return a table of sequences of so many slices, of one token each."""
+    return tuple(Chunk((Segment(run, at, at + 1),)) for run, size in enumerate(sizes) for at in range(size))
+
+
+def arranged(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
+    """Move the sequences of a table so that groups stand together, each where its first sequence stood.
+
+    Args:
+        chunks: the table.
+        loss_groups: as in `Problem`.
+    """
+    if not loss_groups:
+        return chunks
+    together = connected(chain(joint_losses(chunks, loss_groups), slice_groups(chunks)))
+    return tuple(chunks[c] for group in together for c in group)
+
+
+def connected(sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Join sets of numbers that have one in common. Returns each ascending, by their first numbers."""
+    joined: dict[int, set[int]] = {}
+    for numbers in map(set, sets):
+        together = numbers.union(*(joined.get(number, {number}) for number in numbers))
+        joined |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(together)) for together in joined.values()}))
 
 
 def descending(groups: Sequence[Sequence[int]]) -> list[int]:

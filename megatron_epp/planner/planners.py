@@ -14,15 +14,23 @@ PLANNERS = {
         "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
         begins_with_greedy=True,
         may_offload=True,
+        keeps_groups=True,
     ),
     "1f1b": PlannerEntry(
         baseline(elastic_1f1b),
         "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
         has_own_size=True,
+        keeps_groups=True,
     ),
-    "1f1b-padded": PlannerEntry(padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM"),
-    "1f1b-packed": PlannerEntry(packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM"),
-    "seq1f1b": PlannerEntry(seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True),
+    "1f1b-padded": PlannerEntry(
+        padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM", keeps_groups=True
+    ),
+    "1f1b-packed": PlannerEntry(
+        packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM", keeps_groups=True
+    ),
+    "seq1f1b": PlannerEntry(
+        seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True, keeps_groups=True
+    ),
 }
 """By their names in `Options.planner`.
 

@@ -40,6 +40,8 @@ class Problem:
         host_cap_bytes: most bytes that each rank may have in host memory.
         message_bytes: bytes that each rank sets aside for messages in flight while the order is not known; empty for a guess.
         trained: trained tokens of every sequence, which alone pass the output layer; empty if all tokens are trained.
+        loss_groups: a number for every sequence: the loss of sequences with equal ones is computed together, when all have run
+            forward; empty if losses are of single tokens.
     """
 
     lengths: tuple[int, ...]
@@ -50,12 +52,25 @@ class Problem:
     host_cap_bytes: int = UNLIMITED_BYTES
     message_bytes: tuple[int, ...] = ()
     trained: tuple[TrainedParts, ...] = ()
+    loss_groups: tuple[int, ...] = ()
 
     def part(self, share: Iterable[int]) -> Problem:
         """Return the problem of the sequences at these positions, in this order."""
         at = tuple(share)
-        trained = tuple(self.trained[q] for q in at) if self.trained else ()
-        return replace(self, lengths=tuple(self.lengths[q] for q in at), trained=trained)
+        own = {
+            name: tuple(values[q] for q in at)
+            for name in ("lengths", "trained", "loss_groups")
+            if (values := getattr(self, name))
+        }
+        return replace(self, **own)
+
+    @property
+    def indivisible(self) -> tuple[tuple[int, ...], ...]:
+        """Sequences that no other replica may have a part of: one each, or all of a loss group."""
+        groups: dict[int, list[int]] = {}
+        for q, number in enumerate(self.loss_groups or range(len(self.lengths))):
+            groups.setdefault(number, []).append(q)
+        return tuple(map(tuple, groups.values()))
 
     @property
     def trained_share(self) -> float:
@@ -173,6 +188,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
         raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
     if problem.trained and len(problem.trained) != len(problem.lengths):
         raise PlanError(f"there are trained tokens of {len(problem.trained)} sequences, and lengths of {len(problem.lengths)}")
+    if problem.loss_groups and len(problem.loss_groups) != len(problem.lengths):
+        raise PlanError(f"there are loss groups of {len(problem.loss_groups)} sequences, and lengths of {len(problem.lengths)}")
     if not stages or set(problem.placement) != set(range(problem.num_ranks)):
         raise PlanError(
             f"placement {list(problem.placement)} must put a stage on each of {problem.num_ranks} ranks "

@@ -57,6 +57,7 @@ class PlannerEntry:
         may_offload: its plans may have copies to the host, with `Options.offload`.
         offloads: copies are part of its method, so that comparisons give it `Options.offload`.
         has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
+        keeps_groups: it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one.
         joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
         lacks: why training does not run its plans; empty if it does.
     """
@@ -69,6 +70,7 @@ class PlannerEntry:
     may_offload: bool = False
     offloads: bool = False
     has_own_size: bool = False
+    keeps_groups: bool = False
     joins: bool = False
     lacks: str = ""
 

@@ -173,7 +173,7 @@ def test_equal_sequences_stay_whole_at_one_slice():
 def items(count: int, seed: int) -> list[PackedItem]:
     draw = random.Random(seed)
     return [
-        PackedItem(tokens + causal_pairs(0, tokens) / 500, tokens, q)
+        PackedItem(tokens + causal_pairs(0, tokens) / 500, tokens, (q,))
         for q in range(count)
         for tokens in [draw.randint(1, 1000)]
     ]
@@ -181,7 +181,7 @@ def items(count: int, seed: int) -> list[PackedItem]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_packing_loses_nothing_and_keeps_the_token_limit(seed: int):
-    tails = [PackedItem(900.0 + q, 300 + q, 1000 + q) for q in range(seed % 4)]
+    tails = [PackedItem(900.0 + q, 300 + q, (1000 + q,)) for q in range(seed % 4)]
     shorts = items(50, seed)
     buckets = pack(tails, shorts, time_limit_us=500.0 + 100 * seed, token_limit=1000 + 50 * seed)
     assert sorted(q for bucket in buckets for q in bucket.sequences) == list(range(50))
@@ -192,15 +192,15 @@ def test_packing_loses_nothing_and_keeps_the_token_limit(seed: int):
 
 
 def test_the_time_limit_is_kept_where_it_can_be():
-    shorts = [PackedItem(10.0, 10, q) for q in range(40)]
+    shorts = [PackedItem(10.0, 10, (q,)) for q in range(40)]
     buckets = pack([], shorts, time_limit_us=50.0, token_limit=1000)
     assert [bucket.time_us for bucket in buckets] == [50.0] * 8
 
 
 def test_the_time_limit_is_loosened_when_the_tails_are_full_and_all_fresh_buckets_are_open():
     buckets = pack(
-        [PackedItem(90.0, 10, 7)],
-        [PackedItem(60.0, 60, 0), PackedItem(60.0, 60, 1), PackedItem(20.0, 20, 2)],
+        [PackedItem(90.0, 10, (7,))],
+        [PackedItem(60.0, 60, (0,)), PackedItem(60.0, 60, (1,)), PackedItem(20.0, 20, (2,))],
         100.0,
         token_limit=100,
     )
@@ -208,7 +208,6 @@ def test_the_time_limit_is_loosened_when_the_tails_are_full_and_all_fresh_bucket
 
 
 def test_a_sequence_goes_where_time_per_token_is_smallest():
-    buckets = pack(
-        [PackedItem(50.0, 10, 8), PackedItem(50.0, 40, 9)], [PackedItem(20.0, 20, 0)], time_limit_us=100.0, token_limit=100
-    )
+    tails = [PackedItem(50.0, 10, (8,)), PackedItem(50.0, 40, (9,))]
+    buckets = pack(tails, [PackedItem(20.0, 20, (0,))], time_limit_us=100.0, token_limit=100)
     assert [bucket.sequences for bucket in buckets] == [[], [0]]

@@ -197,7 +197,7 @@ def test_slices_stay_together_and_side_by_side():
     stops = {sum(aligned.runs[:number]) for number in range(len(aligned.runs))}
     for table in aligned.chunks:
         assert stops <= {group.start for group in slice_groups(table)}
-    assert [len(group) for group in slice_groups(aligned.skeleton)] == list(aligned.runs)
+    assert [len(group) for group in slice_groups(aligned.stand_in(()))] == list(aligned.runs)
 
 
 def test_a_replica_with_too_few_tokens_for_the_chunks_another_needs_is_refused():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.order import connected
 from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.replica_balance import (
@@ -20,7 +21,6 @@ from megatron_epp.planner.service.replica_balance import (
     _Exchange,
     by_count,
     divide,
-    lockstep_groups_of,
     longest_first,
 )
 
@@ -131,7 +131,7 @@ def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
     ],
 )
 def test_replicas_that_share_experts_are_a_team(sharing, lockstep_groups):
-    assert lockstep_groups_of(sharing) == lockstep_groups
+    assert connected(sharing) == lockstep_groups
 
 
 def test_long_sequences_go_to_the_same_team():

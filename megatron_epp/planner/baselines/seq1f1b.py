@@ -14,7 +14,7 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.order import Order, descending, slice_groups
+from megatron_epp.planner.order import Order, arranged, descending, slice_groups
 from megatron_epp.planner.orders.patterns import actions, one_each
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -48,8 +48,9 @@ def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: i
         token_multiple: chunks are padded to a multiple of this; None for the problem's own.
     """
     problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
+    chunks = arranged(chunks, problem.loss_groups)
     tables = tabulate(chunks, problem, contest.costs)
-    order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
+    order = seq1f1b_order(slice_groups(chunks, problem.loss_groups), problem.num_stages, problem.forward_only)
     fixed = 0 if problem.forward_only else contest.options.recompute
     for count in range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,):
         if contest.enter(Decisions(chunks, order, uniform_layers(tables, count), token_multiple=token_multiple), tables):

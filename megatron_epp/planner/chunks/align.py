@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.order import as_slices, slice_groups, stand_in
 
 Unit = tuple[Chunk, ...]
 """Chunks that follow each other: the slices of one sequence, or a single batched chunk."""
@@ -21,19 +21,19 @@ class Aligned:
 
     Attributes:
         chunks: the table of every replica.
-        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence; empty for one replica,
-            where the table has them.
+        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence, or sequences with one
+            loss; empty for one replica, where the table has them.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
     runs: tuple[int, ...] = ()
 
-    @property
-    def skeleton(self) -> tuple[Chunk, ...]:
-        """A table with these runs as the slices of one sequence each: orders of all replicas are made by it."""
-        if len(self.chunks) == 1:
-            return self.chunks[0]
-        return tuple(Chunk((Segment(run, at, at + 1),)) for run, size in enumerate(self.runs) for at in range(size))
+    def __len__(self) -> int:
+        return len(self.chunks[0])
+
+    def stand_in(self, loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
+        """Return the table from which orders of all replicas are made; `loss_groups` are those of one replica's problem."""
+        return as_slices(self.runs) if self.runs else stand_in(self.chunks[0], loss_groups)
 
 
 def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> Aligned | None:
@@ -44,15 +44,18 @@ def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> A
     """
     if len(tables) == 1:
         return Aligned((tables[0],))
-    units = [[table[group.start : group.stop] for group in slice_groups(table)] for table in tables]
+    groups = [chunker.problem.loss_groups for chunker in chunkers]
+    units = [
+        [table[run.start : run.stop] for run in slice_groups(table, own)] for table, own in zip(tables, groups, strict=True)
+    ]
     most = max(map(len, tables))
     for own, chunker in zip(units, chunkers, strict=True):
         while sum(map(len, own)) < most:
             if not _cut_longest(own, chunker):
                 return None
     chunks = _side_by_side(units)
-    starts = [at for at in range(most) if all(table[at].segments[0].start == 0 for table in chunks)]
-    return Aligned(chunks, tuple(stop - start for start, stop in pairwise([*starts, most])))
+    starts = ({run.start for run in slice_groups(*one)} for one in zip(chunks, groups, strict=True))
+    return Aligned(chunks, tuple(stop - start for start, stop in pairwise([*sorted(set.intersection(*starts)), most])))
 
 
 def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
@@ -79,7 +82,9 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
     chunks = units[unit]
     first, *rest = chunks[at].segments
-    if len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
+    if rest and chunker.problem.loss_groups:  # their losses may be computed together, so they stay next to each other
+        units[unit] = (*chunks[:at], Chunk((first,)), Chunk(tuple(rest)), *chunks[at + 1 :])
+    elif len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
         units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
         units.append((Chunk(tuple(rest)),))
     elif rest:

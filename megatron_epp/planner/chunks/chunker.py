@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from megatron_epp.cost import Costs, Line, causal_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.packing import PackedItem, pack
+from megatron_epp.planner.chunks.packing import Bucket, PackedItem, pack
+from megatron_epp.planner.order import arranged
 from megatron_epp.planner.problem import Problem
 
 MOST_CHUNKS = 1024
@@ -197,11 +198,52 @@ class Chunker:
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
         cuts = cuts_at(ends, long, lengths)
-        tails = [PackedItem(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
-        shorts = [PackedItem(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
-        buckets = pack(tails, shorts, time_us, self._token_limit(ends[0], shorts, time_us))
+        tails = [PackedItem(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], (q,)) for q in long]
+        shorts = [PackedItem(self.sequence_us(length), length, (q,)) for q, length in enumerate(lengths) if length <= ends[0]]
+        limit = self._token_limit(ends[0], shorts, time_us)
+        before: list[Bucket] = []
+        if self.problem.loss_groups:
+            tails, shorts, before = self._by_groups(tails, shorts, time_us, limit)
+        buckets = pack(tails, shorts, time_us, limit)
+        for own, bucket in zip(before, buckets, strict=False):
+            bucket.sequences = own.sequences + bucket.sequences
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
-        return joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
+        table = joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
+        return arranged(table, self.problem.loss_groups)
+
+    def _by_groups(
+        self, tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_us: float, limit: int
+    ) -> tuple[list[PackedItem], list[PackedItem], list[Bucket]]:
+        """Join the short sequences of every loss group that fits a chunk; the others get chunks of their groups alone.
+
+        Then a chunk has parts of one group at most, besides whole ones.
+
+        Args:
+            tails, shorts: tail slices, and sequences that are not cut.
+            time_us, limit: time aimed at and most tokens of a bucket.
+
+        Returns:
+            tails and chunks of such groups, all as tails to go on with; the joined items; and what is in the first already.
+        """
+        groups, own_tails = self.problem.loss_groups, dict[int, list[PackedItem]]()
+        members: dict[int, list[PackedItem]] = {groups[tail.sequences[0]]: [] for tail in tails}
+        for tail in tails:
+            own_tails.setdefault(groups[tail.sequences[0]], []).append(tail)
+        for item in shorts:
+            members.setdefault(groups[item.sequences[0]], []).append(item)
+        whole, of_tail, more = list[PackedItem](), dict[PackedItem, Bucket](), list[Bucket]()
+        for number, items in members.items():
+            its_tails = own_tails.get(number, [])
+            tokens = sum(item.tokens for item in items)
+            if not its_tails and tokens <= limit:
+                sequences = tuple(q for item in items for q in item.sequences)
+                whole.append(PackedItem(sum(item.time_us for item in items), tokens, sequences))
+                continue
+            buckets = pack(its_tails, items, time_us, limit)
+            of_tail |= zip(its_tails, buckets, strict=False)
+            more += buckets[len(its_tails) :]
+        before = [*(of_tail[tail] for tail in tails), *more]
+        return [PackedItem(one.time_us, one.tokens, ()) for one in before], whole, before
 
     def _token_limit(self, first_slice: int, shorts: Sequence[PackedItem], time_us: float) -> int:
         """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class PackedItem(NamedTuple):
-    """A whole sequence, or a tail slice, with its time and tokens, without a chunk's fixed part."""
+    """Whole sequences that stay together, or a tail slice, with their time and tokens, without a chunk's fixed part."""
 
     time_us: float
     tokens: int
-    sequence: int
+    sequences: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Bucket:
     def add(self, item: PackedItem) -> None:
         self.time_us += item.time_us
         self.tokens += item.tokens
-        self.sequences.append(item.sequence)
+        self.sequences += item.sequences
 
     @property
     def ratio(self) -> float:
@@ -57,7 +57,7 @@ def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_u
         return buckets
     room_us = sum(max(0.0, time_limit_us - tail.time_us) for tail in tails)
     fresh_left = math.ceil((sum(item.time_us for item in shorts) - room_us) / time_limit_us - 0.05) if time_limit_us > 0 else 0
-    queue = sorted(shorts, key=lambda item: (-item.time_us, -item.tokens, item.sequence))
+    queue = sorted(shorts, key=lambda item: (-item.time_us, -item.tokens, item.sequences))
     shelf = _Shelf(buckets, queue[-1].time_us, min(item.tokens for item in queue), token_limit)
     for item in queue:
         found = shelf.find(item, time_limit_us)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.chunker import Chunker, longest_first, whole_sequences
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.problem import Problem
 
 MOST_WHOLE = 3
@@ -43,27 +43,28 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
         chunker = Chunker.of(problem.part(others), costs, chunk_tokens)
         for share in CHUNKS_PER_STAGE:
             rest = _renumbered(chunker.table(chunker.grain(chunks=problem.num_ranks * share)), others)
-            batched = [group.start for group in slice_groups(rest) if len(group) == 1]
+            batched = [run.start for run in slice_groups(rest) if len(run) == 1]
             middle = batched[len(batched) // 2] if batched else len(rest)
-            yield rest + alone
-            yield rest[:middle] + alone + rest[middle:]
+            yield arranged(rest + alone, problem.loss_groups)
+            yield arranged(rest[:middle] + alone + rest[middle:], problem.loss_groups)
 
 
-def by_length(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
+def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:
     """Return two tables of whole sequences, one per chunk: longest first, and shortest first."""
-    chunks = whole_sequences(lengths)
+    lengths, chunks = problem.lengths, whole_sequences(problem.lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
-    return [rising[::-1], rising]
+    return [arranged(table, problem.loss_groups) for table in (rising[::-1], rising)]
 
 
-def started(chunks: Sequence[Chunk], num_ranks: int) -> tuple[tuple[Chunk, ...], ...]:
+def started(chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] = ()) -> tuple[tuple[Chunk, ...], ...]:
     """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
 
     Args:
         chunks: the chunk table, longest sequence first.
         num_ranks: ranks of the pipeline; a pipeline is full with about as many chunks.
+        loss_groups: as in `Problem`.
     """
-    groups = [tuple(chunks[c] for c in group) for group in slice_groups(chunks)]
+    groups = [tuple(chunks[c] for c in run) for run in slice_groups(chunks, loss_groups)]
     single = [group for group in groups if len(group) == 1]
     first, second = single[:num_ranks], list[tuple[Chunk, ...]]()
     for group in groups[1:]:

@@ -111,7 +111,7 @@ def _few(
     fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
     is_few = len(problem.lengths) <= FEW and grains == CHUNKS_PER_RANK
     if problem.has_one_stage_per_rank and options.slices is None and is_few and fits_whole:
-        trials.better(Aligned((by_length(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
+        trials.better(Aligned((by_length(problem)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
         trials.better(table, rules.least)
     trials.result()

@@ -17,6 +17,7 @@ from itertools import permutations
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
 from megatron_epp.planner.chunks.variants import by_length
+from megatron_epp.planner.order import arranged
 from megatron_epp.planner.orders.patterns import is_v
 from megatron_epp.planner.orders.warm_up import OrderRule
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST, SECOND
@@ -98,12 +99,12 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     _search_least(trials, chunkers, counts, tables)
     is_few = len(problem.lengths) <= FEW and problem.has_one_stage_per_rank
     if is_few and max(problem.lengths) <= chunkers.each[0].token_cap and whole_may_fit(trials):
-        longest_first = by_length(problem.lengths)[0]
+        longest_first = by_length(problem)[0]
         trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
         # The bound is the same for every order.
         if len(problem.lengths) <= HANDFUL and trials.may_be_better(Aligned((longest_first,))):
             for whole in permutations(longest_first):
-                trials.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
+                trials.better(Aligned((arranged(whole, problem.loss_groups),)), (ELASTIC_1F1B,), close=0.0)
     best = None if trials.best is None else usual if [trials.best.table] == equal else trials.best.table
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
     if warm is not None:
@@ -147,12 +148,12 @@ def _search_least(trials: Trials, chunkers: Chunkers, counts: Sequence[float], t
     is_fixed = trials.replicas.options.recompute != "auto"
     is_tight = best is not None and any(map(any, best.only.recompute_steps))
     for count in counts:
-        if best is not None and not is_fixed and (not is_tight or count >= len(best.table.skeleton)):
+        if best is not None and not is_fixed and (not is_tight or count >= len(best.table)):
             break
         tables[count] = present(chunkers.table(chunks=count))
         if best is not None and not is_fixed and not trials.may_be_better(tables[count], SERIAL):
             break
-        is_coarser = best is not None and is_fixed and count < len(best.table.skeleton)
+        is_coarser = best is not None and is_fixed and count < len(best.table)
         trials.better(tables[count], (*(trials.rules.second if is_coarser else ()), *trials.rules.least))
         if trials.best is not None and trials.best.table == tables[count]:
             trials.better(tables[count], trials.rules.second)
@@ -269,7 +270,7 @@ def walk_further(
         try_rules(best.table, rules)
         return
     counts = grain_counts(trials.problem.num_ranks, chunkers.coarsest)
-    start = bisect_left(counts, len(best.table.skeleton))
+    start = bisect_left(counts, len(best.table))
     yield from _walk(chunkers, counts, start, patience, lambda table: try_rules(table, rules))
 
 

@@ -19,6 +19,7 @@ from megatron_epp.planner.chunks.chunker import Chunker, round_up, whole_sequenc
 from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.mistakes import refuse_table
+from megatron_epp.planner.order import arranged
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
@@ -122,7 +123,7 @@ def candidates(
     if options.slices is None and max(problem.lengths) <= token_cap and problem.has_one_stage_per_rank:
         plain = Trials(replicas)
         plain.best_us = trials.best_us
-        for whole in by_length(problem.lengths):
+        for whole in by_length(problem):
             plain.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
@@ -282,7 +283,7 @@ def baseline(schedule: Schedule) -> Planner:
         require_one_stage_per_rank(problem, options)
         require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
         trials = Trials(Replicas((problem,), costs, options))
-        trials.better(Aligned((whole_sequences(problem.lengths),)), (OneStagePerRank(schedule),))
+        trials.better(Aligned((arranged(whole_sequences(problem.lengths), problem.loss_groups),)), (OneStagePerRank(schedule),))
         return trials.result(options.planner).only
 
     return planner

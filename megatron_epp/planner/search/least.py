@@ -202,7 +202,7 @@ def _tables(replicas: Replicas, trials: Trials) -> Iterator[Aligned]:
         yield from dict.fromkeys(_cut(chunkers, problem, options))
     if options.slices is None:
         if max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
-            yield from (Aligned((whole,)) for whole in by_length(problem.lengths))
+            yield from (Aligned((whole,)) for whole in by_length(problem))
         if whole_bytes(trials) < trials.least_cap:
             yield from (Aligned((chunks,)) for chunks in tables_with_whole(problem, costs, options.chunk_tokens))
 

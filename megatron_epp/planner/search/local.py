@@ -133,7 +133,7 @@ def _say_if_slow() -> None:
 
 def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: StepChoice, split_weight: bool) -> Facts:
     columns, chunks = tables.columns, tables.columns.num_chunks
-    groups = slice_groups(made.chunks)
+    groups = slice_groups(made.chunks, problem.loss_groups)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
     whole, filled = storage(trial.actions, codes.starts, columns)

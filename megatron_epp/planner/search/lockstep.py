@@ -86,7 +86,7 @@ def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -
     if not problems:
         raise PlanError("replicas that share experts need a problem each; there are none")
     for replica, problem in enumerate(problems):
-        for name in (field.name for field in fields(Problem) if field.name not in ("lengths", "trained")):
+        for name in (field.name for field in fields(Problem) if field.name not in ("lengths", "trained", "loss_groups")):
             first, own = getattr(problems[0], name), getattr(problem, name)
             if own != first:
                 raise PlanError(

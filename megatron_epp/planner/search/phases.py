@@ -96,7 +96,7 @@ def _search_starts(trials: Trials, chunkers: Chunkers) -> None:
         if table is None or trials.best_us <= enough_us:
             break
         (chunks,) = table.chunks
-        for one in dict.fromkeys((chunks, *started(chunks, problem.num_ranks))):
+        for one in dict.fromkeys((chunks, *started(chunks, problem.num_ranks, problem.loss_groups))):
             trials.better(Aligned((one,)), trials.rules.capped)
 
 

@@ -284,8 +284,8 @@ class Trials:
         return found
 
     def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
-        spend(self.problem.num_stages * len(table.skeleton))
-        order = coded(rule.order(table.skeleton, tables[0], self.problem), len(table.skeleton))
+        spend(self.problem.num_stages * len(table))
+        order = coded(rule.order(table.stand_in(self.problem.loss_groups), tables[0], self.problem), len(table))
         made = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
         return Candidate(table, rule, made, tables)
 

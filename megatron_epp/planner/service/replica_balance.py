@@ -12,7 +12,7 @@ import heapq
 import math
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
@@ -71,7 +71,8 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
     """Divide the sequences of a global batch over replicas. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
-    replica then has nothing else. In a group each chunk waits for the others' chunks, so long sequences go to the same group.
+    replica then has nothing else. Sequences whose loss is computed together stay together. In a group of replicas each chunk
+    waits for the others' chunks, so long sequences go to the same group.
 
     Args:
         problem: with the lengths of the whole batch.
@@ -81,23 +82,28 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
         tries: exchanges judged by it, at most.
 
     Raises:
-        PlanError: there are fewer sequences than replicas.
+        PlanError: there are fewer sequences, or groups of them with one loss, than replicas.
         InfeasibleError: a share fits no memory cap, as `time_us` says it.
     """
-    lengths, replicas = problem.lengths, sum(map(len, lockstep_groups))
-    if len(lengths) < replicas:
-        remedy = Remedy("raise", "global_batch_size", replicas)
-        raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas", remedy)
-    work_us = sequence_work(problem, costs)
+    units, replicas = problem.indivisible, sum(map(len, lockstep_groups))
+    if len(units) < replicas:
+        what = "groups of sequences" if problem.loss_groups else "sequences"
+        reason = f"{len(units)} {what} cannot be shared by {replicas} replicas"
+        raise PlanError(reason, Remedy("raise", "global_batch_size", replicas))
+    each_us = sequence_work(problem, costs)
+    work_us = [sum(each_us[at] for at in unit) for unit in units]
     shares = longest_first(work_us, replicas)
     alone = tuple((replica,) for replica in range(replicas))
     by_work = _Exchange(alone, work_us, lambda share: sum(work_us[at] for at in share[0]))
-    shares = by_work.run(shares, ROUNDS * len(lengths), 0.0)[0]
+    shares = by_work.run(shares, ROUNDS * len(units), 0.0)[0]
     if len(lockstep_groups) < replicas:
         shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
 
+    def positions(share: Share) -> Share:
+        return tuple(sorted(at for unit in share for at in units[unit]))
+
     def problems_of(lockstep_group: tuple[Share, ...]) -> tuple[Problem, ...]:
-        return tuple(problem.part(sorted(share)) for share in lockstep_group)
+        return tuple(problem.part(positions(share)) for share in lockstep_group)
 
     def planned_us(lockstep_group: tuple[Share, ...]) -> float:
         try:
@@ -111,20 +117,7 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
         if math.isinf(slowest_us):
             time_us(problems_of(tuple(shares[replica] for replica in lockstep_group)))  # says why
         of_replica |= dict.fromkeys(lockstep_group, slowest_us)
-    return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
-
-
-def lockstep_groups_of(sharing: Iterable[set[int]]) -> LockstepGroups:
-    """The groups of all replicas.
-
-    Args:
-        sharing: sets of replicas that share something; each replica is in one at least.
-    """
-    lockstep_group_of: dict[int, set[int]] = {}
-    for replicas in sharing:
-        together = replicas.union(*(lockstep_group_of.get(replica, {replica}) for replica in replicas))
-        lockstep_group_of |= dict.fromkeys(together, together)
-    return tuple(sorted({tuple(sorted(lockstep_group)) for lockstep_group in lockstep_group_of.values()}))
+    return Division(tuple(map(positions, shares)), tuple(of_replica[r] for r in range(replicas)))
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:

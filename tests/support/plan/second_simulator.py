@@ -36,6 +36,8 @@ def waited_for(plan: Plan) -> Iterator[Edge]:
         for c, d in after:
             yield (Op.F, s, c), (Op.F, s, d), 0
             yield (Op.B, s, d), (Op.B, s, c), 0
+    for group in plan.loss_groups:
+        yield from (((Op.F, stages[-1], c), (Op.B, stages[-1], d), 0) for c in group for d in group)
     yield from _of_shards(plan)
 
 

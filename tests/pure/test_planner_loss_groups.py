@@ -1,0 +1,161 @@
+"""Sequences whose loss is computed together: their backwards wait for all their forwards, and they stay next to each other."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
+from megatron_epp.planner.order import arranged, joint_losses
+from megatron_epp.planner.planners import PLANNERS as CORE
+from megatron_epp.planner.search.estimate import about_us
+from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.service.replica_balance import divide
+from tests.support.plan.campaign_cases import Case, case_of
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+from tests.support.plan.queue_machine import stuck
+from tests.support.plan.second_simulator import times
+
+PAIRS = tuple(number // 2 for number in range(40))
+
+
+def in_groups(seed: int) -> Case:
+    """A case of the campaign whose sequences are drawn into groups of up to four."""
+    draw, case = random.Random(seed), case_of(seed)
+    groups: list[int] = []
+    while len(groups) < len(case.problem.lengths):
+        groups += [len(groups)] * draw.randint(1, 4)
+    groups = groups[: len(case.problem.lengths)]
+    draw.shuffle(groups)
+    planner = draw.choice(["greedy", *CORE]) if case.problem.has_one_stage_per_rank else "greedy"
+    asked = replace(case.problem, loss_groups=tuple(groups))
+    return replace(case, problem=asked, options=replace(case.options, planner=planner))
+
+
+def chunks_of(made: Plan, loss_groups: tuple[int, ...], number: int) -> set[int]:
+    """Chunks with a part of a group."""
+    return {c for c, chunk in enumerate(made.chunks) for s in chunk.segments if loss_groups[s.sequence] == number}
+
+
+def assert_waits(made: Plan, loss_groups: tuple[int, ...]) -> None:
+    """On the stage with the loss, no backward of a group runs before all its forwards have."""
+    last = made.num_stages - 1
+    actions = list(made.actions(made.placement[last]))
+    place = {(action.op, action.chunk): at for at, action in enumerate(actions) if action.stage == last}
+    for number in set(loss_groups):
+        own = chunks_of(made, loss_groups, number)
+        if not made.forward_only:
+            assert max(place[Op.F, c] for c in own) < min(place[Op.B, c] for c in own)
+        assert len(own) == 1 or any(own <= set(group) for group in made.loss_groups)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_planner_runs_all_forwards_of_a_group_before_its_first_backward(seed: int):
+    case = in_groups(seed)
+    try:
+        made = plan(case.problem, case.costs, case.options)
+    except InfeasibleError:
+        return
+    assert check(made) == []
+    assert_waits(made, case.problem.loss_groups)
+    starts, took = times(made)
+    assert max(start + took[key] for key, start in starts.items()) == pytest.approx(made.predicted.makespan_us)
+    assert stuck(to_json(made), repr(lower(made))) == []
+    assert from_json(to_json(made)) == made
+
+
+def test_a_backward_ahead_of_its_groups_forwards_is_found():
+    asked = replace(problem(web_lengths(8, seed=1), 2), loss_groups=PAIRS[:8])
+    made = plan(asked, pipeline(2), Options(slices=2))
+    group = made.loss_groups[0]
+    rank = list(made.ranks[1])
+    at = next(i for i, step in enumerate(rank) if step.action.op is Op.F and step.action.chunk == group[-1])
+    first = next(i for i, step in enumerate(rank) if step.action.op is Op.B and step.action.chunk in group)
+    rank.insert(at, rank.pop(first))
+    faults = check(replace(made, ranks=(made.ranks[0], tuple(rank))))
+    assert "which it needs" in str(faults[0])
+
+
+def test_short_groups_share_chunks_and_long_ones_stay_together():
+    lengths = (60000, 40000, 20000, 500, *[300] * 36)
+    asked = replace(problem(lengths, 4, 70 * GIB), loss_groups=PAIRS)
+    made = plan(asked, pipeline(4), Options())
+    spread = [number for number in range(20) if len(chunks_of(made, PAIRS, number)) > 1]
+    assert spread == [0, 1]
+    assert len(made.loss_groups) == 2
+    assert [range(group[0], group[-1] + 1) for group in made.loss_groups] == [
+        run for run in slice_groups(made.chunks, PAIRS) if len(run) > 1
+    ]
+    assert max(len(chunk.segments) for chunk in made.chunks) > 2
+
+
+def test_groups_cost_little_where_they_fit_chunks():
+    lengths = web_lengths(40, seed=4, longest=4000)
+    free = plan(problem(lengths, 4), pipeline(4), Options())
+    paired = plan(replace(problem(lengths, 4), loss_groups=PAIRS), pipeline(4), Options())
+    assert paired.predicted.makespan_us < 1.05 * free.predicted.makespan_us
+
+
+def test_one_group_for_each_sequence_changes_nothing_but_what_the_plan_says():
+    asked = problem((60000, *web_lengths(20, seed=2)), 4, 40 * GIB)
+    free = plan(asked, pipeline(4), Options())
+    alone = plan(replace(asked, loss_groups=tuple(range(21))), pipeline(4), Options())
+    assert replace(alone, loss_groups=()) == free
+    assert alone.loss_groups[0] == tuple(c for c, chunk in enumerate(alone.chunks) if chunk.segments[0].sequence == 0)
+
+
+def test_replicas_get_whole_groups():
+    asked = replace(problem(web_lengths(40, seed=3), 2), loss_groups=tuple(reversed(PAIRS)))
+    alone = tuple((replica,) for replica in range(3))
+    costs = pipeline(2)
+    division = divide(asked, costs, alone, lambda shares: max(about_us(share, costs, Options()) for share in shares))
+    assert sorted(at for share in division.shares for at in share) == list(range(40))
+    of = [{asked.loss_groups[at] for at in share} for share in division.shares]
+    assert sum(map(len, of)) == len(set.union(*of)) == 20
+
+
+def test_more_replicas_than_groups_are_refused():
+    asked = replace(problem((5, 6, 7, 8), 2), loss_groups=(0, 0, 0, 1))
+    with pytest.raises(PlanError, match="2 groups of sequences cannot be shared by 3 replicas"):
+        divide(asked, pipeline(2), ((0,), (1,), (2,)), lambda shares: 1.0)
+
+
+def test_replicas_that_share_experts_keep_groups_too():
+    problems = [replace(problem(web_lengths(12, seed=seed), 2), loss_groups=PAIRS[:12]) for seed in (1, 2)]
+    for asked, made in zip(problems, plan_lockstep(problems, pipeline(2), Options()), strict=True):
+        assert check(made) == []
+        assert_waits(made, asked.loss_groups)
+
+
+def test_as_many_groups_as_sequences_are_needed():
+    with pytest.raises(PlanError, match="loss groups of 1 sequences, and lengths of 2"):
+        plan(replace(problem((5, 6), 2), loss_groups=(0,)), pipeline(2))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=200)
+def test_arranged_tables_have_the_same_chunks_with_every_group_in_one_run(groups: list[int], draw: random.Random):
+    sizes = [draw.randint(1, 3) for _ in groups]
+    runs = [[Chunk((Segment(q, at, at + 1),)) for at in range(size)] for q, size in enumerate(sizes)]
+    draw.shuffle(runs)
+    table = tuple(chunk for run in runs for chunk in run)
+    found = arranged(table, groups)
+    assert sorted(map(repr, found)) == sorted(map(repr, table))
+    for q, size in enumerate(sizes):
+        assert [c.segments[0].start for c in found if c.segments[0].sequence == q] == list(range(size))
+    for group in joint_losses(found, groups):
+        assert group == tuple(range(group[0], group[-1] + 1))
+
+
+@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - set(CORE)))
+def test_other_planners_refuse_losses_over_several_sequences(planner: str):
+    asked = problem((5, 6), 2)
+    with pytest.raises(PlanError, match="orders each sequence by itself, and the batch has losses over several"):
+        plan(replace(asked, loss_groups=(3, 3)), pipeline(2), Options(planner=planner))
