@@ -67,13 +67,15 @@ class LossArrays:
     Attributes:
         weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
         counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
-        sequence: int64 ``[padded tokens]``, the number of the token's segment in the chunk; one more for padding.
+        sequence: int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding.
+        group: the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`.
         columns: float32 ``[columns, padded tokens]``, in the order of the loss's names.
     """
 
     weights: torch.Tensor
     counts: torch.Tensor
     sequence: torch.Tensor
+    group: torch.Tensor
     columns: torch.Tensor
 
 
@@ -82,6 +84,10 @@ class ColumnDataset(SequenceDataset, Protocol):
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
         """Values of tokens ``[start, end)`` of a sequence as labels; any type of numbers."""
+        ...
+
+    def group_of(self, index: int) -> int:
+        """Number of the group of sequences with one loss that a sequence is of."""
         ...
 
 
@@ -141,7 +147,7 @@ class GlobalBatch:
         plan_digest: its digest.
         trains: some token of the whole batch, over all replicas, is trained.
         prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
-        global_size: sequences of the whole batch, over all replicas.
+        global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
         planning_us: time of planning, on the planning rank.
         dataset: source of the tokens.
@@ -160,6 +166,7 @@ class GlobalBatch:
     plan_digest: str = field(default="", compare=False)
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _groups: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""
@@ -217,20 +224,36 @@ class GlobalBatch:
 
         dataset: Any = self.dataset  # a `ColumnDataset`
         num_tokens = len(loss_mask)
-        weights, sequence = loss_mask.copy(), np.full(num_tokens, len(segments), dtype=np.int64)
+        weights, (sequence, group) = loss_mask.copy(), np.zeros((2, num_tokens), dtype=np.int64)
+        members = self._members()
         counts = loss_mask if wanted.average is Average.TOKENS else np.zeros(num_tokens, dtype=np.float32)
         columns = np.zeros((len(wanted.names), num_tokens), dtype=np.float32)
         at = 0
-        for number, (row, start, end) in enumerate(segments):
+        for row, start, end in segments:
             here = slice(at, at := at + end - start)
-            sequence[here] = number
+            sequence[here], group[here] = row, members[row][0]
             for values, name in zip(columns, wanted.names, strict=True):
                 values[here] = dataset.column(name, self.indices[row], start + 1, end + 1)
-            if wanted.average is not Average.TOKENS and (total := self._count(row)):
-                counts[at - 1] = end == self.lengths[row]  # once, whatever slices the sequence has
-                if wanted.average is Average.SEQUENCE_MEANS:
-                    weights[here] /= total
-        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, columns)))
+            if wanted.average is Average.TOKENS:
+                continue
+            whole, total = end == self.lengths[row], self._count(row)
+            if wanted.average is Average.GROUPS:  # once, whatever sequences and slices it has
+                counts[at - 1] = whole and row == members[row][-1] and any(map(self._count, members[row]))
+            elif total:
+                counts[at - 1] = whole
+            if wanted.average is Average.SEQUENCE_MEANS and total:
+                weights[here] /= total
+        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, columns)))
+
+    def _members(self) -> list[list[int]]:
+        """Return the sequences of every sequence's group, ascending."""
+        if not self._groups:
+            found: dict[int, list[int]] = {}
+            dataset: Any = self.dataset
+            for row, index in enumerate(self.indices):
+                found.setdefault(dataset.group_of(index), []).append(row)
+            self._groups.extend(found[dataset.group_of(index)] for index in self.indices)
+        return self._groups
 
     def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of positions ``[start, end)`` of a sequence, with the last one's label, and which of them count."""

@@ -6,10 +6,12 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
@@ -18,9 +20,9 @@ from megatron_epp.plan import Action, EppError
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
-MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...]], PackedPlans]
-"""Function from the lengths of a whole global batch and the trained tokens of its sequences (`trained_parts`) to the plans for
-the shares of some replicas."""
+MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...]], PackedPlans]
+"""Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`) and the groups whose
+loss is computed together (`Problem.loss_groups`) to the plans for the shares of some replicas."""
 
 Item = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -75,7 +77,8 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     Args:
         dataset: source of lengths and, later, of tokens.
-        sampler: yields the sequence indices of global batches; the same on every rank of the job.
+        sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;
+            the same on every rank of the job.
         plans: None yields batches without a plan, divided over replicas by count.
         depth: number of batches that may wait, at least 1 (one more is being made, and one more has been sent).
         mask_loss_of: see `GlobalBatch`.
@@ -105,7 +108,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             raise StopIteration
         if self._plans is None:
             batch = next(self._prefetched)[0]
-            return batch.part(by_count(batch.global_size, self._replica, self._replicas))
+            return batch.part(by_count(len(batch.indices), self._replica, self._replicas))
         for item in self._plans.exchange(self._made()):
             self._given.append(self._look_ahead.submit(_ready, item, self._whole(item), self._plans))
         try:
@@ -157,20 +160,41 @@ def _batches(
     mask_loss_of: int | None,
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
     """Yield whole batches, and their plans if this rank makes them."""
-    for indices in sampler:
+    for drawn in sampler:
         consumed = getattr(sampler, "consumed_samples", 0)
+        indices, loss_groups = sequences_of(dataset, drawn)
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        packed = None if plans is None or plans.make is None else plans.make(lengths, trained_parts(dataset, indices))
+        packed = None
+        if plans is not None and plans.make is not None:
+            packed = plans.make(lengths, trained_parts(dataset, indices), loss_groups)
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
             dataset=dataset,
             mask_loss_of=mask_loss_of,
-            global_size=len(indices),
+            global_size=len(drawn),
             consumed_samples=consumed,
             trains=any_trained(dataset, indices),
         )
         yield batch, packed
+
+
+def samples_in(dataset: SequenceDataset) -> np.ndarray:
+    """Return the lengths of what a sampler draws: of sequences, or of groups of sequences if losses are over these."""
+    groups: Sequence[tuple[int, ...]] = getattr(dataset, "groups", ())
+    return np.array([dataset.lengths[[*group]].sum() for group in groups]) if groups else dataset.lengths
+
+
+def sequences_of(dataset: SequenceDataset, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sequences of what a sampler has drawn, and a number of its group for each; no numbers if there are no groups.
+
+    What was drawn twice is two groups.
+    """
+    groups: Sequence[tuple[int, ...]] = getattr(dataset, "groups", ())
+    if not groups:
+        return drawn, ()
+    pairs = [(index, number) for number, group in enumerate(drawn) for index in groups[group]]
+    return tuple(index for index, _ in pairs), tuple(number for _, number in pairs)
 
 
 def _portable(error: Exception) -> Exception:
@@ -189,7 +213,7 @@ def _ready(item: Item, whole: GlobalBatch | Exception, source: PlanSource) -> _R
     if isinstance(whole, Exception):
         raise whole
     mine = item[source.position]
-    plan, batch = mine.plan(), whole.part([at for at in mine.share if at < whole.global_size])
+    plan, batch = mine.plan(), whole.part([at for at in mine.share if at < len(whole.indices)])
     if plan.lengths != batch.lengths:
         raise DisagreementError(
             f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "

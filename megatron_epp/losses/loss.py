@@ -1,4 +1,4 @@
-"""A loss as a sum over tokens or over whole sequences, given the log-probabilities of labels and columns of values.
+"""A loss as a sum over tokens, sequences or groups of sequences, given log-probabilities of labels and columns of values.
 
 A loss that is written so trains in slices: its sums are over one scope, and no scope needs the values of another. Denominators
 do not depend on how a batch is cut, packed, ordered or divided over replicas: they are counted from masks.
@@ -23,12 +23,14 @@ class Scope(StrEnum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
+    GROUP = "group"
+    """Sequences of samples with the same group, such as the two of a preference."""
 
 
 class Average(StrEnum):
     """Divisor of the sum of a batch's losses over all replicas, and how much a trained token counts in that sum.
 
-    A sequence without a trained token is not counted.
+    A sequence or group without a trained token is not counted.
     """
 
     TOKENS = "tokens"
@@ -37,6 +39,8 @@ class Average(StrEnum):
     """By sequences; each token counts 1."""
     SEQUENCE_MEANS = "sequence means"
     """By sequences; each token counts 1 over the trained tokens of its sequence."""
+    GROUPS = "groups"
+    """By groups of sequences (`Scope.GROUP`); each token counts 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Rows:
         columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for.
         entropy: ``[n]``, entropy of the distribution that the label is from; None unless the loss asks for it.
         sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
-        num_sequences: numbers that `sequence` may have; some may have no token.
+        num_sequences: numbers that `sequence` may have; some have no token here.
+        group: ``[n]`` int64, the number of every token's group: the least number of its sequences; None but in `Scope.GROUP`.
     """
 
     logprobs: Tensor
@@ -59,6 +64,7 @@ class Rows:
     entropy: Tensor | None = None
     sequence: Tensor | None = None
     num_sequences: int = 0
+    group: Tensor | None = None
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum `values` ``[n]`` over the trained tokens of every sequence, each counted as its weight says: ``[sequences]``.
@@ -74,6 +80,17 @@ class Rows:
         """Average `values` ``[n]`` over the trained tokens of every sequence, 0 where there are none: ``[sequences]``."""
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=torch.finfo(values.dtype).tiny)
 
+    def over_groups(self, values: Tensor) -> Tensor:
+        """Sum values of sequences over every group: ``[sequences]``, at the group's number; 0 at others.
+
+        Raises:
+            EppError: the loss is not over groups.
+        """
+        if self.group is None or self.sequence is None:
+            raise EppError("a loss that adds up over groups of sequences needs Scope.GROUP")
+        of_sequence = torch.arange(self.num_sequences, device=values.device).index_copy(0, self.sequence, self.group)
+        return torch.zeros_like(values).index_add(0, of_sequence, values)
+
     @property
     def trained(self) -> Tensor:
         """1 for sequences with a trained token, 0 for others: ``[sequences]``."""
@@ -87,8 +104,9 @@ class Loss(Protocol):
 
     Attributes:
         name: in the log.
-        scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all tokens of a sequence are in one call.
-        average: see `Average`; with `Scope.SEQUENCE` the loss itself weighs tokens within a sequence.
+        scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all tokens of a sequence are in one call, in
+            `Scope.GROUP` all sequences of a group; others, too, may be.
+        average: see `Average`; but in `Scope.TOKEN` the loss itself weighs tokens within a sequence.
         columns: names of the columns that it reads.
         logged: names of the sums that it returns to be logged.
 
@@ -136,4 +154,6 @@ def load_loss(text: str) -> Loss:
         if value not in tuple(kind):
             known = ", ".join(kind)
             raise EppError(f"{text} has {kind.__name__.lower()} {value!r}; it must be one of {known}")
+    if loss.average is Average.GROUPS and loss.scope is not Scope.GROUP:
+        raise EppError(f"{text} is divided by groups of sequences: its scope must be {Scope.GROUP}")
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Problem:
     def part(self, share: Iterable[int]) -> Problem:
         """Return the problem of the sequences at these positions, in this order."""
         at = tuple(share)
-        own = {
+        own: dict[str, Any] = {
             name: tuple(values[q] for q in at)
             for name in ("lengths", "trained", "loss_groups")
             if (values := getattr(self, name))

@@ -33,6 +33,7 @@ class ChunkContext:
         recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
         forward_only: no backward follows.
         attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
+        loss_group: chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own.
     """
 
     chunk: int
@@ -42,6 +43,7 @@ class ChunkContext:
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
     attention_output: CachedAttentionOutput | None = None
+    loss_group: tuple[int, ...] = ()
 
 
 class ChunkLayout(NamedTuple):
@@ -49,6 +51,7 @@ class ChunkLayout(NamedTuple):
 
     table: SegmentTable
     view: SliceView | None
+    loss_group: tuple[int, ...] = ()
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
@@ -66,8 +69,11 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
         capacity = part.start + tokens if part.end == length else room[part.sequence]
         return SliceView(*part, length, capacity, num_slices[part.sequence])
 
+    loss_group = {c: group for group in plan.loss_groups for c in group}
     return tuple(
-        ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part))
+        ChunkLayout(
+            SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part), loss_group.get(c, ())
+        )
         for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
     )
 

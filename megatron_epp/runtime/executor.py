@@ -212,8 +212,9 @@ class Executor:
         if hidden is not None and not self.plan.forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
-        context = ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
+        (table, view, group), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        relay, forward_only = self.stages[stage].relay, self.plan.forward_only
+        context = ChunkContext(chunk, table, relay, view, recompute, forward_only, loss_group=group)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         with self.recorder.action(action), saving, context.relay.running(context.view, False):
             output = self.stages[stage].forward(context, hidden)

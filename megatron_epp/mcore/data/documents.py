@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
-from megatron_epp.data.iterator import PlannedBatches, PlanSource
+from megatron_epp.data.iterator import PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
@@ -88,10 +88,10 @@ def build_document_iterators(
         dataset, shuffle = split
         begin = consumed[number], args.seed, shuffle
         if batch_tokens and not number:
-            sampler: GlobalBatchSampler = TokenBatchSampler(dataset.lengths, batch_tokens, data_parallel_size, *begin)
+            sampler: GlobalBatchSampler = TokenBatchSampler(samples_in(dataset), batch_tokens, data_parallel_size, *begin)
         else:
             size = features.evaluation_batch_size(args) if number else args.global_batch_size
-            sampler = GlobalBatchSampler(len(dataset), size, *begin)
+            sampler = GlobalBatchSampler(len(samples_in(dataset)), size, *begin)
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
@@ -137,10 +137,12 @@ def build_splits(
 def _samples(args: Namespace, tokenizer: Tokenizer) -> list[Shuffled | None]:
     """Read the samples of training, and of evaluation if there is another file; each file whole, on every rank."""
     from megatron_epp.data.samples import read_samples
-    from megatron_epp.losses import load_loss
+    from megatron_epp.losses import Scope, load_loss
 
-    names = () if args.epp_loss is None else load_loss(args.epp_loss).columns
-    files = [read_samples(Path(path), names, args.seq_length, tokenizer.vocab_size) for path in args.epp_samples[:2]]
+    loss = None if args.epp_loss is None else load_loss(args.epp_loss)
+    limits = args.seq_length, tokenizer.vocab_size
+    needed = (() if loss is None else loss.columns), *limits, (Scope.TOKEN if loss is None else loss.scope)
+    files = [read_samples(Path(path), *needed) for path in args.epp_samples[:2]]
     train, valid = files[0], files[1] if len(files) > 1 else None
     if args.eval_iters > 0 and valid is None:
         raise EppError("--epp-samples has no file for evaluation: give a second one, or pass --eval-iters 0")

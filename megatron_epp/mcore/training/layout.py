@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_epp.cost import PipelineCosts, Profile, on_device
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
@@ -171,12 +172,13 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
     assert split is not None  # training is wanted
     dataset, shuffle = split
     begin = 0, args.seed, shuffle
-    sampler: GlobalBatchSampler = GlobalBatchSampler(len(dataset), args.global_batch_size, *begin)
+    sampler: GlobalBatchSampler = GlobalBatchSampler(len(samples_in(dataset)), args.global_batch_size, *begin)
     if args.epp_batch_tokens:
-        sampler = TokenBatchSampler(dataset.lengths, args.epp_batch_tokens, replicas, *begin)
+        sampler = TokenBatchSampler(samples_in(dataset), args.epp_batch_tokens, replicas, *begin)
     for _ in range(_BATCHES):
         batch = next(sampler)
-        yield tuple(int(dataset.lengths[batch[at]]) for at in by_count(len(batch), 0, replicas))
+        drawn = tuple(batch[at] for at in by_count(len(batch), 0, replicas))
+        yield tuple(int(dataset.lengths[index]) for index in sequences_of(dataset, drawn)[0])
 
 
 def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict[str, Any]] | None:

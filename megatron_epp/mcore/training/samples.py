@@ -15,7 +15,7 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import PlannedBatches
+from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample
 from megatron_epp.losses import Average, Loss, NextToken, load_loss
 from megatron_epp.mcore import features
@@ -89,8 +89,8 @@ class SampleSchedule:
         Args:
             model: the rank's model chunk, or a list of all.
             samples: the whole batch, the same on every rank; this package divides it over replicas. Each has ``tokens``,
-                ``trained`` if not all tokens are trained, and the columns of the loss: a number for every token as a label,
-                or one for all (`data.samples.TokenSample`).
+                ``trained`` if not all tokens are trained, the columns of the loss: a number for every token as a label, or
+                one for all (`data.samples.TokenSample`); and for a loss over groups its ``group``.
             forward_only: compute no gradients.
             wants_logprobs: gather the labels' log-probabilities.
 
@@ -100,8 +100,8 @@ class SampleSchedule:
         models = model if isinstance(model, list) else [model]
         session = self._attached(models)
         named = self._agreed(samples)
-        dataset = Samples(named)
-        everything = tuple(range(len(dataset)))
+        dataset = Samples(named, self.loss.scope)
+        everything = tuple(range(len(samples_in(dataset))))
         limits = session.replica, session.replicas
         batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
         try:
@@ -112,7 +112,7 @@ class SampleSchedule:
         last = session.stages.get(session.placement.num_stages - 1)
         kept: list[tuple[int, torch.Tensor]] = []
         if last is not None and last.loss is not None:
-            last.loss.scale = self._scale(models, named)
+            last.loss.scale = self._scale(models, named, dataset)
             last.loss.keeps = kept if wants_logprobs else None
         _, report = run_batch(session, models, batch, forward_only)
         sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
@@ -160,7 +160,8 @@ class SampleSchedule:
         """
         found, problem = list[TokenSample](), ""
         try:
-            found += (TokenSample.of(given, self.loss.columns, f"sample {at}") for at, given in enumerate(samples))
+            needed = self.loss.columns, self.loss.scope
+            found += (TokenSample.of(given, needed[0], f"sample {at}", needed[1]) for at, given in enumerate(samples))
             problem = "" if found else "there are no samples"
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
@@ -175,13 +176,15 @@ class SampleSchedule:
             )
         return found
 
-    def _scale(self, models: list[torch.nn.Module], samples: Sequence[TokenSample]) -> float:
-        """Return the factor of gradients which are divided by replicas where they should be by tokens or sequences."""
+    def _scale(self, models: list[torch.nn.Module], samples: Sequence[TokenSample], dataset: Samples) -> float:
+        """Return the factor of gradients which are divided by replicas where they should be by what the average says."""
         config = get_model_config(models[0])
         if config.calculate_per_token_loss:
             return 1.0
         counts = [len(one.tokens) - 1 if one.trained is None else int(one.trained[1:].sum()) for one in samples]
         number = sum(counts) if self.loss.average is Average.TOKENS else sum(count > 0 for count in counts)
+        if self.loss.average is Average.GROUPS:
+            number = sum(any(counts[index] for index in group) for group in dataset.groups)
         return mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, number)
 
     def _report(
@@ -204,6 +207,7 @@ def _digest(samples: Sequence[TokenSample]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         columns = (sample.columns[name] for name in sorted(sample.columns))
+        digest.update(repr(sample.group).encode())
         for values in (sample.tokens, np.ones(0) if sample.trained is None else sample.trained, *columns):
             digest.update(f"{values.shape}".encode())
             digest.update(np.ascontiguousarray(values).tobytes())

@@ -197,14 +197,22 @@ class Session(Run):
             if self.learning is not None:
                 self.learning.close()
 
-    def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...], *, forward_only: bool) -> PackedPlans:
+    def _plan(
+        self,
+        lengths: tuple[int, ...],
+        trained: tuple[TrainedParts, ...],
+        loss_groups: tuple[int, ...],
+        *,
+        forward_only: bool,
+    ) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         planner = self._planner
         if self.learning is not None and not forward_only:  # evaluations stay with formulas: they follow no iteration
             planner = self.learning.planner_of_next(planner)
         try:
-            return planner.plan(replace(self.problem, lengths=lengths, forward_only=forward_only, trained=trained))
+            asked = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups)
+            return planner.plan(replace(asked, forward_only=forward_only))
         except EppError as error:
             raise possible_on_device(error).within(
                 after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING

@@ -1,9 +1,9 @@
-"""A loss over tokens or over sequences, of the log-probabilities that chunks give, with its gradient for each chunk.
+"""A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
 The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`runtime.loss.blocks`). A
-loss over tokens is added to that graph. For a loss over sequences, log-probabilities are leaves: with the forward of a
-sequence's last slice the loss is differentiated with respect to those of all its slices, and each chunk's backward begins with
-its own. A slice's backward follows those of later slices, whose gradients of keys and values it needs, and so that forward.
+loss over tokens is added to that graph. For other losses, log-probabilities are leaves: with the last forward of the chunks
+whose loss is computed together (`Plan.loss_groups`), the loss is differentiated with respect to the values of all of them, and
+each chunk's backward begins with its own gradient.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class _Part(NamedTuple):
-    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `values`."""
+    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `values`.
+
+    `num_sequences` is above the positions of its sequences in the batch.
+    """
 
     chunk: int
     leaf: Tensor
     values: Tensor
     inputs: LossArrays
-
-    def counting(self, rows: Tensor) -> _Part:
-        """Return this part with the weights of the other rows at 0; `rows` is ``[tokens]``, boolean."""
-        given = self.inputs
-        return self._replace(inputs=LossArrays(given.weights * rows, given.counts, given.sequence, given.columns))
+    num_sequences: int
 
 
 class ScopedLoss:
@@ -50,7 +49,7 @@ class ScopedLoss:
         self.loss, self.scale = loss, 1.0
         self._group = context_ranks if context_ranks is not None and context_ranks.size() > 1 else None
         self.keeps: list[tuple[int, Tensor]] | None = None
-        self._slices: dict[int, list[_Part]] = {}  # of a sequence whose last slice has not run
+        self._waiting: dict[int, _Part] = {}  # by chunk, while others of its group have not run
         self._gradients: dict[int, Tensor] = {}
 
     @property
@@ -70,27 +69,22 @@ class ScopedLoss:
             the chunk's output, a loss or the values that `gradient` belongs to; and this rank's sums to report, without
             gradients: the loss, the number that divides it, and the sums to log.
         """
-        own = _Part(context.chunk, values, values, inputs)
+        own = _Part(context.chunk, values, values, inputs, 1 + max(segment.sequence for segment in context.table.segments))
         if self.keeps is not None:
             self.keeps.append((context.chunk, values[0].detach() * (inputs.weights != 0)))
         if self.loss.scope == Scope.TOKEN:
-            loss, logged = self.loss(self._rows([own], None))
+            loss, logged = self.loss(self._rows([own]))
             return loss * self.scale, self._report(loss, logged, inputs.counts)
-        trains = values.requires_grad
-        own = self._of_all_ranks(own._replace(leaf=values.detach().requires_grad_(trains)))
-        parts, view = [own], context.view
-        if view is not None and view.is_tail:
-            parts += self._slices.pop(view.sequence, [])
-        elif view is not None:  # a slice is the first segment of its chunk
-            self._slices.setdefault(view.sequence, []).append(own.counting(own.inputs.sequence == 0))
-            parts = [own.counting(own.inputs.sequence != 0)]
-        num_real = sum(segment.sequence >= 0 for segment in context.table.segments)
-        loss, logged = self.loss(self._rows(parts, num_real + 1))
+        trains, group = values.requires_grad, context.loss_group or (context.chunk,)
+        self._waiting[context.chunk] = self._of_all_ranks(own._replace(leaf=values.detach().requires_grad_(trains)))
+        if not all(chunk in self._waiting for chunk in group):
+            none = inputs.counts.new_zeros([])
+            return values, self._report(none, dict.fromkeys(self.loss.logged, none), inputs.counts)
+        parts = [self._waiting.pop(chunk) for chunk in group]
+        loss, logged = self.loss(self._rows(parts))
         if trains:
             gradients = torch.autograd.grad(loss * self.scale, [part.leaf for part in parts])
-            for part, gradient in zip(parts, gradients, strict=True):
-                known = self._gradients.get(part.chunk)
-                self._gradients[part.chunk] = gradient if known is None else known + gradient
+            self._gradients |= {part.chunk: gradient for part, gradient in zip(parts, gradients, strict=True)}
         if self._group is not None and dist.get_rank(self._group):  # all ranks of the group have the same loss
             loss, logged = torch.zeros_like(loss), {name: torch.zeros_like(value) for name, value in logged.items()}
         return values, self._report(loss, logged, inputs.counts)
@@ -100,24 +94,25 @@ class ScopedLoss:
         return self._gradients.pop(chunk, None)
 
     def end(self) -> None:
-        """Check that every sequence has been completed, and every gradient has been taken."""
-        assert not self._slices
+        """Check that every sequence and group has been completed, and every gradient has been taken."""
+        assert not self._waiting
         assert not self._gradients
 
     def _report(self, loss: Tensor, logged: dict[str, Tensor], counts: Tensor) -> Tensor:
         sums = (loss, counts.sum(), *(logged[name] for name in self.loss.logged))
         return torch.stack([value.detach().float() for value in sums])
 
-    def _rows(self, parts: Sequence[_Part], num_sequences: int | None) -> Rows:
-        """Join parts, of which the first has all segments of its chunk and the others the slice that is its first segment."""
-        joined = [part.inputs for part in parts]
+    def _rows(self, parts: Sequence[_Part]) -> Rows:
+        """Join the tokens of chunks, with what the loss's scope tells of sequences and groups."""
+        joined, scope = [part.inputs for part in parts], self.loss.scope
         columns = dict(zip(self.loss.columns, torch.cat([each.columns for each in joined], dim=-1).unbind(), strict=True))
         values, weights = torch.cat([part.values for part in parts], dim=-1), torch.cat([each.weights for each in joined])
         given = values[0], weights, columns, values[1] if len(values) > 1 else None
-        if num_sequences is None:
+        if scope == Scope.TOKEN:
             return Rows(*given)
-        others = [torch.where(each.sequence == 0, 0, num_sequences - 1) for each in joined[1:]]
-        return Rows(*given, torch.cat([joined[0].sequence, *others]), num_sequences)
+        sequence, group = (torch.cat([getattr(each, name) for each in joined]) for name in ("sequence", "group"))
+        most = max(part.num_sequences for part in parts)
+        return Rows(*given, sequence, most, group if scope == Scope.GROUP else None)
 
     def _of_all_ranks(self, part: _Part) -> _Part:
         if self._group is None:
@@ -125,11 +120,12 @@ class ScopedLoss:
         rank, given = dist.get_rank(self._group), part.inputs
         of_ranks = _gathered(part.leaf.detach(), self._group)
         of_ranks[rank] = part.leaf
-        weights, sequence = (torch.cat(_gathered(x, self._group)) for x in (given.weights, given.sequence))
+        weights = torch.cat(_gathered(given.weights, self._group))
+        sequence, group = torch.cat(_gathered(torch.stack([given.sequence, given.group]), self._group), dim=1)
         columns = weights.new_empty(0, len(weights))
         if len(given.columns):
             columns = torch.cat(_gathered(given.columns, self._group), dim=-1)
-        arrays = LossArrays(weights, given.counts, sequence, columns)
+        arrays = LossArrays(weights, given.counts, sequence, group, columns)
         return part._replace(values=torch.cat(of_ranks, dim=-1), inputs=arrays)
 
 
