@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,7 +68,7 @@ class LossArrays:
         weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
         counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
         sequence: int64 ``[padded tokens]``, the number of the token's segment in the chunk; one more for padding.
-        columns: float32 ``[columns, padded tokens]``, in the order of the loss's names.
+        columns: float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide.
     """
 
     weights: torch.Tensor
@@ -81,15 +81,21 @@ class ColumnDataset(SequenceDataset, Protocol):
     """Sequences with values of every token, for a loss that reads them."""
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Values of tokens ``[start, end)`` of a sequence as labels; any type of numbers."""
+        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``; any type of numbers."""
         ...
 
 
 class LossColumns(NamedTuple):
-    """Names of the columns that a loss reads, and how it averages."""
+    """Names of the columns that a loss reads, and how it averages; see `losses.Loss`.
+
+    `widths` has the widths of columns that have several values for every token.
+    """
 
     names: tuple[str, ...]
     average: Average
+    widths: Mapping[str, int] = {}
+    candidates: str | None = None
+    has_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +225,19 @@ class GlobalBatch:
         num_tokens = len(loss_mask)
         weights, sequence = loss_mask.copy(), np.full(num_tokens, len(segments), dtype=np.int64)
         counts = loss_mask if wanted.average is Average.TOKENS else np.zeros(num_tokens, dtype=np.float32)
-        columns = np.zeros((len(wanted.names), num_tokens), dtype=np.float32)
+        columns = [np.zeros((wanted.widths.get(name, 1), num_tokens), dtype=np.float32) for name in wanted.names]
         at = 0
         for number, (row, start, end) in enumerate(segments):
             here = slice(at, at := at + end - start)
             sequence[here] = number
             for values, name in zip(columns, wanted.names, strict=True):
-                values[here] = dataset.column(name, self.indices[row], start + 1, end + 1)
+                values[:, here] = dataset.column(name, self.indices[row], start + 1, end + 1).T
             if wanted.average is not Average.TOKENS and (total := self._count(row)):
                 counts[at - 1] = end == self.lengths[row]  # once, whatever slices the sequence has
                 if wanted.average is Average.SEQUENCE_MEANS:
                     weights[here] /= total
-        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, columns)))
+        joined = np.concatenate([np.zeros((0, num_tokens), dtype=np.float32), *columns])
+        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, joined)))
 
     def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of positions ``[start, end)`` of a sequence, with the last one's label, and which of them count."""

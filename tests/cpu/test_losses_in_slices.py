@@ -1,23 +1,59 @@
 """A loss of a batch and its gradient do not depend on how the batch is cut, packed, ordered or divided over replicas."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from megatron_epp.data.batch import GlobalBatch, LossColumns
-from megatron_epp.data.samples import Samples, TokenSample
-from megatron_epp.losses import Average, ClippedRatio, NextToken, Rows, Scope, SequenceRatio
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.data.samples import Samples, TokenSample, columns_of
+from megatron_epp.losses import Average, ClippedRatio, ClippedValue, Distillation, NextToken, Rows, Scope, SequenceRatio
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.loss.scopes import ScopedLoss
 
-VOCABULARY, WIDTH = 11, 5
+VOCABULARY, WIDTH, TOP = 11, 5, 3
 LENGTHS = (13, 4, 9, 2, 1, 7)
+
+
+@dataclass(frozen=True)
+class MeanValue:
+    """Squared error of every sequence's mean value, which no token's error gives."""
+
+    name = "mean value"
+    scope = Scope.SEQUENCE
+    average = Average.SEQUENCES
+    columns = ("returns",)
+    logged = ()
+    has_values = True
+
+    def __call__(self, rows):
+        error = rows.means(rows.values) - rows.means(rows.columns["returns"])
+        return (rows.trained * error.square()).sum(), {}
+
+
+@dataclass(frozen=True)
+class SequenceDistillation:
+    """Squared mean of what a sequence's tokens give to a teacher's, with the entropies beside."""
+
+    name = "distillation of sequences"
+    scope = Scope.SEQUENCE
+    average = Average.SEQUENCES
+    columns = ("importance", "teacher_tokens")
+    candidates = "teacher_tokens"
+    logged = ()
+    has_entropy = True
+    widths = {"teacher_tokens": TOP}  # noqa: RUF012
+
+    def __call__(self, rows):
+        each = rows.columns["importance"] * rows.candidate_logprobs.sum(1) + rows.entropy
+        return (rows.trained * rows.means(each).square()).sum(), {}
+
+
 LOSSES = {
     "tokens": NextToken(),
     "weighted tokens": NextToken(weight_column="importance"),
@@ -30,6 +66,16 @@ LOSSES = {
     "PPO, entropy": ClippedRatio(entropy_weight=0.05),
     "Dr. GRPO": ClippedRatio(average=Average.SEQUENCES, constant=16.0),
     "GSPO": SequenceRatio(clip_low=0.05, clip_high=0.05),
+    "distillation": Distillation(TOP),
+    "distillation, sequence means": Distillation(TOP, average=Average.SEQUENCE_MEANS),
+    "reverse distillation": Distillation(TOP, reverse=True),
+    "distillation, not renormalised": Distillation(TOP, renormalizes=False),
+    "reverse distillation, not renormalised": Distillation(TOP, reverse=True, renormalizes=False),
+    "distillation of sequences": SequenceDistillation(),
+    "values": ClippedValue(),
+    "values, sequence means": ClippedValue(clip=0.1, average=Average.SEQUENCE_MEANS),
+    "values, not clipped": ClippedValue(clip=None),
+    "mean value": MeanValue(),
 }
 S = Segment
 WHOLE = [[Segment(i, 0, n)] for i, n in enumerate(LENGTHS)]
@@ -50,7 +96,8 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def batch():
-    random = np.random.RandomState(0)
+    """Samples as a user gives them; a loss of values does not get their last tokens, so that all have the same lengths."""
+    random, more = np.random.RandomState(0), np.random.RandomState(1)
     samples = []
     for number, length in enumerate(LENGTHS):
         given = {
@@ -60,11 +107,22 @@ def batch():
             "reference_logprobs": -2.4 + 0.3 * random.randn(length + 1),
             "importance": random.rand(length + 1) + 0.5,
             "advantages": random.randn() if number % 2 else random.randn(length + 1),
+            "teacher_tokens": np.stack([more.permutation(VOCABULARY)[:TOP] for _ in range(length + 1)]),
+            "teacher_logprobs": -1.5 - more.rand(length + 1, TOP),
+            "old_values": 0.5 * more.randn(length + 1),
+            "returns": more.randn(length + 1),
         }
-        samples.append(
-            TokenSample.of(given, ("old_logprobs", "reference_logprobs", "importance", "advantages"), f"sample {number}")
-        )
+        samples.append({name: np.asarray(values) for name, values in given.items()})
     return samples
+
+
+def has_values(loss):
+    return getattr(loss, "has_values", False)
+
+
+def samples_for(loss, batch):
+    cut = ({key: x[:-1] if x.ndim and has_values(loss) else x for key, x in given.items()} for given in batch)
+    return [TokenSample.of(given, columns_of(loss), "a sample") for given in cut]
 
 
 @pytest.fixture
@@ -76,11 +134,20 @@ def weight():
 HIDDEN = [torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
-def values_of(weight, segment, tokens):
-    """Log-probabilities of a segment's labels under an output layer, and entropies: ``[2, tokens]``."""
-    logits = log_softmax(HIDDEN[segment.sequence][segment.start : segment.end] @ weight.t(), dim=1)
-    labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])
-    return torch.stack([logits.gather(1, labels[:, None]).squeeze(1), -(logits.exp() * logits).sum(1)])
+def outputs(weight, segment):
+    """Logarithms of the probabilities of all entries under an output layer, and outputs of a value head: its first row."""
+    hidden = HIDDEN[segment.sequence][segment.start : segment.end]
+    return log_softmax(hidden @ weight.t(), dim=1), hidden @ weight[0]
+
+
+def rows_of(loss, weight, segment, tokens, candidates):
+    """What a stage gives of a segment: ``[rows, tokens]``."""
+    logprobs, values = outputs(weight, segment)
+    if has_values(loss):
+        return values[None]
+    labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])[:, None]
+    rows = logprobs.gather(1, labels if candidates is None else torch.cat([labels, candidates], dim=1)).t()
+    return torch.cat([rows, -(logprobs.exp() * logprobs).sum(1)[None]]) if getattr(loss, "has_entropy", False) else rows
 
 
 def trained_with(loss, chunks, samples, weight, multiple=1):
@@ -88,18 +155,20 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
     weight.grad = None
     batch = GlobalBatch(indices=tuple(range(len(samples))), lengths=LENGTHS, dataset=Samples(samples))
     scoped, total, ran = ScopedLoss(loss), None, []
-    asks = LossColumns(loss.columns, loss.average)
     for number, segments in enumerate(chunks):
         chunk = Chunk(tuple(segments))
         padded = chunk.padded_tokens(multiple)
         sliced = chunk.slice_of(LENGTHS)
         view = None if sliced is None else SliceView(*sliced, LENGTHS[sliced.sequence], LENGTHS[sliced.sequence])
         context = ChunkContext(number, SegmentTable.build(chunk, padded), KVRelay(), view)
-        arrays = batch.chunk_of(segments, multiple, of_loss=asks).of_loss
+        arrays = batch.chunk_of(segments, multiple, of_loss=scoped.asks).of_loss
         arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.columns.double())
-        values = torch.cat([values_of(weight, segment, samples[segment.sequence].tokens) for segment in segments], dim=1)
-        values = torch.cat([values, values.new_zeros(2, padded - values.shape[1])], dim=1)
-        values = values if getattr(loss, "has_entropy", False) else values[:1]
+        candidates, rows, at = scoped.candidates(arrays), [], 0
+        for one in segments:
+            here = slice(at, at := at + one.end - one.start)
+            given = None if candidates is None else candidates[here]
+            rows.append(rows_of(loss, weight, one, samples[one.sequence].tokens, given))
+        values = torch.cat([*rows, rows[0].new_zeros(len(rows[0]), padded - at)], dim=1)
         output, sums = scoped.forward(context, values, arrays)
         ran.append((number, output))
         total = sums if total is None else total + sums
@@ -109,18 +178,33 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
     return total, weight.grad / total[1]
 
 
-def by_hand(name, samples, weight):
+def by_hand(name, batch, weight):
     """The batch's loss, written down for whole sequences, without what is under test."""
     weight.grad = None
     sums, counts, loss = [], [], LOSSES[name]
-    for number, sample in enumerate(samples):
-        whole = Segment(number, 0, LENGTHS[number])
-        values, entropy = values_of(weight, whole, sample.tokens)
-        mask = torch.from_numpy(sample.trained[1:].astype(np.float64))
+    for number, given in enumerate(batch):
+        length = LENGTHS[number]
+        logits, outputs_of_head = outputs(weight, Segment(number, 0, length))
+        values = logits[torch.arange(length), torch.from_numpy(given["tokens"][1:])]
+        entropy = -(logits.exp() * logits).sum(1)
+        of_tokens = slice(0, length) if has_values(loss) else slice(1, length + 1)
+        mask = torch.from_numpy(given["trained"][of_tokens].astype(np.float64))
         column = {}
-        for key, x in sample.columns.items():
-            column[key] = torch.from_numpy(np.broadcast_to(x, LENGTHS[number] + 1)[1:].astype(np.float32)).double()
+        for key, x in given.items():
+            x = x if x.ndim else x.repeat(length + 1)
+            column[key] = torch.from_numpy(x[of_tokens].astype(np.float32)).double()
         if not mask.any():
+            continue
+        if name == "mean value":
+            error = ((outputs_of_head - column["returns"]) * mask).sum() / mask.sum()
+            sums.append(error * error)
+            counts.append(1.0)
+            continue
+        teacher, of_teacher = column["teacher_logprobs"], logits.gather(1, column["teacher_tokens"].long())
+        if name == "distillation of sequences":
+            each = column["importance"] * of_teacher.sum(1) + entropy
+            sums.append(((each * mask).sum() / mask.sum()).square())
+            counts.append(1.0)
             continue
         if name == "GSPO":
             ratio = ((values - column["old_logprobs"]) * mask).sum().div(mask.sum()).exp()
@@ -128,7 +212,18 @@ def by_hand(name, samples, weight):
             sums.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
             counts.append(1.0)
             continue
-        if isinstance(loss, NextToken):
+        if isinstance(loss, ClippedValue):
+            each = (outputs_of_head - column["returns"]) ** 2 / 2
+            if loss.clip:
+                old = column["old_values"]
+                near = torch.minimum(torch.maximum(outputs_of_head, old - loss.clip), old + loss.clip)
+                each = torch.maximum(each, (near - column["returns"]) ** 2 / 2)
+        elif isinstance(loss, Distillation):
+            q, p = teacher.exp(), of_teacher.exp()
+            if loss.renormalizes:
+                q, p = q / q.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
+            each = (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
+        elif isinstance(loss, NextToken):
             each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
         else:
             ratio, a = (values - column["old_logprobs"]).exp(), column["advantages"]
@@ -142,7 +237,8 @@ def by_hand(name, samples, weight):
                 each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
             each = each / loss.constant
         total = (each * mask).sum()
-        sums.append(total / mask.sum() if loss.average is Average.SEQUENCE_MEANS else total)
+        share = float(np.float32(1) / np.float32(mask.sum()))  # weights travel in fp32
+        sums.append(total * share if loss.average is Average.SEQUENCE_MEANS else total)
         counts.append(float(mask.sum()) if loss.average is Average.TOKENS else 1.0)
     mean = torch.stack(sums).sum() / sum(counts)
     mean.backward()
@@ -153,7 +249,8 @@ def by_hand(name, samples, weight):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_cut_has_the_loss_and_gradient_of_whole_sequences(batch, weight, name, cut):
     expected, gradient = by_hand(name, batch, weight)
-    total, found = trained_with(LOSSES[name], CUTS[cut], batch, weight, multiple=8 if cut == "padded" else 1)
+    samples = samples_for(LOSSES[name], batch)
+    total, found = trained_with(LOSSES[name], CUTS[cut], samples, weight, multiple=8 if cut == "padded" else 1)
     assert float(total[0] / total[1]) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)  # reports are in fp32
     torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-13)
 
@@ -163,7 +260,7 @@ def test_replicas_add_up_to_the_batch(batch, weight, name):
     _, gradient = by_hand(name, batch, weight)
     total, found = torch.zeros(2), torch.zeros_like(gradient)
     for share in (CUTS["two halves"][:4], CUTS["two halves"][4:]):
-        sums, mean = trained_with(LOSSES[name], share, batch, weight)
+        sums, mean = trained_with(LOSSES[name], share, samples_for(LOSSES[name], batch), weight)
         total, found = total + sums[:2], found + mean * sums[1]
     torch.testing.assert_close(found / total[1], gradient, rtol=1e-12, atol=1e-13)
 
@@ -174,7 +271,7 @@ def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight
             return rows.sums(rows.logprobs).sum(), {}
 
     with pytest.raises(EppError, match=r"needs Scope\.SEQUENCE"):
-        trained_with(Sums(), CUTS["two halves"], batch, weight)
+        trained_with(Sums(), CUTS["two halves"], samples_for(Sums(), batch), weight)
 
 
 def test_sequences_without_trained_tokens_have_mean_0():
@@ -184,5 +281,9 @@ def test_sequences_without_trained_tokens_have_mean_0():
 
 
 def test_losses_know_their_scopes():
-    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {"GSPO"}
+    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {
+        "GSPO",
+        "distillation of sequences",
+        "mean value",
+    }
     assert replace(LOSSES["DAPO"], kl="k3").columns == ("old_logprobs", "advantages", "reference_logprobs", "importance")

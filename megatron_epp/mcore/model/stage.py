@@ -171,6 +171,8 @@ class MegatronStage:
         inputs = self._inputs(context.chunk)
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
+        if isinstance(self.block_loss, BlockLoss) and self.loss is not None:
+            self.block_loss.candidates = None if inputs.of_loss is None else self.loss.candidates(inputs.of_loss)
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
@@ -181,9 +183,9 @@ class MegatronStage:
         if not self.has_loss:
             return output
         if self.loss is not None and inputs.of_loss is not None:
-            values = -output.reshape(1, -1).float()
-            if isinstance(self.block_loss, BlockLoss) and self.block_loss.entropies is not None:
-                values = torch.cat([values, self.block_loss.entropies[None].float()])
+            values = output.reshape(1, -1).float() if self.loss.asks.has_values else -output.reshape(1, -1).float()
+            if isinstance(self.block_loss, BlockLoss) and self.block_loss.more is not None:
+                values = torch.cat([values, self.block_loss.more.float()])
             output, sums = self.loss.forward(context, values, inputs.of_loss)
             self._report(sums, inputs.of_loss.counts.sum().to(torch.int))
             return output
