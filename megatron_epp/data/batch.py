@@ -81,7 +81,7 @@ class ColumnDataset(SequenceDataset, Protocol):
     """Sequences with values of every token, for a loss that reads them."""
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``; any type of numbers."""
+        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``, any numbers."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,8 @@ class TokenSample:
     def of(given: Mapping[str, Any], asks: LossColumns, what: str, vocab_size: int | None = None) -> TokenSample:
         """Check and convert a sample.
 
-        For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one then,
-        so that all are inputs, and what is of a token is in the place of its successor.
+        For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one
+        then, so that all are inputs, and what is of a token is in the place of its successor.
 
         Args:
             given: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.

@@ -11,8 +11,8 @@ from torch.nn.functional import log_softmax
 from megatron_epp.losses.loss import Average, Rows, Scope
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_logprobs"
-"""Columns of width `Distillation.top_k`: for every label, the teacher's most probable tokens in its place, and the logarithms of
-their probabilities."""
+"""Columns of width `Distillation.top_k`: for every label, the teacher's most probable tokens in its place, and the logarithms
+of their probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Distillation:
 
     Attributes:
         top_k: tokens for every label.
-        reverse: the divergence is of the model from the teacher (``sum p log(p / q)`` with `p` the model's, which seeks one mode
-            of the teacher), not of the teacher from the model.
+        reverse: the divergence is ``sum p log(p / q)`` with `p` the model's and `q` the teacher's probabilities, which seeks
+            one mode of the teacher; otherwise ``sum q log(q / p)``.
         renormalizes: see above.
         average: of the batch.
         temperature: logits are divided by it; the teacher's log-probabilities are given at the same.

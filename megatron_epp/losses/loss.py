@@ -52,8 +52,8 @@ class Rows:
         entropy: ``[n]``, entropy of the distribution that the label is from; None unless the loss asks for it.
         sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
         num_sequences: numbers that `sequence` may have; some may have no token.
-        candidate_logprobs: ``[n, k]``, logarithms of the probabilities of `k` given tokens in the place of the label; None unless
-            the loss asks for them. They are 0 where `logprobs` may be.
+        candidate_logprobs: ``[n, k]``, logarithms of the probabilities of `k` given tokens in the place of the label; None
+            unless the loss asks for them. They are 0 where `logprobs` may be.
         values: ``[n]``, the model's output for every token that it has read, the sequence's last one included; None unless the
             loss asks for it. Weights and columns are of that token then, not of a label.
     """

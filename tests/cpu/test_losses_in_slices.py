@@ -178,6 +178,21 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
     return total, weight.grad / total[1]
 
 
+def squared_errors(clip, values, old, returns):
+    each = (values - returns) ** 2 / 2
+    if clip is None:
+        return each
+    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
+    return torch.maximum(each, (near - returns) ** 2 / 2)
+
+
+def divergences(loss, p, q):
+    """Of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
+    if loss.renormalizes:
+        q, p = q / q.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
+    return (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
+
+
 def by_hand(name, batch, weight):
     """The batch's loss, written down for whole sequences, without what is under test."""
     weight.grad = None
@@ -213,16 +228,9 @@ def by_hand(name, batch, weight):
             counts.append(1.0)
             continue
         if isinstance(loss, ClippedValue):
-            each = (outputs_of_head - column["returns"]) ** 2 / 2
-            if loss.clip:
-                old = column["old_values"]
-                near = torch.minimum(torch.maximum(outputs_of_head, old - loss.clip), old + loss.clip)
-                each = torch.maximum(each, (near - column["returns"]) ** 2 / 2)
+            each = squared_errors(loss.clip, outputs_of_head, column["old_values"], column["returns"])
         elif isinstance(loss, Distillation):
-            q, p = teacher.exp(), of_teacher.exp()
-            if loss.renormalizes:
-                q, p = q / q.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
-            each = (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
+            each = divergences(loss, of_teacher.exp(), teacher.exp())
         elif isinstance(loss, NextToken):
             each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
         else:

@@ -45,6 +45,10 @@ class AskedOfLogits(NamedTuple):
     candidates: int = 0
 
 
+OF_LABELS = AskedOfLogits()
+"""Of a loss that reads log-probabilities of labels only."""
+
+
 class BlockLoss(OfRows):
     """Replacement of the output layer and loss of an unwrapped model, computed by blocks of tokens.
 
@@ -54,10 +58,10 @@ class BlockLoss(OfRows):
     Attributes:
         asked: what a loss of the user's asks for.
         candidates: ``[tokens, asked.candidates]``, of the next forward; in their place labels are taken again if it is None.
-        more: ``[rows, tokens]``, log-probabilities of candidates and entropies, of the last forward; None if none are asked for.
+        more: ``[rows, tokens]``, log-probabilities of candidates and entropies, of the last forward; None if not asked for.
     """
 
-    asked = AskedOfLogits()
+    asked = OF_LABELS
     candidates: Tensor | None = None
     more: Tensor | None = None
 
@@ -163,7 +167,7 @@ class FusedLoss:
 
 
 def block_loss(
-    args: argparse.Namespace, model: torch.nn.Module, asked: AskedOfLogits = AskedOfLogits()
+    args: argparse.Namespace, model: torch.nn.Module, asked: AskedOfLogits = OF_LABELS
 ) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
@@ -173,7 +177,7 @@ def block_loss(
     and neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
-    if asked != AskedOfLogits():
+    if asked != OF_LABELS:
         if obstacle := loss_obstacle(bare):
             raise EppError(
                 "the loss needs entropies, candidates or a temperature, which the model's output layer has not: " + obstacle

@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.model.adopt import check_adopted
-from megatron_epp.mcore.model.block_loss import AskedOfLogits, block_loss
+from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
@@ -112,9 +112,11 @@ class Session(Run):
         if self.loss is not None:
             loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
         has_head = not shards_vocabulary(self.args)
-        asked = AskedOfLogits()
+        asked = OF_LABELS
         if loss is not None:
             width = loss.asks.widths.get(loss.asks.candidates, 0)
+            if last in self.placement.stages(self.rank):
+                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss)
             asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         stages: dict[int, MegatronStage] = {
             stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(

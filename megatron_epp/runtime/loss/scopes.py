@@ -58,7 +58,7 @@ class ScopedLoss:
         self._gradients: dict[int, Tensor] = {}
 
     def candidates(self, inputs: LossArrays) -> Tensor | None:
-        """Return the tokens in the place of labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
+        """Return the tokens beside labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
         if self.asks.candidates is None:
             return None
         return self._by_name(inputs.columns)[self.asks.candidates].long()
@@ -68,8 +68,8 @@ class ScopedLoss:
 
         Args:
             context: of the chunk.
-            values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and entropies,
-                as the loss asks; or the model's values.
+            values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
+                entropies, as the loss asks; or the model's values.
             inputs: of the chunk.
 
         Returns:
