@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -69,7 +69,7 @@ class LossArrays:
         counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
         sequence: int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding.
         group: the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`.
-        columns: float32 ``[columns, padded tokens]``, in the order of the loss's names.
+        columns: float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide.
     """
 
     weights: torch.Tensor
@@ -83,19 +83,24 @@ class ColumnDataset(SequenceDataset, Protocol):
     """Sequences with values of every token, for a loss that reads them."""
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Values of tokens ``[start, end)`` of a sequence as labels; any type of numbers."""
-        ...
-
-    def group_of(self, index: int) -> int:
-        """Number of the group of sequences with one loss that a sequence is of."""
+        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``, any numbers."""
         ...
 
 
 class LossColumns(NamedTuple):
-    """Names of the columns that a loss reads, and how it averages."""
+    """Names of the columns that a loss reads, and how it averages; see `losses.Loss`.
+
+    `widths` has the widths of columns that have several values for every token. `group_problem` says what is wrong with a
+    group, given the columns of its samples; nothing if it is right.
+    """
 
     names: tuple[str, ...]
     average: Average
+    widths: Mapping[str, int] = {}
+    candidates: str | None = None
+    has_values: bool = False
+    scope: str = "token"
+    group_problem: Callable[[Sequence[Mapping[str, np.ndarray]]], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,7 @@ class GlobalBatch:
     Attributes:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
+        loss_groups: a number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`).
         plan: the plan that runs them; None if the batch is used without a plan.
         plan_digest: its digest.
         trains: some token of the whole batch, over all replicas, is trained.
@@ -156,6 +162,7 @@ class GlobalBatch:
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
+    loss_groups: tuple[int, ...] = ()
     plan: Plan | None = None
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
@@ -170,7 +177,9 @@ class GlobalBatch:
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""
-        return replace(self, indices=tuple(self.indices[at] for at in share), lengths=tuple(self.lengths[at] for at in share))
+        indices, lengths = tuple(self.indices[at] for at in share), tuple(self.lengths[at] for at in share)
+        loss_groups = tuple(self.loss_groups[at] for at in share) if self.loss_groups else ()
+        return replace(self, indices=indices, lengths=lengths, loss_groups=loss_groups)
 
     def chunk(self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None) -> ChunkArrays:
         """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; the others are those of `chunk_of`."""
@@ -227,13 +236,13 @@ class GlobalBatch:
         weights, (sequence, group) = loss_mask.copy(), np.zeros((2, num_tokens), dtype=np.int64)
         members = self._members()
         counts = loss_mask if wanted.average is Average.TOKENS else np.zeros(num_tokens, dtype=np.float32)
-        columns = np.zeros((len(wanted.names), num_tokens), dtype=np.float32)
+        columns = [np.zeros((wanted.widths.get(name, 1), num_tokens), dtype=np.float32) for name in wanted.names]
         at = 0
         for row, start, end in segments:
             here = slice(at, at := at + end - start)
             sequence[here], group[here] = row, members[row][0]
             for values, name in zip(columns, wanted.names, strict=True):
-                values[here] = dataset.column(name, self.indices[row], start + 1, end + 1)
+                values[:, here] = dataset.column(name, self.indices[row], start + 1, end + 1).T
             if wanted.average is Average.TOKENS:
                 continue
             whole, total = end == self.lengths[row], self._count(row)
@@ -243,16 +252,16 @@ class GlobalBatch:
                 counts[at - 1] = whole
             if wanted.average is Average.SEQUENCE_MEANS and total:
                 weights[here] /= total
-        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, columns)))
+        joined = np.concatenate([np.zeros((0, num_tokens), dtype=np.float32), *columns])
+        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, joined)))
 
     def _members(self) -> list[list[int]]:
         """Return the sequences of every sequence's group, ascending."""
         if not self._groups:
-            found: dict[int, list[int]] = {}
-            dataset: Any = self.dataset
-            for row, index in enumerate(self.indices):
-                found.setdefault(dataset.group_of(index), []).append(row)
-            self._groups.extend(found[dataset.group_of(index)] for index in self.indices)
+            numbers, found = self.loss_groups or range(len(self.indices)), dict[int, list[int]]()
+            for row, number in enumerate(numbers):
+                found.setdefault(number, []).append(row)
+            self._groups.extend(found[number] for number in numbers)
         return self._groups
 
     def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

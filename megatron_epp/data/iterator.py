@@ -170,6 +170,7 @@ def _batches(
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
+            loss_groups=loss_groups,
             dataset=dataset,
             mask_loss_of=mask_loss_of,
             global_size=len(drawn),

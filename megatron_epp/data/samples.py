@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.losses.loss import Scope
+from megatron_epp.data.batch import PADDING_TOKEN, LossColumns
 from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.reading import naming, parse_json
 
+if TYPE_CHECKING:
+    from megatron_epp.losses import Loss
+
 TOKENS, TRAINED, GROUP = "tokens", "trained", "group"
 """Keys of a sample that are no columns."""
+_EXACT = 1 << 24
+"""Whole numbers below it are exact in fp32, in which columns travel."""
+
+
+def columns_of(loss: Loss) -> LossColumns:
+    """Return what a loss asks of a batch."""
+    optional = getattr(loss, "widths", {}), getattr(loss, "candidates", None), bool(getattr(loss, "has_values", False))
+    return LossColumns(loss.columns, loss.average, *optional, loss.scope, getattr(loss, "group_problem", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +33,11 @@ class TokenSample:
     """One sequence.
 
     Attributes:
-        tokens: ``[tokens]`` integers, at least 2.
+        tokens: ``[tokens]`` integers, at least 2; for a loss of values one more than the sample has.
         trained: ``[tokens]``, 1 for a token that is trained where it is a label, 0 for others; None if all are.
         columns: values by name: ``[tokens]``, where a token's value is about it as a label, so that the first is not used; or
-            one number for all.
-        group: an integer or a text that samples of one group share; None where losses are not over groups.
+            one number for all; ``[tokens, width]`` for a column of several values.
+        group: an integer or a text that samples with one loss share; None where losses are not over groups.
     """
 
     tokens: np.ndarray
@@ -35,37 +46,54 @@ class TokenSample:
     group: int | str | None = None
 
     @staticmethod
-    def of(given: Mapping[str, Any], names: Sequence[str], what: str, scope: Scope = Scope.TOKEN) -> TokenSample:
+    def of(given: Mapping[str, Any], asks: LossColumns, what: str, vocab_size: int | None = None) -> TokenSample:
         """Check and convert a sample.
+
+        For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one
+        then, so that all are inputs, and what is of a token is in the place of its successor.
 
         Args:
             given: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
-            names: columns that are needed; others are not read.
+            asks: what the loss asks for; other columns are not read.
             what: the sample in errors.
-            scope: of the loss; the sample's ``group`` is needed and read in `Scope.GROUP` alone.
+            vocab_size: tokens must be below it; None for no check.
 
         Raises:
-            EppError: a column is missing, or of another length than the tokens, or no number.
+            EppError: a column is missing, or of another length or width than it must be, or no number; or a token is unknown.
         """
         if TOKENS not in given:
             raise EppError(f"{what} has no {TOKENS}")
         tokens = _numbers(given[TOKENS], f"{what}: {TOKENS}")
-        if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise EppError(f"{what}: {TOKENS} must be a list of at least 2 integers")
+        least = 1 if asks.has_values else 2
+        if tokens.ndim != 1 or len(tokens) < least or not np.issubdtype(tokens.dtype, np.integer):
+            raise EppError(f"{what}: {TOKENS} must be a list of at least {least} integer{'s' * (least > 1)}")
         trained = given.get(TRAINED)
         columns = {}
-        for name in names:
+        for name in asks.names:
             if name not in given:
                 raise EppError(f"{what} has no {name}, which the loss reads; it has {', '.join(given)}")
-            columns[name] = _column(given[name], len(tokens), f"{what}: {name}")
+            columns[name] = _column(given[name], len(tokens), f"{what}: {name}", asks.widths.get(name))
         mask = None if trained is None else _column(trained, len(tokens), f"{what}: {TRAINED}")
         if mask is not None and not np.isin(mask, (0, 1)).all():
             raise EppError(f"{what}: {TRAINED} must be 0 or 1")
-        group = given.get(GROUP) if scope is Scope.GROUP else None
-        group = group.item() if isinstance(group, (np.generic, torch.Tensor)) else group
-        if scope is Scope.GROUP and (isinstance(group, bool) or not isinstance(group, (int, str))):
-            raise EppError(f"{what}: {GROUP} must be an integer or a text, the same for samples with one loss; it is {group!r}")
-        return TokenSample(tokens.astype(np.int64), None if mask is None else mask.astype(np.uint8), columns, group)
+        mask = None if mask is None else np.broadcast_to(mask, len(tokens)).astype(np.uint8)
+        if vocab_size is not None:
+            _check_tokens(tokens, vocab_size, f"{what} has token")
+        if asks.candidates is not None:
+            rows = _numbers(given[asks.candidates], what)[1:]  # as they were given, before rounding
+            rows = rows if mask is None else rows[mask[1:] == 1]
+            if (rows % 1 != 0).any():
+                raise EppError(f"{what}: {asks.candidates} must be numbers of tokens")
+            _check_tokens(rows, min(_EXACT, vocab_size or _EXACT), f"{what}: {asks.candidates} has token")
+        sample = TokenSample(tokens.astype(np.int64), mask, columns, _group(given, what) if asks.scope == "group" else None)
+        return sample._of_inputs() if asks.has_values else sample
+
+    def _of_inputs(self) -> TokenSample:
+        """Return this sample with what is of each token in the place of its successor."""
+        tokens = np.append(self.tokens, PADDING_TOKEN)
+        mask = None if self.trained is None else np.insert(self.trained, 0, 0)
+        columns = {name: x if x.ndim == 0 else np.concatenate([x[:1], x]) for name, x in self.columns.items()}
+        return TokenSample(tokens, mask, columns, self.group)
 
 
 class Samples:
@@ -73,24 +101,26 @@ class Samples:
 
     Args:
         samples: of which each is a sequence.
-        scope: of the loss.
+        asks: what the loss asks for.
 
     Attributes:
         groups: sequences with one loss, each in one of them, for losses over sequences or groups; empty for losses over tokens.
+
+    Raises:
+        EppError: a group of samples is not as the loss needs it.
     """
 
-    def __init__(self, samples: Iterable[TokenSample], scope: Scope = Scope.TOKEN) -> None:
+    def __init__(self, samples: Iterable[TokenSample], asks: LossColumns | None = None) -> None:
         self._samples = tuple(samples)
         self.lengths = np.array([len(sample.tokens) - 1 for sample in self._samples], dtype=np.int32)
         found: dict[int | str, list[int]] = {}
         for index, sample in enumerate(self._samples):
-            found.setdefault(sample.group if scope is Scope.GROUP and sample.group is not None else index, []).append(index)
-        self.groups = () if scope is Scope.TOKEN else tuple(map(tuple, found.values()))
-        self._group_of = {index: number for number, group in enumerate(self.groups) for index in group}
-
-    def group_of(self, index: int) -> int:
-        """Return the number of a sequence's group; its own number where losses are over tokens."""
-        return self._group_of.get(index, index)
+            found.setdefault(index if sample.group is None else sample.group, []).append(index)
+        self.groups = () if asks is None or asks.scope == "token" else tuple(map(tuple, found.values()))
+        problem_of = None if asks is None else asks.group_problem
+        for name, group in found.items() if problem_of is not None else ():
+            if problem_of is not None and (problem := problem_of([self._samples[index].columns for index in group])):
+                raise EppError(f"group {name!r} {problem}")
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -105,19 +135,17 @@ class Samples:
         return None if mask is None else mask[start:end]
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Return the values of tokens ``[start, end)`` of a sequence as labels."""
+        """Return the values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``."""
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
 
 
-def read_samples(
-    path: Path, names: Sequence[str], most_tokens: int, vocab_size: int | None = None, scope: Scope = Scope.TOKEN
-) -> Samples:
+def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None) -> Samples:
     """Read a JSONL file with one sample in each line: an object with ``tokens``, ``trained``, columns, and its ``group``.
 
     Args:
         path: of the file.
-        names, scope: columns that are needed, and scope of the loss.
+        asks: what the loss asks for.
         most_tokens: of a sequence.
         vocab_size: tokens must be below it; None for no check.
 
@@ -132,17 +160,15 @@ def read_samples(
             given = parse_json(line, f"line {number}", with_nan=True)
             if not isinstance(given, dict):
                 raise EppError(f"line {number} is no object with {TOKENS}")
-            sample = TokenSample.of(given, names, f"line {number}", scope)
-            if len(sample.tokens) - 1 > most_tokens:
-                positions = len(sample.tokens) - 1
-                text = f"line {number} has {positions + 1:,} tokens, {positions:,} positions of {most_tokens:,} at most"
+            sample = TokenSample.of(given, asks, f"line {number}", vocab_size)
+            if (positions := len(sample.tokens) - 1) > most_tokens:
+                tokens = len(given[TOKENS])
+                text = f"line {number} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
                 raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
-            if vocab_size is not None and (sample.tokens.max() >= vocab_size or sample.tokens.min() < 0):
-                raise EppError(f"line {number} has token {sample.tokens.max()}, and the vocabulary {vocab_size} entries")
             found.append(sample)
         if not found:
             raise EppError("there is no sample")
-    return Samples(found, scope)
+        return Samples(found, asks)
 
 
 def _numbers(given: Any, what: str) -> np.ndarray:
@@ -155,9 +181,27 @@ def _numbers(given: Any, what: str) -> np.ndarray:
     return found
 
 
-def _column(given: Any, num_tokens: int, what: str) -> np.ndarray:
+def _group(given: Mapping[str, Any], what: str) -> int | str:
+    group: Any = given.get(GROUP)
+    group = group.item() if hasattr(group, "item") else group
+    if isinstance(group, bool) or not isinstance(group, int | str):
+        raise EppError(f"{what}: {GROUP} must be an integer or a text, the same for samples with one loss; it is {group!r}")
+    return group
+
+
+def _check_tokens(found: np.ndarray, vocab_size: int, what: str) -> None:
+    """Raise `EppError` for a token that the vocabulary has not."""
+    if found.size and (found.max() >= vocab_size or found.min() < 0):
+        strange = found.max() if found.max() >= vocab_size else found.min()
+        raise EppError(f"{what} {int(strange)}, and the vocabulary {vocab_size} entries")
+
+
+def _column(given: Any, num_tokens: int, what: str, width: int | None = None) -> np.ndarray:
     found = _numbers(given, what).astype(np.float32)
-    if found.ndim > 1 or (found.ndim == 1 and len(found) != num_tokens):
+    if width is not None and found.shape != (num_tokens, width):
+        shape = " x ".join(map(str, found.shape)) or "one number"
+        raise EppError(f"{what} is {shape}; the loss reads {width} values for each of {num_tokens} tokens")
+    if width is None and (found.ndim > 1 or (found.ndim == 1 and len(found) != num_tokens)):
         raise EppError(f"{what} has {found.size} values for {num_tokens} tokens: give as many, or one number for all")
     if not np.isfinite(found).all():
         raise EppError(f"{what} has a value that is not finite")

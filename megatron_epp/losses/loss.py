@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,12 +49,17 @@ class Rows:
 
     Attributes:
         logprobs: ``[n]``, logarithm of the probability of every token's label, in fp32; 0 where it has not been computed,
-            which may be so where `weights` is 0.
+            which may be so where `weights` is 0. Empty, ``[0]``, for a loss of values.
         weights: ``[n]``, how much a token counts (`Average`); 0 for tokens that are not trained.
-        columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for.
+        columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for; ``[n, k]`` for a column of
+            width `k`.
         entropy: ``[n]``, entropy of the distribution that the label is from; None unless the loss asks for it.
         sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
         num_sequences: numbers that `sequence` may have; some have no token here.
+        candidate_logprobs: ``[n, k]``, logarithms of the probabilities of `k` given tokens in the place of the label; None
+            unless the loss asks for them. They are 0 where `logprobs` may be.
+        values: ``[n]``, the model's output for every token that it has read, the sequence's last one included; None unless the
+            loss asks for it. Weights and columns are of that token then, not of a label.
         group: ``[n]`` int64, the number of every token's group: the least number of its sequences; None but in `Scope.GROUP`.
     """
 
@@ -64,6 +69,8 @@ class Rows:
     entropy: Tensor | None = None
     sequence: Tensor | None = None
     num_sequences: int = 0
+    candidate_logprobs: Tensor | None = None
+    values: Tensor | None = None
     group: Tensor | None = None
 
     def sums(self, values: Tensor) -> Tensor:
@@ -110,8 +117,13 @@ class Loss(Protocol):
         columns: names of the columns that it reads.
         logged: names of the sums that it returns to be logged.
 
-    Two more attributes are optional: ``has_entropy``, true for a loss that reads `Rows.entropy`, and ``temperature``, by which
-    logits are divided. Both compute the output layer and the loss by blocks of tokens.
+    More attributes are optional. The first three compute the output layer and the loss by blocks of tokens:
+
+    - ``has_entropy``, true for a loss that reads `Rows.entropy`;
+    - ``temperature``, by which logits are divided;
+    - ``candidates``, for a loss that reads `Rows.candidate_logprobs`: the name of a column of token numbers;
+    - ``widths``, the widths of columns with several values for every token, by name;
+    - ``has_values``, true for a loss that reads `Rows.values`, of a model with one output and not a vocabulary.
     """
 
     @property
@@ -146,6 +158,15 @@ def load_loss(text: str) -> Loss:
             found = make()
         except TypeError as error:
             raise EppError(f"{text} is called without arguments to make a loss, and cannot be: {error}") from error
+    return checked_loss(found, text)
+
+
+def checked_loss(found: Any, text: str) -> Loss:
+    """Return a loss, which `text` names in errors.
+
+    Raises:
+        EppError: it is no loss, or what it asks for does not go together.
+    """
     missing = [name for name in _ATTRIBUTES if not hasattr(found, name)] + ["__call__"] * (not callable(found))
     if missing:
         raise EppError(f"{text} is no loss: it has no {', '.join(missing)} (see megatron_epp.losses.Loss)")
@@ -156,4 +177,13 @@ def load_loss(text: str) -> Loss:
             raise EppError(f"{text} has {kind.__name__.lower()} {value!r}; it must be one of {known}")
     if loss.average is Average.GROUPS and loss.scope is not Scope.GROUP:
         raise EppError(f"{text} is divided by groups of sequences: its scope must be {Scope.GROUP}")
+    widths, candidates = dict(getattr(loss, "widths", {})), getattr(loss, "candidates", None)
+    if strange := [name for name, width in widths.items() if name not in loss.columns or width < 1]:
+        raise EppError(f"{text} has a width of {', '.join(strange)}: widths are above 0, and of columns that it reads")
+    if candidates is not None and candidates not in widths:
+        raise EppError(f"{text} has candidates {candidates!r}, which must be one of its columns, with a width")
+    read = [name for name in ("has_entropy", "candidates") if getattr(loss, name, None)]
+    read += ["temperature"] * (getattr(loss, "temperature", 1.0) != 1.0)
+    if getattr(loss, "has_values", False) and read:
+        raise EppError(f"{text} has values and {read[0]}: a model has one output, or the logits of a vocabulary")
     return loss

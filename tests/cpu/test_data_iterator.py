@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource
+from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError, lower
 from megatron_epp.planner.service.packed import PackedPlan
@@ -16,7 +16,7 @@ from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 
-def whole_sequences(lengths, trained=()):
+def whole_sequences(lengths, trained=(), loss_groups=()):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
     return (PackedPlan.of(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
@@ -24,7 +24,7 @@ def whole_sequences(lengths, trained=()):
 def of_the_shares(*shares):
     """Return the items of the replicas of one batch, each for a share of it."""
 
-    def make(share, lengths, trained=()):
+    def make(share, lengths, trained=(), loss_groups=()):
         (packed,) = whole_sequences([lengths[at] for at in share])
         return (packed._replace(share=share),)
 
@@ -56,6 +56,31 @@ def test_depth_changes_nothing_but_timing(depth):
     reference.close()
 
 
+def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
+    dataset, asked = MemoryDataset(LENGTHS), []
+    dataset.groups = ((0, 3), (6,), (2, 4, 5), (1,))
+
+    def make_plan(lengths, trained, loss_groups):
+        asked.append(loss_groups)
+        return whole_sequences(lengths)
+
+    iterator = PlannedBatches(dataset, [(2, 0), (1, 2, 2)], PlanSource(make_plan))
+    first, second = next(iterator), next(iterator)
+    assert first.indices == (2, 4, 5, 0, 3)
+    assert second.indices == (6, 2, 4, 5, 2, 4, 5)
+    assert asked == [(0, 0, 0, 1, 1), (0, 1, 1, 1, 2, 2, 2)]
+    assert [batch.loss_groups for batch in (first, second)] == asked
+    assert (first.global_size, second.global_size) == (2, 3)
+    assert samples_in(dataset).tolist() == [
+        LENGTHS[0] + LENGTHS[3],
+        LENGTHS[6],
+        LENGTHS[2] + LENGTHS[4] + LENGTHS[5],
+        LENGTHS[1],
+    ]
+    assert second.part([4, 5, 6]).loss_groups == (2, 2, 2)
+    iterator.close()
+
+
 def test_without_a_planner_batches_have_no_plan():
     iterator = batches(make_plan=None, mask_loss_of=3)
     batch = next(iterator)
@@ -68,7 +93,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
     made = []
     asked_for_fourth = threading.Event()
 
-    def make_plan(lengths, trained=()):
+    def make_plan(lengths, trained=(), loss_groups=()):
         made.append(lengths)
         if len(made) == 4:
             asked_for_fourth.set()
@@ -84,7 +109,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
 def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
     calls = []
 
-    def make_plan(lengths, trained=()):
+    def make_plan(lengths, trained=(), loss_groups=()):
         calls.append(lengths)
         if len(calls) == 3:
             raise InfeasibleError("needs 12 GB")
@@ -112,7 +137,7 @@ def test_a_sampler_error_surfaces():
 
 def test_a_plan_for_other_lengths_is_refused():
     with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*seed"):
-        next(batches(lambda lengths, trained: whole_sequences((5, 9)), sampler=[(2, 3)]))
+        next(batches(lambda lengths, trained, loss_groups: whole_sequences((5, 9)), sampler=[(2, 3)]))
 
 
 def test_replicas_take_the_shares_they_planned():
@@ -131,7 +156,7 @@ def test_replicas_take_the_shares_they_planned():
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
     shares = [(1,), (0, 2)]
 
-    def make(lengths, trained=()):
+    def make(lengths, trained=(), loss_groups=()):
         return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
 
     for position, share in enumerate(shares):
@@ -152,7 +177,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
     checksums = iter(range(10))
     seen = []
 
-    def make(lengths, trained=()):
+    def make(lengths, trained=(), loss_groups=()):
         return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, agree=seen.append))
@@ -161,7 +186,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
 
 
 def test_where_planning_fails_the_others_are_told():
-    def make(lengths, trained=()):
+    def make(lengths, trained=(), loss_groups=()):
         raise InfeasibleError("no plan fits")
 
     seen = []

@@ -1,23 +1,71 @@
 """A loss of a batch and its gradient do not depend on how the batch is cut, packed, ordered or divided over replicas."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import log_softmax
+from torch.nn.functional import log_softmax, softplus
 
-from megatron_epp.data.batch import GlobalBatch, LossColumns
-from megatron_epp.data.samples import Samples, TokenSample
-from megatron_epp.losses import Average, ClippedRatio, NextToken, Rows, Scope, SequenceRatio
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.data.samples import Samples, TokenSample, columns_of
+from megatron_epp.losses import (
+    Average,
+    ClippedRatio,
+    ClippedValue,
+    Distillation,
+    NextToken,
+    Preference,
+    Reward,
+    Rows,
+    Scope,
+    SequenceRatio,
+)
 from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.planner.order import joint_losses
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.loss.scopes import ScopedLoss
 
-VOCABULARY, WIDTH = 11, 5
+VOCABULARY, WIDTH, TOP = 11, 5, 3
 LENGTHS = (13, 4, 9, 2, 1, 7)
+
+
+@dataclass(frozen=True)
+class MeanValue:
+    """Squared error of every sequence's mean value, which no token's error gives."""
+
+    name = "mean value"
+    scope = Scope.SEQUENCE
+    average = Average.SEQUENCES
+    columns = ("returns",)
+    logged = ()
+    has_values = True
+
+    def __call__(self, rows):
+        error = rows.means(rows.values) - rows.means(rows.columns["returns"])
+        return (rows.trained * error.square()).sum(), {}
+
+
+@dataclass(frozen=True)
+class SequenceDistillation:
+    """Squared mean of what a sequence's tokens give to a teacher's, with the entropies beside."""
+
+    name = "distillation of sequences"
+    scope = Scope.SEQUENCE
+    average = Average.SEQUENCES
+    columns = ("importance", "teacher_tokens")
+    candidates = "teacher_tokens"
+    logged = ()
+    has_entropy = True
+    widths = {"teacher_tokens": TOP}  # noqa: RUF012
+
+    def __call__(self, rows):
+        each = rows.columns["importance"] * rows.candidate_logprobs.sum(1) + rows.entropy
+        return (rows.trained * rows.means(each).square()).sum(), {}
+
+
 LOSSES = {
     "tokens": NextToken(),
     "weighted tokens": NextToken(weight_column="importance"),
@@ -30,7 +78,24 @@ LOSSES = {
     "PPO, entropy": ClippedRatio(entropy_weight=0.05),
     "Dr. GRPO": ClippedRatio(average=Average.SEQUENCES, constant=16.0),
     "GSPO": SequenceRatio(clip_low=0.05, clip_high=0.05),
+    "distillation": Distillation(TOP),
+    "distillation, sequence means": Distillation(TOP, average=Average.SEQUENCE_MEANS),
+    "reverse distillation": Distillation(TOP, reverse=True),
+    "distillation, not renormalised": Distillation(TOP, renormalizes=False),
+    "reverse distillation, not renormalised": Distillation(TOP, reverse=True, renormalizes=False),
+    "distillation of sequences": SequenceDistillation(),
+    "values": ClippedValue(),
+    "values, sequence means": ClippedValue(clip=0.1, average=Average.SEQUENCE_MEANS),
+    "values, not clipped": ClippedValue(clip=None),
+    "mean value": MeanValue(),
+    "DPO": Preference(),
+    "DPO, smoothed": Preference(beta=0.5, label_smoothing=0.1),
+    "IPO": Preference(beta=0.3, squared=True),
+    "SimPO": Preference(beta=2.0, has_reference=False, by_length=True, target=0.7),
+    "reward": Reward(),
+    "reward, centred": Reward(centre=0.01),
 }
+GROUPS = ("a", 7, "a", 7, "c", "c")
 S = Segment
 WHOLE = [[Segment(i, 0, n)] for i, n in enumerate(LENGTHS)]
 CUTS = {
@@ -50,7 +115,8 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def batch():
-    random = np.random.RandomState(0)
+    """Samples as a user gives them; a loss of values does not get their last tokens, so that all have the same lengths."""
+    random, more = np.random.RandomState(0), np.random.RandomState(1)
     samples = []
     for number, length in enumerate(LENGTHS):
         given = {
@@ -60,11 +126,23 @@ def batch():
             "reference_logprobs": -2.4 + 0.3 * random.randn(length + 1),
             "importance": random.rand(length + 1) + 0.5,
             "advantages": random.randn() if number % 2 else random.randn(length + 1),
+            "teacher_tokens": np.stack([more.permutation(VOCABULARY)[:TOP] for _ in range(length + 1)]),
+            "teacher_logprobs": -1.5 - more.rand(length + 1, TOP),
+            "old_values": 0.5 * more.randn(length + 1),
+            "returns": more.randn(length + 1),
+            "preferred": float(number in (2, 1, 4)),
         }
-        samples.append(
-            TokenSample.of(given, ("old_logprobs", "reference_logprobs", "importance", "advantages"), f"sample {number}")
-        )
+        samples.append({name: np.asarray(values) for name, values in given.items()} | {"group": np.asarray(GROUPS[number])})
     return samples
+
+
+def has_values(loss):
+    return getattr(loss, "has_values", False)
+
+
+def samples_for(loss, batch):
+    cut = ({key: x[:-1] if x.ndim and has_values(loss) else x for key, x in given.items()} for given in batch)
+    return [TokenSample.of(given, columns_of(loss), "a sample") for given in cut]
 
 
 @pytest.fixture
@@ -76,30 +154,46 @@ def weight():
 HIDDEN = [torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
-def values_of(weight, segment, tokens):
-    """Log-probabilities of a segment's labels under an output layer, and entropies: ``[2, tokens]``."""
-    logits = log_softmax(HIDDEN[segment.sequence][segment.start : segment.end] @ weight.t(), dim=1)
-    labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])
-    return torch.stack([logits.gather(1, labels[:, None]).squeeze(1), -(logits.exp() * logits).sum(1)])
+def outputs(weight, segment):
+    """Logarithms of the probabilities of all entries under an output layer, and outputs of a value head: its first row."""
+    hidden = HIDDEN[segment.sequence][segment.start : segment.end]
+    return log_softmax(hidden @ weight.t(), dim=1), hidden @ weight[0]
+
+
+def rows_of(loss, weight, segment, tokens, candidates):
+    """What a stage gives of a segment: ``[rows, tokens]``."""
+    logprobs, values = outputs(weight, segment)
+    if has_values(loss):
+        return values[None]
+    labels = torch.from_numpy(tokens[segment.start + 1 : segment.end + 1])[:, None]
+    rows = logprobs.gather(1, labels if candidates is None else torch.cat([labels, candidates], dim=1)).t()
+    return torch.cat([rows, -(logprobs.exp() * logprobs).sum(1)[None]]) if getattr(loss, "has_entropy", False) else rows
 
 
 def trained_with(loss, chunks, samples, weight, multiple=1):
     """Run chunks forward in order, then backward in the opposite one; return the sums to report, and the gradient."""
     weight.grad = None
-    batch = GlobalBatch(indices=tuple(range(len(samples))), lengths=LENGTHS, dataset=Samples(samples))
     scoped, total, ran = ScopedLoss(loss), None, []
-    asks = LossColumns(loss.columns, loss.average)
+    dataset = Samples(samples, scoped.asks)
+    group_of = {index: number for number, group in enumerate(dataset.groups) for index in group}
+    numbers = tuple(group_of[index] for index in range(len(samples))) if group_of else ()
+    batch = GlobalBatch(indices=tuple(range(len(samples))), lengths=LENGTHS, loss_groups=numbers, dataset=dataset)
+    together = {c: group for group in joint_losses([Chunk(tuple(own)) for own in chunks], numbers) for c in group}
     for number, segments in enumerate(chunks):
         chunk = Chunk(tuple(segments))
         padded = chunk.padded_tokens(multiple)
         sliced = chunk.slice_of(LENGTHS)
         view = None if sliced is None else SliceView(*sliced, LENGTHS[sliced.sequence], LENGTHS[sliced.sequence])
-        context = ChunkContext(number, SegmentTable.build(chunk, padded), KVRelay(), view)
-        arrays = batch.chunk_of(segments, multiple, of_loss=asks).of_loss
-        arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.columns.double())
-        values = torch.cat([values_of(weight, segment, samples[segment.sequence].tokens) for segment in segments], dim=1)
-        values = torch.cat([values, values.new_zeros(2, padded - values.shape[1])], dim=1)
-        values = values if getattr(loss, "has_entropy", False) else values[:1]
+        table = SegmentTable.build(chunk, padded)
+        context = ChunkContext(number, table, KVRelay(), view, loss_group=together.get(number, ()))
+        arrays = batch.chunk_of(segments, multiple, of_loss=scoped.asks).of_loss
+        arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.group, arrays.columns.double())
+        candidates, rows, at = scoped.candidates(arrays), [], 0
+        for one in segments:
+            here = slice(at, at := at + one.end - one.start)
+            given = None if candidates is None else candidates[here]
+            rows.append(rows_of(loss, weight, one, samples[one.sequence].tokens, given))
+        values = torch.cat([*rows, rows[0].new_zeros(len(rows[0]), padded - at)], dim=1)
         output, sums = scoped.forward(context, values, arrays)
         ran.append((number, output))
         total = sums if total is None else total + sums
@@ -109,18 +203,52 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
     return total, weight.grad / total[1]
 
 
-def by_hand(name, samples, weight):
+def squared_errors(clip, values, old, returns):
+    each = (values - returns) ** 2 / 2
+    if clip is None:
+        return each
+    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
+    return torch.maximum(each, (near - returns) ** 2 / 2)
+
+
+def divergences(loss, p, q):
+    """Of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
+    if loss.renormalizes:
+        q, p = q / q.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
+    return (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
+
+
+def by_hand(name, batch, weight):
     """The batch's loss, written down for whole sequences, without what is under test."""
     weight.grad = None
+    if LOSSES[name].scope is Scope.GROUP:
+        return of_pairs(LOSSES[name], batch, weight)
     sums, counts, loss = [], [], LOSSES[name]
-    for number, sample in enumerate(samples):
-        whole = Segment(number, 0, LENGTHS[number])
-        values, entropy = values_of(weight, whole, sample.tokens)
-        mask = torch.from_numpy(sample.trained[1:].astype(np.float64))
+    for number, given in enumerate(batch):
+        length = LENGTHS[number]
+        logits, outputs_of_head = outputs(weight, Segment(number, 0, length))
+        values = logits[torch.arange(length), torch.from_numpy(given["tokens"][1:])]
+        entropy = -(logits.exp() * logits).sum(1)
+        of_tokens = slice(0, length) if has_values(loss) else slice(1, length + 1)
+        mask = torch.from_numpy(given["trained"][of_tokens].astype(np.float64))
         column = {}
-        for key, x in sample.columns.items():
-            column[key] = torch.from_numpy(np.broadcast_to(x, LENGTHS[number] + 1)[1:].astype(np.float32)).double()
+        for key, x in given.items():
+            if key == "group":
+                continue
+            x = x if x.ndim else x.repeat(length + 1)
+            column[key] = torch.from_numpy(x[of_tokens].astype(np.float32)).double()
         if not mask.any():
+            continue
+        if name == "mean value":
+            error = ((outputs_of_head - column["returns"]) * mask).sum() / mask.sum()
+            sums.append(error * error)
+            counts.append(1.0)
+            continue
+        teacher, of_teacher = column["teacher_logprobs"], logits.gather(1, column["teacher_tokens"].long())
+        if name == "distillation of sequences":
+            each = column["importance"] * of_teacher.sum(1) + entropy
+            sums.append(((each * mask).sum() / mask.sum()).square())
+            counts.append(1.0)
             continue
         if name == "GSPO":
             ratio = ((values - column["old_logprobs"]) * mask).sum().div(mask.sum()).exp()
@@ -128,7 +256,11 @@ def by_hand(name, samples, weight):
             sums.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
             counts.append(1.0)
             continue
-        if isinstance(loss, NextToken):
+        if isinstance(loss, ClippedValue):
+            each = squared_errors(loss.clip, outputs_of_head, column["old_values"], column["returns"])
+        elif isinstance(loss, Distillation):
+            each = divergences(loss, of_teacher.exp(), teacher.exp())
+        elif isinstance(loss, NextToken):
             each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
         else:
             ratio, a = (values - column["old_logprobs"]).exp(), column["advantages"]
@@ -142,9 +274,38 @@ def by_hand(name, samples, weight):
                 each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
             each = each / loss.constant
         total = (each * mask).sum()
-        sums.append(total / mask.sum() if loss.average is Average.SEQUENCE_MEANS else total)
+        share = float(np.float32(1) / np.float32(mask.sum()))  # weights travel in fp32
+        sums.append(total * share if loss.average is Average.SEQUENCE_MEANS else total)
         counts.append(float(mask.sum()) if loss.average is Average.TOKENS else 1.0)
     mean = torch.stack(sums).sum() / sum(counts)
+    mean.backward()
+    return mean.detach(), weight.grad.clone()
+
+
+def of_pairs(loss, batch, weight):
+    """Mean loss of the three pairs. The second one's other sample trains nothing."""
+    scores = []
+    for number, given in enumerate(batch):
+        length = LENGTHS[number]
+        logits, values = outputs(weight, Segment(number, 0, length))
+        mask = torch.from_numpy(given["trained"][:-1] if has_values(loss) else given["trained"][1:]).double()
+        if not has_values(loss):
+            values = logits[torch.arange(length), torch.from_numpy(given["tokens"][1:])]
+            if loss.has_reference:
+                values = values - torch.from_numpy(given["reference_logprobs"][1:].astype(np.float32)).double()
+        total = (values * mask).sum()
+        scores.append(total / mask.sum().clamp(min=1) if has_values(loss) or loss.by_length else total)
+    losses = []
+    for better, worse in ((2, 0), (1, 3), (4, 5)):
+        margin = scores[better] - scores[worse]
+        if has_values(loss):
+            losses.append(softplus(-margin) + loss.centre * (scores[better] + scores[worse]) ** 2)
+        elif loss.squared:
+            losses.append((margin - 0.5 / loss.beta) ** 2)
+        else:
+            x, wrong = loss.beta * margin - loss.target, loss.label_smoothing
+            losses.append((1 - wrong) * softplus(-x) + wrong * softplus(x))
+    mean = sum(losses) / 3
     mean.backward()
     return mean.detach(), weight.grad.clone()
 
@@ -153,7 +314,8 @@ def by_hand(name, samples, weight):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_cut_has_the_loss_and_gradient_of_whole_sequences(batch, weight, name, cut):
     expected, gradient = by_hand(name, batch, weight)
-    total, found = trained_with(LOSSES[name], CUTS[cut], batch, weight, multiple=8 if cut == "padded" else 1)
+    samples = samples_for(LOSSES[name], batch)
+    total, found = trained_with(LOSSES[name], CUTS[cut], samples, weight, multiple=8 if cut == "padded" else 1)
     assert float(total[0] / total[1]) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)  # reports are in fp32
     torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-13)
 
@@ -162,8 +324,8 @@ def test_every_cut_has_the_loss_and_gradient_of_whole_sequences(batch, weight, n
 def test_replicas_add_up_to_the_batch(batch, weight, name):
     _, gradient = by_hand(name, batch, weight)
     total, found = torch.zeros(2), torch.zeros_like(gradient)
-    for share in (CUTS["two halves"][:4], CUTS["two halves"][4:]):
-        sums, mean = trained_with(LOSSES[name], share, batch, weight)
+    for share in (CUTS["two halves"][:5], CUTS["two halves"][5:]):
+        sums, mean = trained_with(LOSSES[name], share, samples_for(LOSSES[name], batch), weight)
         total, found = total + sums[:2], found + mean * sums[1]
     torch.testing.assert_close(found / total[1], gradient, rtol=1e-12, atol=1e-13)
 
@@ -174,7 +336,30 @@ def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight
             return rows.sums(rows.logprobs).sum(), {}
 
     with pytest.raises(EppError, match=r"needs Scope\.SEQUENCE"):
-        trained_with(Sums(), CUTS["two halves"], batch, weight)
+        trained_with(Sums(), CUTS["two halves"], samples_for(Sums(), batch), weight)
+
+
+@pytest.mark.parametrize("marks", [(1.0,), (1.0, 1.0), (1.0, 0.0, 0.0), (0.5, 0.5)])
+def test_a_preference_is_of_two_samples_one_of_them_preferred(batch, marks):
+    given = [batch[1] | {"group": 3, "preferred": mark, "reference_logprobs": 0.0} for mark in marks]
+    asks = columns_of(Preference())
+    with pytest.raises(EppError, match=f"group 3 has {len(marks)} samples; a preference is of two, preferred 1 for all"):
+        Samples([TokenSample.of(one, asks, "a sample") for one in given], asks)
+
+
+@pytest.mark.parametrize("group", [None, True, 1.5, [1]])
+def test_a_group_is_an_integer_or_a_text(batch, group):
+    with pytest.raises(EppError, match="a sample: group must be an integer or a text, the same for samples with one loss"):
+        TokenSample.of(batch[1] | {"group": group}, columns_of(Preference()), "a sample")
+
+
+def test_a_loss_over_sequences_that_adds_up_over_groups_is_refused(batch, weight):
+    class Groups(SequenceRatio):
+        def __call__(self, rows):
+            return rows.over_groups(rows.trained).sum(), {}
+
+    with pytest.raises(EppError, match=r"needs Scope\.GROUP"):
+        trained_with(Groups(), CUTS["two halves"], samples_for(Groups(), batch), weight)
 
 
 def test_sequences_without_trained_tokens_have_mean_0():
@@ -184,5 +369,9 @@ def test_sequences_without_trained_tokens_have_mean_0():
 
 
 def test_losses_know_their_scopes():
-    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {"GSPO"}
+    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {
+        "GSPO",
+        "distillation of sequences",
+        "mean value",
+    }
     assert replace(LOSSES["DAPO"], kl="k3").columns == ("old_logprobs", "advantages", "reference_logprobs", "importance")

@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.loss.blocks import Head, block_losses, block_losses_and_entropies
+from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from tests.support.runtime.allocations import peak_bytes_of
-from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_vocabulary
+from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_values, shared_vocabulary
 from tests.support.runtime.rank_processes import Ranks
 
 TOKENS = 11
@@ -48,7 +48,7 @@ def test_they_are_the_derivatives():
 
 
 def with_entropies(x, weight, labels, block_tokens, rows=None):
-    return block_losses_and_entropies(x, x, weight, labels, Head(block_tokens, rows=rows))
+    return block_values(x, x, weight, labels[:, None], Head(block_tokens, rows=rows, has_entropy=True))
 
 
 def plain_entropies(x, weight):
@@ -73,6 +73,36 @@ def test_entropies_and_their_gradients_are_those_of_the_whole_distribution(block
 def test_entropies_have_their_derivatives():
     x, weight, labels, _ = tensors()
     assert torch.autograd.gradcheck(lambda x, weight: with_entropies(x, weight, labels, 3), (x, weight))
+
+
+def several(labels):
+    """Three entries of every token after its label: the label again, another twice."""
+    others = (7 * torch.arange(TOKENS) + 3) % ENTRIES
+    return torch.stack([labels, labels, others, others], dim=1)
+
+
+def plain_values(x, weight, entries):
+    logprobs = functional.log_softmax(x @ weight.t(), dim=1)
+    return torch.cat([-logprobs.gather(1, entries).t(), -(logprobs.exp() * logprobs).sum(1)[None]])
+
+
+FACTORS = torch.tensor([[1.0], [0.7], [-0.4], [1.3], [-0.3]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
+@pytest.mark.parametrize("block_tokens", [1, 3, TOKENS])
+def test_several_entries_of_a_token_and_their_gradients_are_those_of_the_whole_distribution(block_tokens, rows, has_entropy):
+    x, weight, labels, mask = tensors()
+    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
+    entries, num_values = several(labels), 4 + has_entropy
+    expected = plain_values(x, weight, entries)[:num_values] * counted
+    found = block_values(x, x, weight, entries, Head(block_tokens, rows=rows, has_entropy=has_entropy)) * counted
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    factors = FACTORS[:num_values]
+    wanted = torch.autograd.grad((factors * expected).sum(), (x, weight))
+    for one, tensor in zip(wanted, torch.autograd.grad((factors * found).sum(), (x, weight)), strict=True):
+        torch.testing.assert_close(tensor, one, rtol=1e-11, atol=1e-13)
 
 
 def test_logits_that_would_overflow_do_not():
@@ -162,3 +192,16 @@ def test_ranks_that_share_the_vocabulary_get_the_same(ranks):
         torch.testing.assert_close(own, losses, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])
+def test_ranks_that_share_the_vocabulary_get_the_same_of_several_entries(ranks, has_entropy):
+    x, weight, labels, mask = tensors()
+    entries, grad = several(labels), FACTORS[: 4 + has_entropy] * mask
+    expected = plain_values(x, weight, entries)[: 4 + has_entropy]
+    values, grad_x, grad_weight = losses_and_gradients(expected, grad, (x, weight))
+    found = ranks.run(shared_values, x.detach(), weight.detach(), entries, grad, has_entropy)
+    for own, _, _ in found:
+        torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-11, atol=1e-13)

@@ -33,7 +33,13 @@ CELLS = {
     "replicas": (Cell(dp=2), "--epp-slices 2 --use-distributed-optimizer"),
     "experts": (Cell(pp=2, dp=2, experts=4, ep=2), "--epp-slices 3"),
 }
-LOSSES = {"over tokens": f"{OWN}:GRPO", "over sequences": f"{OWN}:GSPO", "with entropy": f"{OWN}:PPO"}
+LOSSES = {
+    "over tokens": f"{OWN}:GRPO",
+    "over sequences": f"{OWN}:GSPO",
+    "with entropy": f"{OWN}:PPO",
+    "of a teacher": f"{OWN}:DISTILLATION",
+    "of values": f"{OWN}:VALUES",
+}
 BY_DEFAULT = {
     ("over tokens", "pipeline"),
     ("over tokens", "there and back, weights apart"),
@@ -45,6 +51,12 @@ BY_DEFAULT = {
     ("over sequences", "replicas"),
     ("with entropy", "pipeline"),
     ("with entropy", "tensor and sequence parallel"),
+    ("of a teacher", "recompute, loss by blocks"),
+    ("of a teacher", "tensor and sequence parallel"),
+    ("of a teacher", "context parallel"),
+    ("of values", "pipeline"),
+    ("of values", "tensor and sequence parallel"),
+    ("of values", "replicas"),
 }
 ROWS = [
     pytest.param(loss, cell, id=f"{loss}: {cell}", marks=[pytest.mark.slow] * ((loss, cell) not in BY_DEFAULT))
@@ -61,7 +73,7 @@ def samples(tmp_path_factory):
     paths = []
     for name, count in (("train", len(LENGTHS)), ("valid", BATCH)):
         lines = []
-        for number, length in enumerate(min(length, CONTEXT) for length in LENGTHS[:count]):
+        for number, length in enumerate(min(length, CONTEXT - 1) for length in LENGTHS[:count]):
             tokens = length + 1
             values = {
                 "tokens": random.randint(0, VOCABULARY - 1, tokens).tolist(),
@@ -70,6 +82,10 @@ def samples(tmp_path_factory):
                 "reference_logprobs": (-4.5 + 0.3 * random.randn(tokens)).tolist(),
                 "importance": (0.5 + random.rand(tokens)).tolist(),
                 "advantages": random.randn() if number % 2 else random.randn(tokens).tolist(),
+                "teacher_tokens": random.randint(0, VOCABULARY - 1, (tokens, 3)).tolist(),
+                "teacher_logprobs": (-1.5 - random.rand(tokens, 3)).tolist(),
+                "old_values": (0.1 * random.randn(tokens)).tolist(),
+                "returns": random.randn(tokens).tolist(),
             }
             lines.append(json.dumps(values))
         paths.append(folder / f"{name}.jsonl")

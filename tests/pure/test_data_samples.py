@@ -5,17 +5,19 @@ import json
 import numpy as np
 import pytest
 
+from megatron_epp.data.batch import LossColumns
 from megatron_epp.data.samples import Samples, TokenSample, read_samples
+from megatron_epp.losses import Average
 from megatron_epp.plan import EppError
 
 GOOD = {"tokens": [3, 1, 4], "trained": [0, 1, 1], "advantages": 0.5, "old_logprobs": [0, -1, -2], "note": "not read"}
-NAMES = "advantages", "old_logprobs"
+ASKS = LossColumns(("advantages", "old_logprobs"), Average.TOKENS)
 
 
-def read(tmp_path, *samples, names=NAMES, most_tokens=8, vocab_size=9):
+def read(tmp_path, *samples, asks=ASKS, most_tokens=8, vocab_size=9):
     path = tmp_path / "samples.jsonl"
     path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in samples))
-    return read_samples(path, names, most_tokens, vocab_size)
+    return read_samples(path, asks, most_tokens, vocab_size)
 
 
 def test_a_file_has_a_sequence_in_every_line_and_one_number_stands_for_all_tokens(tmp_path):
@@ -64,11 +66,13 @@ def test_a_file_without_samples_or_no_file_is_refused(tmp_path):
     with pytest.raises(EppError, match="there is no sample"):
         read(tmp_path, "")
     with pytest.raises(EppError, match=r"cannot read .*missing\.jsonl"):
-        read_samples(tmp_path / "missing.jsonl", NAMES, 8)
+        read_samples(tmp_path / "missing.jsonl", ASKS, 8)
 
 
 def test_arrays_and_what_has_a_list_are_taken_as_lists():
-    sample = TokenSample.of({"tokens": np.array([1, 2, 3]), "trained": np.array([False, True, True])}, (), "a sample")
+    sample = TokenSample.of(
+        {"tokens": np.array([1, 2, 3]), "trained": np.array([False, True, True])}, LossColumns((), Average.TOKENS), "a"
+    )
     samples = Samples([sample])
     assert samples.tokens(0).tolist() == [1, 2, 3]
     assert samples.trained(0, 0, 3).tolist() == [0, 1, 1]

@@ -38,6 +38,11 @@ def _of_loss(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp-loss needs the output layer on the last stage: leave out --epp-vocab-parallel"
     if getattr(args, "mtp_num_layers", None):
         yield "--epp-loss trains no multi-token prediction: leave out --mtp-num-layers"
+    if getattr(loss, "has_values", False) and not args.untie_embeddings_and_output_weights:
+        yield (
+            f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
+            "--untie-embeddings-and-output-weights"
+        )
     routers = [
         name
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")

@@ -7,15 +7,17 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
 from megatron_epp.data.token_record import Tokenizer, digest_of, is_of_hub, missing_tokenizer
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, one_line, read_text
+
+if TYPE_CHECKING:  # which trainings do not read
+    from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,8 @@ def chat_encoder(encoder: Encoder, roles: Sequence[str], template_file: str | Pa
             f"the tokenizer {encoder.tokenizer} has no chat template, as is usual for models that were not trained on chats; "
             "pass the template of a chat model with --chat-template FILE"
         )
+    from megatron_epp.data.chat import ChatEncoder
+
     return ChatEncoder(encoder.apply_template, template, tuple(roles))
 
 

@@ -19,8 +19,8 @@ from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
-from megatron_epp.plan import EppError
 
 _ATTENTION = "core_attention"
 
@@ -65,21 +65,23 @@ class AdoptedAttention(RelayAttention):
         return {} if own is None else own(*args, **named)
 
 
+def refusal(model: torch.nn.Module) -> str:
+    """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them."""
+    bare: Any = unwrap_model(model)
+    found = "" if getattr(bare, "has_relay", False) else _refusal(bare)
+    return found and f"samples cannot be cut for this {type(bare).__name__}: {found}"
+
+
 def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    """Let plans run a model chunk. Does nothing if they can already.
+    """Let plans run a model chunk, for which there is no `refusal`. Does nothing if they can already.
 
     Args:
         model: the chunk, wrapped or not.
         args: what stands for Megatron's arguments.
-
-    Raises:
-        EppError: the model has something that plans cannot run.
     """
     bare: Any = unwrap_model(model)
     if getattr(bare, "has_relay", False):
         return
-    if refusal := _refusal(bare):
-        raise EppError(f"samples cannot be cut for this {type(bare).__name__}: {refusal}")
     for module in bare.modules():
         attention = vars(module).get("_modules", {}).get(_ATTENTION)
         if attention is not None:
@@ -111,7 +113,7 @@ def _refusal(model: Any) -> str:
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
         return "its output layer gathers logits: build it with parallel_output=True"
-    if layer is not None and type(layer) not in multiplying_output_layers():
+    if layer is not None and type(layer) not in multiplying_output_layers() and outputs_of(layer) != 1:
         return f"its output layer is a {type(layer).__name__}"
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != _ATTENTION:

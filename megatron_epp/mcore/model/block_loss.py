@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import mpu
@@ -29,10 +29,24 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.loss.blocks import Head, block_losses, block_losses_and_entropies
+from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 logger = logging.getLogger(__name__)
+
+
+class AskedOfLogits(NamedTuple):
+    """Properties of a loss of the user's, as `losses.Loss` has them: whether it reads entropies, the temperature that divides
+    logits, and the number of candidates of every token.
+    """
+
+    has_entropy: bool = False
+    temperature: float = 1.0
+    candidates: int = 0
+
+
+OF_LABELS = AskedOfLogits()
+"""Of a loss that reads log-probabilities of labels only."""
 
 
 class BlockLoss(OfRows):
@@ -42,18 +56,18 @@ class BlockLoss(OfRows):
     factor on the logits, which is applied in between, then multiplies the input and gives the same logits.
 
     Attributes:
-        has_entropy: entropies are computed as well.
-        temperature: logits are divided by it.
-        entropies: ``[tokens]``, of the last forward; None without `has_entropy`.
+        asked: what a loss of the user's asks for.
+        candidates: ``[tokens, asked.candidates]``, of the next forward; in their place labels are taken again if it is None.
+        more: ``[rows, tokens]``, log-probabilities of candidates and entropies, of the last forward; None if not asked for.
     """
 
-    has_entropy = False
-    temperature = 1.0
+    asked = OF_LABELS
+    candidates: Tensor | None = None
+    more: Tensor | None = None
 
     def __init__(self, model: Any, block_tokens: int) -> None:
         self._model, self._layer, self.block_tokens = model, model.output_layer, block_tokens
         self._weight: Tensor | None = None
-        self.entropies: Tensor | None = None
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
         self.kernel, self.passed_over = explain(LossCase(device, model.config.params_dtype, entries, shared))
@@ -62,7 +76,7 @@ class BlockLoss(OfRows):
     def workspace_bytes(self) -> int:
         """Bytes that are allocated only while a pass computes the loss."""
         layer, value_bytes = self._layer, self._model.config.params_dtype.itemsize
-        factors = 4 * self.block_tokens * layer.output_size_per_partition if self.has_entropy else 0
+        factors = 4 * self.block_tokens * layer.output_size_per_partition if self.asked.has_entropy else 0
         return factors + loss_workspace_bytes(
             self.block_tokens,
             layer.output_size_per_partition,
@@ -108,8 +122,8 @@ class BlockLoss(OfRows):
         """
         assert self._weight is not None  # the output layer ran
         layer, group = self._layer, self._layer.tp_group
-        if self.temperature != 1.0:
-            hidden = hidden / self.temperature
+        if self.asked.temperature != 1.0:
+            hidden = hidden / self.asked.temperature
         if layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
@@ -120,13 +134,16 @@ class BlockLoss(OfRows):
             functools.partial(_rows, group if layer.sequence_parallel else None),
             functools.partial(weight_gradient, self._weight, None, True) if layer.gradient_accumulation_fusion else None,
             self._rows,
+            self.asked.has_entropy,
         )
         rows = labels.transpose(0, 1)
-        given = _rows(None, whole), hidden, self._weight, rows.reshape(-1), head
-        if self.has_entropy:
-            losses, self.entropies = block_losses_and_entropies(*given)
+        inputs, entries, number = (_rows(None, whole), hidden, self._weight), rows.reshape(-1), self.asked.candidates
+        if number or self.asked.has_entropy:
+            others = entries[:, None].expand(-1, number) if self.candidates is None else self.candidates
+            values = block_values(*inputs, torch.cat([entries[:, None], others], dim=1), head)
+            losses, self.more = values[0], torch.cat([-values[1 : 1 + number], values[1 + number :]])
         else:
-            losses = block_losses(*given)
+            losses = block_losses(*inputs, entries, head)
         return losses.view(rows.shape).transpose(0, 1).contiguous()
 
 
@@ -150,21 +167,23 @@ class FusedLoss:
 
 
 def block_loss(
-    args: argparse.Namespace, model: torch.nn.Module, has_entropy: bool = False, temperature: float = 1.0
+    args: argparse.Namespace, model: torch.nn.Module, asked: AskedOfLogits = OF_LABELS
 ) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
-    Entropies and another temperature than 1 ask for blocks.
+    What a loss may ask for beyond log-probabilities of labels needs blocks.
 
     Raises `EppError` if a block size was requested that is impossible for this model, or Megatron's fused kernel was requested,
     and neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
-    if has_entropy or temperature != 1.0:
+    if asked != OF_LABELS:
         if obstacle := loss_obstacle(bare):
-            raise EppError(f"the loss needs entropies or a temperature, which the model's output layer has not: {obstacle}")
+            raise EppError(
+                "the loss needs entropies, candidates or a temperature, which the model's output layer has not: " + obstacle
+            )
         made = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
-        made.has_entropy, made.temperature = has_entropy, temperature
+        made.asked = asked
         return made
     if features.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)

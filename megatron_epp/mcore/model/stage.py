@@ -99,7 +99,8 @@ class MegatronStage:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         if self.has_loss:
             shard_logits(model)
-        self._loss_of_rows = block_loss if block_loss is not None or not self.has_loss else trained_rows(model)
+        of_logits = self.has_loss and not (loss is not None and loss.asks.has_values)
+        self._loss_of_rows = block_loss if block_loss is not None or not of_logits else trained_rows(model)
         self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
         self.depths: int = (config.mtp_num_layers or 0) if getattr(unwrap_model(model), "mtp_process", False) else 0
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
@@ -124,6 +125,11 @@ class MegatronStage:
     def has_loss(self) -> bool:
         """True if the forward returns a loss, not hidden states."""
         return self.is_last
+
+    @property
+    def gives_values(self) -> bool:
+        """True if the model's outputs are values, of which the loss is, and not losses of labels."""
+        return self.loss is not None and self.loss.asks.has_values
 
     @property
     def decoder(self) -> Any:
@@ -171,6 +177,8 @@ class MegatronStage:
         inputs = self._inputs(context.chunk)
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
+        if isinstance(self.block_loss, BlockLoss) and self.loss is not None:
+            self.block_loss.candidates = None if inputs.of_loss is None else self.loss.candidates(inputs.of_loss)
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
@@ -180,10 +188,15 @@ class MegatronStage:
         scale_added_losses(self.config, output)
         if not self.has_loss:
             return output
+        if self.gives_values and inputs.labels is not None and output.numel() != inputs.labels.numel():
+            raise EppError(
+                f"the model gives {output.numel()} values for {inputs.labels.numel()} tokens: its head must have one output, "
+                "and gather the tokens of sequence-parallel ranks"
+            )
         if self.loss is not None and inputs.of_loss is not None:
-            values = -output.reshape(1, -1).float()
-            if isinstance(self.block_loss, BlockLoss) and self.block_loss.entropies is not None:
-                values = torch.cat([values, self.block_loss.entropies[None].float()])
+            values = output.reshape(1, -1).float() if self.gives_values else -output.reshape(1, -1).float()
+            if isinstance(self.block_loss, BlockLoss) and self.block_loss.more is not None:
+                values = torch.cat([values, self.block_loss.more.float()])
             output, sums = self.loss.forward(context, values, inputs.of_loss)
             self._report(sums, inputs.of_loss.counts.sum().to(torch.int))
             return output
@@ -231,7 +244,7 @@ class MegatronStage:
         return {
             "input_ids": inputs.tokens if is_end else None,
             "position_ids": inputs.position_ids if is_end else None,
-            "labels": inputs.labels if self.is_last else None,
+            "labels": inputs.labels if self.is_last and not self.gives_values else None,
             "loss_mask": inputs.loss_mask if self.is_last else None,
         }
 

@@ -16,13 +16,14 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import PlannedBatches, samples_in
-from megatron_epp.data.samples import Samples, TokenSample
+from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, load_loss
+from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.microbatches.wrap import arguments_of, check_choices
-from megatron_epp.mcore.model.adopt_built import adopt_built
+from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.training.forward_backward import finish_batch, run_batch
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
@@ -60,19 +61,21 @@ class SampleReport:
         num_chunks: chunks of this replica's plan.
         logprobs: of every sample, the log-probabilities of its labels, ``[tokens - 1]`` in fp32, 0 for those that are not
             trained; empty if they were not wanted.
+        values: of every sample, the model's values of all its tokens, ``[tokens]`` in fp32; empty if they were not wanted.
     """
 
     means: Mapping[str, float]
     divisor: float
     num_chunks: int
     logprobs: tuple[np.ndarray, ...] = ()
+    values: tuple[np.ndarray, ...] = ()
 
 
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
     def __init__(self, loss: Loss, given: Mapping[str, Any]) -> None:
-        self.loss, self._given = loss, given
+        self.loss, self._asks, self._given = loss, columns_of(loss), given
         self._session: Session | None = None
         self._models: list[torch.nn.Module] = []
 
@@ -83,6 +86,7 @@ class SampleSchedule:
         samples: Sequence[Mapping[str, Any]],
         forward_only: bool = False,
         wants_logprobs: bool = False,
+        wants_values: bool = False,
     ) -> SampleReport:
         """Add the gradient of the samples' mean loss to the model's gradients, and reduce it. A collective call of all ranks.
 
@@ -93,14 +97,19 @@ class SampleSchedule:
                 one for all (`data.samples.TokenSample`); and for a loss over groups its ``group``.
             forward_only: compute no gradients.
             wants_logprobs: gather the labels' log-probabilities.
+            wants_values: gather the model's values, if the loss reads them.
 
         Raises:
             EppError: the model or a sample is not as it must be, or there is no plan under the memory cap.
         """
         models = model if isinstance(model, list) else [model]
+        wanted = wants_logprobs or wants_values
+        if (wants_logprobs and self._asks.has_values) or (wants_values and not self._asks.has_values):
+            there = "values" if self._asks.has_values else "logprobs"
+            raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         session = self._attached(models)
-        named = self._agreed(samples)
-        dataset = Samples(named, self.loss.scope)
+        named = self._agreed(samples, session.args.padded_vocab_size)
+        dataset = Samples(named, self._asks)
         everything = tuple(range(len(samples_in(dataset))))
         limits = session.replica, session.replicas
         batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
@@ -113,11 +122,11 @@ class SampleSchedule:
         kept: list[tuple[int, torch.Tensor]] = []
         if last is not None and last.loss is not None:
             last.loss.scale = self._scale(models, named, dataset)
-            last.loss.keeps = kept if wants_logprobs else None
+            last.loss.keeps = kept if wanted else None
         _, report = run_batch(session, models, batch, forward_only)
         sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
         finish_batch(session, batch, None, report, forward_only)
-        return self._report(batch, sums, kept, len(named), wants_logprobs)
+        return self._report(batch, sums, kept, len(named), wanted)
 
     def close(self) -> None:
         """End planning, and wait for threads."""
@@ -143,6 +152,7 @@ class SampleSchedule:
             load=None,
             gradient_accumulation_fusion=False,
         )
+        _raise_together(next(filter(None, map(refusal, models)), ""))
         for model in models:
             adopt_built(model, args)
         session = Session(args)
@@ -152,7 +162,7 @@ class SampleSchedule:
         self._session, self._models = session, models
         return session
 
-    def _agreed(self, samples: Sequence[Mapping[str, Any]]) -> list[TokenSample]:
+    def _agreed(self, samples: Sequence[Mapping[str, Any]], vocab_size: int) -> list[TokenSample]:
         """Check and convert samples. A collective call: a rank that raised by itself would leave the others waiting.
 
         Raises:
@@ -160,16 +170,14 @@ class SampleSchedule:
         """
         found, problem = list[TokenSample](), ""
         try:
-            needed = self.loss.columns, self.loss.scope
-            found += (TokenSample.of(given, needed[0], f"sample {at}", needed[1]) for at, given in enumerate(samples))
+            found += (TokenSample.of(given, self._asks, f"sample {at}", vocab_size) for at, given in enumerate(samples))
             problem = "" if found else "there are no samples"
+            Samples(found, self._asks)
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-        everyone = from_each((problem, _digest(found)))
-        if told := {rank: said for rank, (said, _) in enumerate(everyone) if said}:
-            same = len(told) == len(everyone) and len(set(told.values())) == 1
-            raise EppError(problem if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
-        if strange := [rank for rank, (_, digest) in enumerate(everyone) if digest != everyone[0][1]]:
+        _raise_together(problem)
+        digests = from_each(_digest(found))
+        if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
                 f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
                 "columns in the same order, and this package divides it over replicas"
@@ -200,7 +208,16 @@ class SampleSchedule:
         names = (self.loss.name, *self.loss.logged)
         means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
         joined = tuple(_joined([of_rank[at] for _, of_rank in found if at in of_rank]) for at in range(count)) if wants else ()
-        return SampleReport(means, divisor, len(batch.plan.chunks), joined)
+        of_each = ((), joined) if self._asks.has_values else (joined, ())
+        return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
+
+
+def _raise_together(problem: str) -> None:
+    """Raise `EppError` on every rank if some rank has a problem, which is not empty then. A collective call."""
+    everyone = from_each(problem)
+    if told := {rank: said for rank, said in enumerate(everyone) if said}:
+        same = len(told) == len(everyone) and len(set(told.values())) == 1
+        raise EppError(problem if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
 
 
 def _digest(samples: Sequence[TokenSample]) -> bytes:
@@ -257,5 +274,6 @@ def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> Sampl
     if not given["epp_allow_unknown_megatron"]:
         features.tell_untested()
     given |= {"epp": True, "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
-    own = NextToken() if loss is None else load_loss(loss) if isinstance(loss, str) else loss
-    return SampleSchedule(own, given)
+    if isinstance(loss, str):
+        return SampleSchedule(load_loss(loss), given)
+    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), given)

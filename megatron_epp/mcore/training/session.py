@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.model.adopt import check_adopted
-from megatron_epp.mcore.model.block_loss import block_loss
+from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
@@ -112,7 +112,12 @@ class Session(Run):
         if self.loss is not None:
             loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
         has_head = not shards_vocabulary(self.args)
-        of_logits = bool(getattr(self.loss, "has_entropy", False)), float(getattr(self.loss, "temperature", 1.0))
+        asked = OF_LABELS
+        if loss is not None:
+            width = loss.asks.widths.get(loss.asks.candidates, 0)
+            if last in self.placement.stages(self.rank):
+                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss)
+            asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         stages: dict[int, MegatronStage] = {
             stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
                 model,
@@ -121,7 +126,7 @@ class Session(Run):
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, model, *of_logits) if has_head and stage == last else None,
+                block_loss=block_loss(self.args, model, asked) if has_head and stage == last else None,
                 loss=loss if stage == last else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)

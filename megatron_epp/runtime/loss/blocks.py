@@ -52,61 +52,72 @@ def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: 
         labels: ``[tokens]``, indices in the whole vocabulary.
         head: options.
     """
-    return _BlockLosses.apply(x, kept, weight, labels, head)
+    return block_values(x, kept, weight, labels[:, None], head).squeeze(0)
 
 
-def block_losses_and_entropies(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-    """Return the cross entropy of every token, and the entropy of its distribution, ``[2, tokens]``; see `block_losses`."""
-    return _BlockLosses.apply(x, kept, weight, labels, head._replace(has_entropy=True))
+def block_values(x: Tensor, kept: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
+    """Return the cross entropies of several entries of every token, ``[m, tokens]``; see `block_losses`.
+
+    With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``.
+
+    Args:
+        x, kept, weight, head: as `block_losses` takes them.
+        entries: ``[tokens, m]``, indices in the whole vocabulary: the label and others, of which some may be equal.
+    """
+    return _BlockLosses.apply(x, kept, weight, entries, head)
 
 
 class _BlockLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-        kernel = None if head.has_entropy else choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
-        counted = labels if head.rows is None else labels[head.rows]
+    def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
+        counted = entries if head.rows is None else entries[head.rows]
         index, is_here = _entries(counted, weight, head)
-        blocks, log_sum = blocks_of(len(counted), head.block_tokens), None
+        blocks, log_sum, kernel = blocks_of(len(counted), head.block_tokens), None, None
+        if counted.shape[1] == 1 and not head.has_entropy:
+            kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         if kernel is None:
             rows = [_summary(x[_tokens(head, part)], weight, index[part], head.has_entropy) for part in blocks]
             values, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
         else:
-            values = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), index[part]) for part in blocks])[None]
-        ctx.save_for_backward(kept, weight, counted, log_sum, *values[1:])
+            labels = index.squeeze(1)
+            values = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), labels[part]) for part in blocks])[None]
+        ctx.save_for_backward(kept, weight, counted, log_sum, *values[counted.shape[1] :])
         ctx.head, ctx.kernel = head, kernel
         if head.rows is not None:
             values = values.new_zeros(len(values), len(x)).index_copy_(1, head.rows, values)
-        return values if head.has_entropy else values[0]
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, labels, log_sum, *more = ctx.saved_tensors
+        kept, weight, entries, log_sum, *more = ctx.saved_tensors
         head: Head = ctx.head
         x = head.gather(kept.detach())
-        index, is_here = _entries(labels, weight, head)
+        index, is_here = _entries(entries, weight, head)
         if head.rows is not None:
             grad_values = grad_values[..., head.rows]
-        grad_losses, grad_entropies = grad_values if head.has_entropy else (grad_values, None)
+        grad_losses = grad_values[: entries.shape[1]].t()
         grad_x = torch.empty_like(x) if head.rows is None else torch.zeros_like(x)
-        blocks = blocks_of(len(labels), head.block_tokens)
+        blocks = blocks_of(len(entries), head.block_tokens)
         grad_weight = WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
         for part in blocks:
             tokens = _tokens(head, part)
-            rows, of_losses = x[tokens], grad_losses[part, None]
+            rows, of_losses = x[tokens], grad_losses[part]
             grad_rows = grad_x[part] if head.rows is None else torch.empty_like(rows)
             if ctx.kernel is None:
                 grad = less(rows @ weight.t(), log_sum[part, None])
-                if grad_entropies is None:
-                    grad.exp_().scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
+                if len(grad_values) == 1:
+                    grad.exp_().scatter_add_(1, index[part], -is_here[part].to(grad.dtype))
                     grad = _times(grad, of_losses, x.dtype)
-                else:  # the gradient of an entropy is -p (log p + entropy)
-                    factor = (grad + more[0][part, None]).mul_(-grad_entropies[part, None]).add_(of_losses)
-                    of_labels = (is_here[part, None] * of_losses).to(grad.dtype)
-                    grad = grad.exp_().mul_(factor).scatter_add_(1, index[part, None], -of_labels).to(x.dtype)
+                else:
+                    factor = of_losses.sum(1, keepdim=True)
+                    if more:  # the gradient of an entropy is -p (log p + entropy)
+                        factor = (grad + more[0][part, None]).mul_(-grad_values[-1, part, None]).add_(factor)
+                    of_entries = (is_here[part] * of_losses).to(grad.dtype)
+                    grad = grad.exp_().mul_(factor).scatter_add_(1, index[part], -of_entries).to(x.dtype)
                     del factor
                 torch.mm(grad, weight, out=grad_rows)
             else:  # which knows no gradient of losses: it goes to what is not as wide as the vocabulary
-                grad = ctx.kernel.gradient(rows @ weight.t(), index[part])
+                grad = ctx.kernel.gradient(rows @ weight.t(), index[part].squeeze(1))
                 torch.mm(grad, weight, out=grad_rows).mul_(of_losses)
                 rows = torch.mul(rows, of_losses, out=torch.empty_like(rows))
             if head.rows is not None:
@@ -143,38 +154,39 @@ class WeightGradient:
 
 
 def _summary(x: Tensor, weight: Tensor, index: Tensor, has_entropy: bool) -> Tensor:
-    """Return per token the largest logit, the sum of exponentials relative to it, and the logit at `index`: ``[3, tokens]``.
+    """Return per token the largest logit, the sum of exponentials relative to it, and the logits at `index` ``[tokens, m]``.
 
-    With `has_entropy` the sum of exponentials times relative logits follows.
+    With `has_entropy` the sum of exponentials times relative logits follows: ``[m + 2, tokens]``, or one more.
     """
     logits = x @ weight.t()
-    most, predicted = wide(logits.amax(1)), wide(logits.gather(1, index[:, None]).squeeze(1))
+    most, predicted = wide(logits.amax(1)), wide(logits.gather(1, index)).unbind(1)
     relative = less(logits, most[:, None])
     if not has_entropy:
-        return torch.stack([most, relative.exp_().sum(1), predicted])
+        return torch.stack([most, relative.exp_().sum(1), *predicted])
     exponentials = relative.exp()
-    return torch.stack([most, exponentials.sum(1), predicted, relative.mul_(exponentials).sum(1)])
+    return torch.stack([most, exponentials.sum(1), *predicted, relative.mul_(exponentials).sum(1)])
 
 
 def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Combine the ranks' summaries of their parts of the vocabulary.
+    """Combine the ranks' summaries of their parts of the vocabulary; `is_here` is ``[tokens, m]``.
 
     Returns:
-        losses ``[1, tokens]``, or with entropies ``[2, tokens]``; and log-sum-exps ``[tokens]``.
+        losses ``[m, tokens]``, or with entropies ``[m + 1, tokens]``; and log-sum-exps ``[tokens]``.
     """
-    own_most, summed, predicted, *of_logits = rows
+    own_most, summed, num_entries = rows[0], rows[1], is_here.shape[1]
+    predicted, of_logits = rows[2 : 2 + num_entries], rows[2 + num_entries :]
     most = own_most
     if group is not None:
         dist.all_reduce(most := own_most.clone(), dist.ReduceOp.MAX, group=group)
         factor = (own_most - most).exp()
-        of_logits = [(each + summed * (own_most - most)) * factor for each in of_logits]
+        of_logits = (of_logits + summed * (own_most - most)) * factor
         summed = summed * factor
-    parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0), *of_logits])
+    parts = torch.cat([summed[None], torch.where(is_here.t(), predicted - most, 0.0), of_logits])
     if group is not None:
         dist.all_reduce(parts, group=group)
     log_sum = parts[0].log()
-    entropies = [log_sum - each / parts[0] for each in parts[2:]]
-    return torch.stack([log_sum - parts[1], *entropies]), log_sum + most
+    parts[1 + num_entries :] /= parts[0]
+    return log_sum - parts[1:], log_sum + most
 
 
 def blocks_of(num_tokens: int, most: int) -> list[slice]:
@@ -189,7 +201,7 @@ def _tokens(head: Head, part: slice) -> slice | Tensor:
 
 
 def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Return every label's index among this rank's vocabulary entries (clamped), and True if it is one of them."""
+    """Return every label's index among this rank's vocabulary entries (clamped), and True if it is one of them; as `labels`."""
     entries = len(weight)
     local_labels = labels if head.group is None else labels - dist.get_rank(head.group) * entries
     return local_labels.clamp(0, entries - 1), (local_labels >= 0) & (local_labels < entries)

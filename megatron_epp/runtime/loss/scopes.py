@@ -9,13 +9,15 @@ each chunk's backward begins with its own gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.data.batch import LossArrays, LossColumns
+from megatron_epp.data.batch import LossArrays
+from megatron_epp.data.samples import columns_of
 from megatron_epp.losses import Loss, Rows, Scope
 from megatron_epp.runtime.context import ChunkContext
 
@@ -41,28 +43,32 @@ class ScopedLoss:
         context_ranks: ranks that share the tokens of a chunk; None if this rank has all.
 
     Attributes:
+        asks: what the loss asks of a batch.
         scale: factor of every output, for programs whose data parallelism does not divide by the batch's tokens.
-        keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained; None if they are not wanted.
+        keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained, or values of the model; None if
+            they are not wanted.
     """
 
     def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:
-        self.loss, self.scale = loss, 1.0
+        self.loss, self.asks, self.scale = loss, columns_of(loss), 1.0
         self._group = context_ranks if context_ranks is not None and context_ranks.size() > 1 else None
         self.keeps: list[tuple[int, Tensor]] | None = None
         self._waiting: dict[int, _Part] = {}  # by chunk, while others of its group have not run
         self._gradients: dict[int, Tensor] = {}
 
-    @property
-    def asks(self) -> LossColumns:
-        """Columns and average for which the loss asks a batch."""
-        return LossColumns(self.loss.columns, self.loss.average)
+    def candidates(self, inputs: LossArrays) -> Tensor | None:
+        """Return the tokens beside labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
+        if self.asks.candidates is None:
+            return None
+        return self._by_name(inputs.columns)[self.asks.candidates].long()
 
     def forward(self, context: ChunkContext, values: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
         """Compute what a chunk's forward completes.
 
         Args:
             context: of the chunk.
-            values: ``[1, tokens]`` of this rank, in fp32: log-probabilities; ``[2, tokens]`` with entropies.
+            values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
+                entropies, as the loss asks; or the model's values.
             inputs: of the chunk.
 
         Returns:
@@ -71,7 +77,8 @@ class ScopedLoss:
         """
         own = _Part(context.chunk, values, values, inputs, 1 + max(segment.sequence for segment in context.table.segments))
         if self.keeps is not None:
-            self.keeps.append((context.chunk, values[0].detach() * (inputs.weights != 0)))
+            found = values[0].detach()
+            self.keeps.append((context.chunk, found if self.asks.has_values else found * (inputs.weights != 0)))
         if self.loss.scope == Scope.TOKEN:
             loss, logged = self.loss(self._rows([own]))
             return loss * self.scale, self._report(loss, logged, inputs.counts)
@@ -105,14 +112,26 @@ class ScopedLoss:
     def _rows(self, parts: Sequence[_Part]) -> Rows:
         """Join the tokens of chunks, with what the loss's scope tells of sequences and groups."""
         joined, scope = [part.inputs for part in parts], self.loss.scope
-        columns = dict(zip(self.loss.columns, torch.cat([each.columns for each in joined], dim=-1).unbind(), strict=True))
+        columns = self._by_name(torch.cat([each.columns for each in joined], dim=-1))
         values, weights = torch.cat([part.values for part in parts], dim=-1), torch.cat([each.weights for each in joined])
-        given = values[0], weights, columns, values[1] if len(values) > 1 else None
+        if self.asks.has_values:
+            rows = Rows(weights.new_empty(0), weights, columns, values=values[0])
+        else:
+            num_candidates = 0 if self.asks.candidates is None else self.asks.widths[self.asks.candidates]
+            logprobs, of_candidates, entropy = values.split([1, num_candidates, len(values) - 1 - num_candidates])
+            rows = Rows(logprobs[0], weights, columns, entropy[0] if len(entropy) else None)
+            rows = replace(rows, candidate_logprobs=of_candidates.t()) if num_candidates else rows
         if scope == Scope.TOKEN:
-            return Rows(*given)
+            return rows
         sequence, group = (torch.cat([getattr(each, name) for each in joined]) for name in ("sequence", "group"))
         most = max(part.num_sequences for part in parts)
-        return Rows(*given, sequence, most, group if scope == Scope.GROUP else None)
+        return replace(rows, sequence=sequence, num_sequences=most, group=group if scope == Scope.GROUP else None)
+
+    def _by_name(self, columns: Tensor) -> dict[str, Tensor]:
+        """Return columns ``[rows, tokens]`` by name, as `Rows` has them."""
+        widths = self.asks.widths
+        found = columns.split([widths.get(name, 1) for name in self.asks.names])
+        return {name: x.t() if name in widths else x[0] for name, x in zip(self.asks.names, found, strict=True)}
 
     def _of_all_ranks(self, part: _Part) -> _Part:
         if self._group is None:

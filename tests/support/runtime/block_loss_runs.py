@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from megatron_epp.runtime.loss.kernels import LossKernel
 
 ENTRIES, WIDTH = 26, 6
@@ -20,6 +20,14 @@ def shared_vocabulary(rank, links, x, weight, labels, grad, block_tokens, rows=N
     x = x.requires_grad_()
     losses = block_losses(x, x, own, labels, Head(block_tokens, links.activations, rows=rows))
     return losses_and_gradients(losses, grad, (x, own))
+
+
+def shared_values(rank, links, x, weight, entries, grad, has_entropy):
+    """Of several entries of each token, with this rank's part of the vocabulary."""
+    own = weight.chunk(len(links.ranks))[rank].clone().requires_grad_()
+    x = x.requires_grad_()
+    values = block_values(x, x, own, entries, Head(4, links.activations, has_entropy=has_entropy))
+    return losses_and_gradients(values, grad, (x, own))
 
 
 def problem(tokens, entries=ENTRIES, width=WIDTH):
