@@ -59,7 +59,7 @@ def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> 
     """Check that a last stage gives what the loss reads.
 
     Raises:
-        EppError: the loss reads values and the output layer has a vocabulary, or the other way round; or a setting is of logits.
+        EppError: the loss reads values and the output layer has a vocabulary, or vice versa; or a setting is of logits.
     """
     bare: Any = unwrap_model(model)
     layer = getattr(bare, "output_layer", None)
