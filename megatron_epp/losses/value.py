@@ -39,7 +39,6 @@ class ClippedValue:
         old, returns = rows.columns[OLD], rows.columns[RETURNS]
         free = clipped = (rows.values - returns).square()
         if self.clip is not None:
-            near = old + (rows.values - old).clamp(-self.clip, self.clip)
-            clipped = (near - returns).square()
+            clipped = (rows.values.clamp(old - self.clip, old + self.clip) - returns).square()
         loss = (rows.weights * torch.maximum(free, clipped)).sum() / 2
         return loss, {"clipped share": (rows.weights * (clipped > free)).sum()}

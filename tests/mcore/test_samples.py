@@ -80,3 +80,53 @@ REFUSED = {
 def test_what_cannot_be_honoured_is_refused():
     for one in job(2, "samples:refusals").figures:
         assert {name: said for name, said in one.items() if REFUSED[name] not in said} == {}
+
+
+VALUE_LAYOUTS = [
+    pytest.param(2, {}, id="pipeline"),
+    pytest.param(4, {"replicas": 2}, id="replicas", marks=SLOW),
+    pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
+    pytest.param(2, {"tensor_parallel": 2}, id="tensor parallel", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), VALUE_LAYOUTS)
+def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, layout):
+    found = job(num_ranks, "samples:values", **layout).figures
+    expected = [loss for one in found for loss in one["expected"]]
+    for one in found:
+        assert one["worst"] <= TOLERANCE
+        assert one["afterwards"] == 0.0
+        assert one["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
+        assert one["lengths"] == list(LENGTHS)  # every token has a value
+        assert (one["logprobs"], one["divisor"]) == (0, len(LENGTHS))
+        assert one["loss"] == pytest.approx(sum(expected) / len(expected), rel=TOLERANCE)
+        assert max(one["values"], default=0.0) <= TOLERANCE
+        assert one["evaluated"] <= TOLERANCE
+    assert any(one["values"] for one in found)
+
+
+APART = {
+    "a vocabulary": "value loss reads values, and the output layer (ColumnParallelLinear) has 64 outputs: put a layer with one",
+    "log-probabilities of values": "value loss reads values of the model: ask for wants_values",
+    "values of log-probabilities": "policy loss reads logprobs of the model: ask for wants_logprobs",
+    "another width": "sample 0: teacher_tokens is 41 x 2; the loss reads 3 values for each of 41 tokens",
+    "no width": "sample 0: teacher_logprobs is one number; the loss reads 3 values for each of 41 tokens",
+    "above the vocabulary": "sample 0: teacher_tokens has token 64, and the vocabulary 64 entries",
+    "no token": "sample 0: teacher_tokens must be numbers of tokens",
+    "token above the vocabulary": "sample 0 has token 100, and the vocabulary 64 entries",
+    "no loss": "loss object is no loss: it has no name, scope, average, columns, logged",
+    "one output": "policy loss reads log-probabilities, and the output layer (Head) has one output",
+    "blocks": "of logits, and value loss reads values: leave it out",
+}
+
+
+def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
+    for one in job(2, "samples:value_refusals").figures:
+        assert one.keys() == APART.keys()
+        assert {name: said for name, said in one.items() if APART[name] not in said} == {}
+
+
+def test_a_head_that_leaves_tokens_divided_is_refused():
+    said = [one["said"] for one in job(2, "samples:head_without_tokens").figures]
+    assert all("tokens: its head must have one output, and gather the tokens of sequence-parallel ranks" in one for one in said)

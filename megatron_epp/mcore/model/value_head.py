@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_epp.cost.head import AUTO
 from megatron_epp.losses import Loss, load_loss
 from megatron_epp.plan import EppError
 
@@ -54,11 +55,11 @@ def put_head(model: Any, args: argparse.Namespace) -> None:
         model.output_layer = ValueHead(model.config, model.output_layer.tp_group)
 
 
-def check_head(model: torch.nn.Module, loss: Loss) -> None:
+def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> None:
     """Check that a last stage gives what the loss reads.
 
     Raises:
-        EppError: the loss reads values and the output layer has a vocabulary, or the other way round.
+        EppError: the loss reads values and the output layer has a vocabulary, or vice versa; or a setting is of logits.
     """
     bare: Any = unwrap_model(model)
     layer = getattr(bare, "output_layer", None)
@@ -74,6 +75,8 @@ def check_head(model: torch.nn.Module, loss: Loss) -> None:
                 f"{loss.name} reads values, and the output layer ({type(layer).__name__}) has {outputs_of(layer)} outputs: put "
                 "a layer with one output in its place, model.output_layer"
             )
+        if args.epp_loss_block_tokens != AUTO:
+            raise EppError(f"--epp-loss-block-tokens is of logits, and {loss.name} reads values: leave it out")
     elif is_head:
         raise EppError(
             f"{loss.name} reads log-probabilities, and the output layer ({type(layer).__name__}) has one output: give a loss "

@@ -108,15 +108,15 @@ class Session(Run):
             for model in models:
                 check_adopted(model)
         last = self.placement.num_stages - 1
-        loss = None
+        loss, has_head = None, not shards_vocabulary(self.args)
         if self.loss is not None:
             loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
-        has_head = not shards_vocabulary(self.args)
         asked = OF_LABELS
         if loss is not None:
             width = loss.asks.widths.get(loss.asks.candidates, 0)
             if last in self.placement.stages(self.rank):
-                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss)
+                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
+            has_head &= not loss.asks.has_values
             asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         stages: dict[int, MegatronStage] = {
             stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(

@@ -178,3 +178,157 @@ def refusals() -> dict[str, str]:
         "loss": refused(loss="megatron_epp.losses:Clipped"),
         "no loss": refused(loss="tests.support.mcore.own_losses:NoLoss"),
     }
+
+
+class Head(torch.nn.Linear):
+    """Value head as programs have it: in the output layer's place, on every tensor-parallel rank, with a bias."""
+
+    def __init__(self, config: Any, gathers: bool = True) -> None:
+        torch.manual_seed(5)
+        super().__init__(config.hidden_size, 1)
+        self.gathers = config.sequence_parallel and gathers
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        values = super().forward(input_).float()
+        return gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False) if self.gathers else values, None
+
+
+def put_heads(models: list[Any], **settings: Any) -> None:
+    for bare in models:
+        if bare.post_process:
+            bare.output_layer = Head(bare.config, **settings)
+
+
+def made_for_values() -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(6)
+    samples = made()
+    for sample in samples:
+        tokens = len(sample["tokens"])
+        sample["old_values"] = 0.3 * torch.randn(tokens, generator=random)
+        sample["returns"] = torch.randn(tokens, generator=random)
+    return [{key: x[:-1] if key != "advantages" else x for key, x in sample.items()} for sample in samples]
+
+
+def whole_value_step(data: Any, model: Any) -> tuple[Tensor, Any]:
+    """Run a sample whole. Its loss is the clipped error of values, written down in torch."""
+    sample = next(data)
+    values = outputs(model, sample["tokens"][None], None)
+
+    def loss_of(output: Tensor) -> tuple[Any, ...]:
+        of_tokens, mask, old = output.reshape(-1), sample["trained"].float(), sample["old_values"]
+        near = torch.minimum(torch.maximum(of_tokens, old - 0.2), old + 0.2)
+        each = torch.maximum((of_tokens - sample["returns"]) ** 2, (near - sample["returns"]) ** 2) / 2
+        mean = (each * mask).sum() / mask.sum()
+        return mean, torch.tensor(1), {"loss": mean.detach(), "values": of_tokens.detach().clone()}
+
+    return values, loss_of
+
+
+def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Return how far a training of a value model in slices is from one by Megatron's schedule."""
+    loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+    from megatron_epp.losses import Average, ClippedValue
+
+    put_heads(loop.models)
+    samples, replica = made_for_values(), parallel_state.get_data_parallel_rank()
+    mine = samples[replica::replicas]
+    config = loop.models[0].config
+    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def gradients() -> list[Tensor]:
+        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+
+    def whole() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        loop.forward_step, loop.models, loop.lengths = whole_value_step, chunks, tuple(range(len(mine)))
+        loop.batches = lambda: iter(mine)
+        found = loop.call(get_forward_backward_func(), model=chunks if len(chunks) > 1 else chunks[0])
+        return gradients(), found
+
+    expected, results = whole()
+    schedule = megatron_epp.wrap_samples(loss=ClippedValue(average=Average.SEQUENCE_MEANS), **SETTINGS)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    report = schedule(model=chunks, samples=samples, wants_values=True)
+    worst = apart(gradients(), expected)
+    evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_values=True)
+    afterwards, _ = whole()
+    found = report.values[replica::replicas]
+    return {
+        "worst": worst,
+        "afterwards": apart(afterwards, expected),
+        "loss": report.means["value loss"],
+        "expected": [float(one["loss"]) for one in results],
+        "lengths": [len(one) for one in report.values],
+        "values": [
+            float((torch.from_numpy(ours) - theirs["values"]).abs().max()) for ours, theirs in zip(found, results, strict=False)
+        ],
+        "evaluated": max(float(abs(a - b).max()) for a, b in zip(report.values, evaluated.values, strict=True)),
+        "logprobs": len(report.logprobs),
+        "divisor": report.divisor,
+        "chunks": report.num_chunks,
+    }
+
+
+def value_refusals(**settings: Any) -> dict[str, str]:
+    """Return what is said of losses and models that do not go together, and of samples with other columns."""
+    loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
+
+    import megatron_epp
+    from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
+    from megatron_epp.plan import EppError
+
+    def refused(loss: Any, samples: Any, **named: Any) -> str:
+        try:
+            given = {name: named.pop(name) for name in ("loss_block_tokens",) if name in named}
+            megatron_epp.wrap_samples(loss=loss, **SETTINGS, **given)(model=loop.models, samples=samples, **named)
+        except EppError as error:
+            return str(error)
+        return ""
+
+    samples, for_values = made(), made_for_values()
+    teacher = {"teacher_tokens": torch.zeros(41, 3), "teacher_logprobs": torch.full((41, 3), -2.0)}
+    above = teacher["teacher_tokens"] + 64
+    narrow = {name: column[:, :2] for name, column in teacher.items()}
+    said = {
+        "a vocabulary": refused(ClippedValue(), for_values),
+        "log-probabilities of values": refused(ClippedValue(), for_values, wants_logprobs=True),
+        "values of log-probabilities": refused(ClippedRatio(), samples, wants_values=True),
+        "another width": refused(Distillation(3), [samples[0] | narrow]),
+        "no width": refused(Distillation(3), [samples[0] | teacher | {"teacher_logprobs": -1.0}]),
+        "above the vocabulary": refused(Distillation(3), [samples[0] | teacher | {"teacher_tokens": above}]),
+        "no token": refused(Distillation(3), [samples[0] | teacher | {"teacher_tokens": above - 0.5}]),
+        "token above the vocabulary": refused(ClippedRatio(), [samples[0] | {"tokens": torch.arange(41) + 60}]),
+        "no loss": refused(object(), samples),
+    }
+    put_heads(loop.models)
+    said["one output"] = refused(ClippedRatio(), samples)
+    said["blocks"] = refused(ClippedValue(), for_values, loss_block_tokens=5)
+    return said
+
+
+def head_without_tokens() -> dict[str, str]:
+    """Return what is said of a head that leaves the tokens of sequence-parallel ranks divided."""
+    loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
+
+    import megatron_epp
+    from megatron_epp.losses import ClippedValue
+    from megatron_epp.plan import EppError
+
+    put_heads(loop.models, gathers=False)
+    try:
+        megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)(model=loop.models, samples=made_for_values())
+    except EppError as error:
+        return {"said": str(error)}
+    return {"said": ""}
