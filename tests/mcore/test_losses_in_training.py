@@ -39,6 +39,8 @@ LOSSES = {
     "with entropy": f"{OWN}:PPO",
     "of a teacher": f"{OWN}:DISTILLATION",
     "of values": f"{OWN}:VALUES",
+    "over pairs": f"{OWN}:DPO",
+    "of rewards": f"{OWN}:REWARD",
 }
 BY_DEFAULT = {
     ("over tokens", "pipeline"),
@@ -57,6 +59,11 @@ BY_DEFAULT = {
     ("of values", "pipeline"),
     ("of values", "tensor and sequence parallel"),
     ("of values", "replicas"),
+    ("over pairs", "pipeline"),
+    ("over pairs", "context parallel in a pipeline"),
+    ("over pairs", "replicas"),
+    ("over pairs", "experts"),
+    ("of rewards", "there and back, weights apart"),
 }
 ROWS = [
     pytest.param(loss, cell, id=f"{loss}: {cell}", marks=[pytest.mark.slow] * ((loss, cell) not in BY_DEFAULT))
@@ -86,6 +93,8 @@ def samples(tmp_path_factory):
                 "teacher_logprobs": (-1.5 - random.rand(tokens, 3)).tolist(),
                 "old_values": (0.1 * random.randn(tokens)).tolist(),
                 "returns": random.randn(tokens).tolist(),
+                "group": f"pair {number // 2}",
+                "preferred": number % 2,
             }
             lines.append(json.dumps(values))
         paths.append(folder / f"{name}.jsonl")
