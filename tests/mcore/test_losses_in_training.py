@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_epp.losses import Rows, load_loss
+from megatron_epp.losses import NextToken, Rows, load_loss
+from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore.arguments.losses import loss_problems
 from megatron_epp.plan import EppError
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, Cell, common_flags
@@ -163,6 +164,10 @@ PROBLEMS = {
         {"epp_samples": ["a"], "epp_loss": f"{OWN}:GRPO", "mtp_num_layers": 1},
         "trains no multi-token prediction",
     ),
+    "a tied embedding": (
+        {"epp_samples": ["a"], "epp_loss": f"{OWN}:VALUES"},
+        "reads values, of a head in the place of the output layer: pass --untie-embeddings-and-output-weights",
+    ),
     "routers": (
         {"epp_samples": ["a"], "epp_loss": f"{OWN}:GRPO", "num_experts": 4, "moe_aux_loss_coeff": 0.01},
         "is divided by sequences, and the losses of routers by tokens: pass --moe-aux-loss-coeff 0",
@@ -174,6 +179,7 @@ PROBLEMS = {
 def test_flags_that_do_not_go_together_are_refused(name):
     changes, said = PROBLEMS[name]
     usual = {"epp_samples": None, "epp_loss": None, "epp_schedule": "elastic", "epp_vocab_parallel": "off"}
+    usual["untie_embeddings_and_output_weights"] = False
     (problem,) = loss_problems(Namespace(**usual | changes))
     assert said in problem
 
@@ -195,6 +201,33 @@ def test_routers_may_have_losses_beside_a_loss_that_is_divided_by_tokens():
 def test_what_is_no_loss_is_refused(text, said):
     with pytest.raises(EppError) as caught:
         load_loss(text)
+    assert said in str(caught.value)
+
+
+class Asking(NextToken):
+    """A loss whose optional attributes a case sets."""
+
+
+TOGETHER = {
+    "a width of no column": (
+        {"widths": {"teacher": 2}},
+        "has a width of teacher: widths are above 0, and of columns that it reads",
+    ),
+    "a width of 0": ({"columns": ("teacher",), "widths": {"teacher": 0}}, "has a width of teacher"),
+    "candidates without a width": (
+        {"columns": ("teacher",), "candidates": "teacher"},
+        "has candidates 'teacher', which must be",
+    ),
+    "values and entropies": ({"has_values": True, "has_entropy": True}, "has values and has_entropy: a model has one output"),
+    "values and a temperature": ({"has_values": True, "temperature": 0.5}, "has values and temperature"),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_a_loss_asks_for_must_go_together(name):
+    attributes, said = TOGETHER[name]
+    with pytest.raises(EppError) as caught:
+        checked_loss(type("Case", (Asking,), attributes)(), "it")
     assert said in str(caught.value)
 
 

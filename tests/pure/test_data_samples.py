@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from megatron_epp.data.batch import LossColumns
+from megatron_epp.data.batch import GlobalBatch, LossColumns
 from megatron_epp.data.samples import Samples, TokenSample, read_samples
 from megatron_epp.losses import Average
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Segment
 
 GOOD = {"tokens": [3, 1, 4], "trained": [0, 1, 1], "advantages": 0.5, "old_logprobs": [0, -1, -2], "note": "not read"}
 ASKS = LossColumns(("advantages", "old_logprobs"), Average.TOKENS)
@@ -76,3 +76,59 @@ def test_arrays_and_what_has_a_list_are_taken_as_lists():
     samples = Samples([sample])
     assert samples.tokens(0).tolist() == [1, 2, 3]
     assert samples.trained(0, 0, 3).tolist() == [0, 1, 1]
+
+
+TEACHER = LossColumns(("teacher", "weight"), Average.TOKENS, {"teacher": 2}, "teacher")
+TAUGHT = {"tokens": [3, 1, 4], "trained": [0, 1, 0], "teacher": [[-1, 99], [5, 8], [0.5, -7]], "weight": 2}
+
+
+def test_a_column_may_have_several_values_of_every_token_of_which_those_that_train_are_checked(tmp_path):
+    found = read(tmp_path, TAUGHT, asks=TEACHER)
+    assert found.column("teacher", 0, 1, 3).tolist() == [[5, 8], [0.5, -7]]
+    arrays = GlobalBatch(indices=(0,), lengths=(2,), dataset=found).chunk_of([Segment(0, 0, 2)], 4, of_loss=TEACHER).of_loss
+    assert arrays.columns.tolist() == [[5, 0.5, 0, 0], [8, -7, 0, 0], [2, 2, 0, 0]]
+
+
+WRONG_TEACHERS = {
+    "narrow": ({"teacher": [[1], [2], [3]]}, "line 1: teacher is 3 x 1; the loss reads 2 values for each of 3 tokens"),
+    "one for each": ({"teacher": [1, 2, 3]}, "line 1: teacher is 3; the loss reads 2 values"),
+    "ragged": ({"teacher": [[1, 2], [3], [4, 5]]}, "line 1: teacher"),
+    "wide where one is read": ({"weight": [[1, 2]] * 3}, "line 1: weight has 6 values for 3 tokens"),
+    "above": ({"teacher": [[0, 0], [9, 1], [0, 0]]}, "line 1: teacher has token 9, and the vocabulary 9 entries"),
+    "below": ({"teacher": [[0, 0], [1, -1], [0, 0]]}, "line 1: teacher has token -1, and the vocabulary 9 entries"),
+    "between": ({"teacher": [[0, 0], [1, 1.5], [0, 0]]}, "line 1: teacher must be numbers of tokens"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TEACHERS)
+def test_what_is_wrong_with_columns_of_several_values_is_said(tmp_path, name):
+    change, said = WRONG_TEACHERS[name]
+    with pytest.raises(EppError) as caught:
+        read(tmp_path, TAUGHT | change, asks=TEACHER)
+    assert said in str(caught.value)
+
+
+def test_numbers_of_tokens_that_fp32_rounds_are_refused(tmp_path):
+    exact, rounded = 2**24 - 1, 2**24 + 1
+    found = read(tmp_path, TAUGHT | {"teacher": [[0, 0], [exact, 0], [0, 0]]}, asks=TEACHER, vocab_size=2**25)
+    assert found.column("teacher", 0, 1, 2).tolist() == [[exact, 0]]
+    with pytest.raises(EppError, match=f"teacher has token {rounded}, and the vocabulary {2**24} entries"):
+        read(tmp_path, TAUGHT | {"teacher": [[0, 0], [rounded, 0], [0, 0]]}, asks=TEACHER, vocab_size=2**25)
+
+
+def test_for_values_all_tokens_are_inputs_and_what_is_of_a_token_is_read_with_it(tmp_path):
+    asks = LossColumns(("returns", "weight"), Average.SEQUENCES, {}, None, has_values=True)
+    given = {"tokens": [3, 1, 4], "trained": [0, 0, 1], "returns": [5, 6, 7], "weight": 2}
+    found = read(tmp_path, given, {"tokens": [8], "returns": [9], "weight": 1}, asks=asks, most_tokens=3)
+    assert found.lengths.tolist() == [3, 1]
+    batch = GlobalBatch(indices=(0, 1), lengths=(3, 1), dataset=found)
+    arrays = (
+        batch.chunk_of([Segment(0, 0, 2)], 1, of_loss=asks),
+        batch.chunk_of([Segment(0, 2, 3), Segment(1, 0, 1)], 3, of_loss=asks),
+    )
+    assert [chunk.tokens.tolist() for chunk in arrays] == [[3, 1], [4, 8, 0]]
+    assert [chunk.of_loss.weights.tolist() for chunk in arrays] == [[0, 0], [1, 1, 0]]
+    assert [chunk.of_loss.columns.tolist() for chunk in arrays] == [[[5, 6], [2, 2]], [[7, 9, 0], [2, 1, 0]]]
+    assert [chunk.of_loss.counts.tolist() for chunk in arrays] == [[0, 0], [1, 1, 0]]
+    with pytest.raises(EppError, match="line 1 has 3 tokens, 3 positions of 2 at most"):
+        read(tmp_path, given, asks=asks, most_tokens=2)

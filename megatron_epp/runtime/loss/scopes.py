@@ -57,7 +57,7 @@ class ScopedLoss:
         self._gradients: dict[int, Tensor] = {}
 
     def candidates(self, inputs: LossArrays) -> Tensor | None:
-        """Return the tokens beside labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
+        """Return the tokens next to labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
         if self.asks.candidates is None:
             return None
         return self._by_name(inputs.columns)[self.asks.candidates].long()
