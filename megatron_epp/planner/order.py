@@ -43,11 +43,11 @@ def joint_losses(chunks: Sequence[Chunk], loss_groups: Sequence[int]) -> tuple[t
     """
     if not loss_groups:
         return ()
-    places: dict[int, set[int]] = {}
+    chunks_of: dict[int, set[int]] = {}
     for c, chunk in enumerate(chunks):
         for segment in chunk.segments:
-            places.setdefault(loss_groups[segment.sequence], set()).add(c)
-    return tuple(group for group in connected(places.values()) if len(group) > 1)
+            chunks_of.setdefault(loss_groups[segment.sequence], set()).add(c)
+    return tuple(group for group in connected(chunks_of.values()) if len(group) > 1)
 
 
 def stand_in(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chunk, ...]:

@@ -50,7 +50,7 @@ class MeanValue:
 
 @dataclass(frozen=True)
 class SequenceDistillation:
-    """Squared mean of what a sequence's tokens give to a teacher's, with the entropies beside."""
+    """Squared mean of what a sequence's tokens give to a teacher's, with the entropies added."""
 
     name = "distillation of sequences"
     scope = Scope.SEQUENCE
@@ -218,6 +218,11 @@ def divergences(loss, p, q):
     return (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
 
 
+def columns_in(given, of_tokens, length):
+    whole = {key: x if x.ndim else x.repeat(length + 1) for key, x in given.items() if key != "group"}
+    return {key: torch.from_numpy(x[of_tokens].astype(np.float32)).double() for key, x in whole.items()}
+
+
 def by_hand(name, batch, weight):
     """The batch's loss, written down for whole sequences, without what is under test."""
     weight.grad = None
@@ -231,12 +236,7 @@ def by_hand(name, batch, weight):
         entropy = -(logits.exp() * logits).sum(1)
         of_tokens = slice(0, length) if has_values(loss) else slice(1, length + 1)
         mask = torch.from_numpy(given["trained"][of_tokens].astype(np.float64))
-        column = {}
-        for key, x in given.items():
-            if key == "group":
-                continue
-            x = x if x.ndim else x.repeat(length + 1)
-            column[key] = torch.from_numpy(x[of_tokens].astype(np.float32)).double()
+        column = columns_in(given, of_tokens, length)
         if not mask.any():
             continue
         if name == "mean value":

@@ -41,6 +41,22 @@ def _scale(layout):
     return 1 if layout.get("per_token", True) else len(LENGTHS) // layout.get("replicas", 1)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        pytest.param(2, {}, id="pipeline"),
+        pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
+        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel", marks=SLOW),
+    ],
+)
+def test_preferences_have_the_gradient_that_their_margins_ask_for(num_ranks, layout):
+    for one in job(num_ranks, "samples:pairs", **layout).figures:
+        assert one["worst"] <= TOLERANCE
+        assert one["losses"][0] == pytest.approx(one["losses"][1], rel=TOLERANCE)
+        assert one["accuracy"][0] == pytest.approx(one["accuracy"][1])
+        assert one["divisor"] == len(LENGTHS) / 2
+
+
 def test_the_example_of_the_documentation_trains():
     example = Path(__file__).parents[2] / "docs" / "examples" / "grpo.py"
     said = launch(2, "-m", "megatron_epp.run", example, env={"WORLD_SIZE": "2"}).output
@@ -55,6 +71,8 @@ BAD = {
     "not finite": "sample 1: old_logprobs has a value that is not finite",
     "no tokens": "sample 1: tokens must be a list of at least 2 integers",
     "no samples": "there are no samples",
+    "no group": "sample 0: group must be an integer or a text, the same for samples with one loss; it is None",
+    "one of a pair": "group 3 has 1 samples; a preference is of two",
     "unlike": "rank 1 has other samples than rank 0: every rank gives the whole batch",
     "one rank's": "rank 1: sample 0: old_logprobs has 1 values for 41 tokens",
     "another model": "a schedule of samples is of one model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -115,12 +116,57 @@ def grpo(
     }
 
 
+def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:
+    """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
+    loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    import megatron_epp
+    from megatron_epp.losses import Average, NextToken, Preference
+
+    config = loop.models[0].config
+    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
+    config.finalize_model_grads_func = finalize_model_grads
+    order = (0, 3, 1, 2, 4, 5)
+    samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(), strict=True)]
+
+    def trained(schedule: Any, given: Any) -> tuple[list[Tensor], Any]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        report = schedule(model=chunks, samples=given, wants_logprobs=True)
+        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()], report
+
+    schedule = megatron_epp.wrap_samples(loss=Preference(beta=0.5), **SETTINGS)
+    found, report = trained(schedule, samples)
+    schedule.close()
+    masks = [one["trained"][1:].float() for one in samples]
+    given = zip(report.logprobs, masks, samples, strict=True)
+    scores = [
+        float(((torch.from_numpy(own) - torch.tensor(one["reference_logprobs"])[1:]) * mask).sum()) for own, mask, one in given
+    ]
+    margins = {one["group"]: 0.0 for one in samples}
+    for score, one in zip(scores, samples, strict=True):
+        margins[one["group"]] += score * (1 if one["preferred"] else -1)
+    factor = {group: 0.5 / (1 + math.exp(0.5 * margin)) for group, margin in margins.items()}
+    weighted = [one | {"weight": factor[one["group"]] * (1 if one["preferred"] else -1)} for one in samples]
+    by_tokens = megatron_epp.wrap_samples(loss=NextToken(Average.SEQUENCES, "weight"), **SETTINGS)
+    expected, _ = trained(by_tokens, weighted)
+    loss = sum(math.log1p(math.exp(-0.5 * margin)) for margin in margins.values()) / len(margins)
+    by_groups = len(samples) / len(margins)  # what divides the one and the other
+    return {
+        "worst": apart(found, [grad * by_groups for grad in expected]),
+        "losses": (report.means["preference loss"], loss),
+        "accuracy": (report.means["accuracy"], sum(margin > 0 for margin in margins.values()) / len(margins)),
+        "divisor": report.divisor,
+    }
+
+
 def bad() -> dict[str, Any]:
     """Return what is said of samples that are wrong, and whether right ones train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
 
     import megatron_epp
-    from megatron_epp.losses import ClippedRatio
+    from megatron_epp.losses import ClippedRatio, Preference
     from megatron_epp.plan import EppError
 
     schedule, samples = megatron_epp.wrap_samples(loss=ClippedRatio(), **SETTINGS), made()
@@ -140,6 +186,13 @@ def bad() -> dict[str, Any]:
             schedule(model=loop.models, samples=batch)
         except EppError as error:
             said[name] = str(error)
+    pairs = megatron_epp.wrap_samples(loss=Preference(), **SETTINGS)
+    for name, group in {"no group": None, "one of a pair": 3}.items():
+        try:
+            pairs(model=loop.models, samples=[samples[0] | {"group": group, "preferred": 1}])
+        except EppError as error:
+            said[name] = str(error)
+    pairs.close()
     unlike = {"unlike": {"advantages": 5.0}, "one rank's": {"old_logprobs": [1.0]}}
     for name, change in unlike.items():
         mine = [samples[0] | (change if dist.get_rank() == 1 else {}), *samples[1:]]
