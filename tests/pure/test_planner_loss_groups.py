@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import from_json, to_json
-from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
+from megatron_epp.planner import PLANNERS, Chunker, Options, plan, slice_groups
+from megatron_epp.planner.chunks.align import align
+from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.planners import PLANNERS as CORE
 from megatron_epp.planner.search.estimate import about_us
@@ -127,11 +129,25 @@ def test_more_replicas_than_groups_are_refused():
         divide(asked, pipeline(2), ((0,), (1,), (2,)), lambda shares: 1.0)
 
 
-def test_replicas_that_share_experts_keep_groups_too():
-    problems = [replace(problem(web_lengths(12, seed=seed), 2), loss_groups=PAIRS[:12]) for seed in (1, 2)]
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_that_share_experts_keep_groups_together_too(seed: int):
+    counts = (6, 16)  # chunks of the first are cut until it has as many
+    problems = [replace(problem(web_lengths(n, seed=seed + n), 2), loss_groups=PAIRS[:n]) for n in counts]
     for asked, made in zip(problems, plan_lockstep(problems, pipeline(2), Options()), strict=True):
         assert check(made) == []
         assert_waits(made, asked.loss_groups)
+        assert all(group == tuple(range(group[0], group[-1] + 1)) for group in made.loss_groups)
+
+
+def test_a_chunk_that_is_cut_for_other_replicas_leaves_its_group_together():
+    own = replace(problem((40, 40, 50, 50), 2), loss_groups=(0, 0, 1, 2))
+    other = replace(problem((90,) * 4, 2), loss_groups=(0, 1, 2, 3))
+    pair, *rest = Chunk((Segment(0, 0, 40), Segment(1, 0, 40))), Chunk((Segment(2, 0, 50),)), Chunk((Segment(3, 0, 50),))
+    tables = (pair, *rest), whole_sequences(other.lengths)
+    aligned = align(tables, [Chunker.of(one, pipeline(2), None) for one in (own, other)])
+    assert aligned is not None
+    for group in joint_losses(aligned.chunks[0], own.loss_groups):
+        assert group == tuple(range(group[0], group[-1] + 1))
 
 
 def test_as_many_groups_as_sequences_are_needed():
