@@ -106,6 +106,23 @@ def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, 
     assert any(one["values"] for one in found)
 
 
+def test_a_distillation_has_the_gradients_of_whole_distributions():
+    found = job(2, "samples:distillation").figures
+    expected = [loss for one in found for loss in one["expected"]]
+    for one in found:
+        assert one["worst"] <= TOLERANCE
+        assert one["chunks"] > len(LENGTHS)
+        assert one["loss"] == pytest.approx(sum(expected) / len(expected), rel=TOLERANCE)
+
+
+def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all():
+    first, second = job(2, "samples:divided_head").figures
+    assert first["norm"] == second["norm"] > 0  # they begin with one weight
+    for one in (first, second):
+        assert one["attribute"]
+        assert max(one["values"], one["hidden"], one["weight"]) <= 1e-6
+
+
 APART = {
     "a vocabulary": "value loss reads values, and the output layer (ColumnParallelLinear) has 64 outputs: put a layer with one",
     "log-probabilities of values": "value loss reads values of the model: ask for wants_values",
