@@ -30,6 +30,7 @@ from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 VOCABULARY, WIDTH, TOP = 11, 5, 3
 LENGTHS = (13, 4, 9, 2, 1, 7)
+RANKS = torch.arange(1, TOP + 1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class MeanValue:
 
 @dataclass(frozen=True)
 class SequenceDistillation:
-    """Squared mean of what a sequence's tokens give to a teacher's, with the entropies added."""
+    """Squared mean of what a sequence's tokens give to a teacher's first, second and third token, and of entropies."""
 
     name = "distillation of sequences"
     scope = Scope.SEQUENCE
@@ -62,7 +63,7 @@ class SequenceDistillation:
     widths = {"teacher_tokens": TOP}  # noqa: RUF012
 
     def __call__(self, rows):
-        each = rows.columns["importance"] * rows.candidate_logprobs.sum(1) + rows.entropy
+        each = rows.columns["importance"] * (rows.candidate_logprobs @ RANKS) + rows.entropy
         return (rows.trained * rows.means(each).square()).sum(), {}
 
 
@@ -246,7 +247,7 @@ def by_hand(name, batch, weight):
             continue
         teacher, of_teacher = column["teacher_logprobs"], logits.gather(1, column["teacher_tokens"].long())
         if name == "distillation of sequences":
-            each = column["importance"] * of_teacher.sum(1) + entropy
+            each = column["importance"] * (of_teacher[:, 0] + 2 * of_teacher[:, 1] + 3 * of_teacher[:, 2]) + entropy
             sums.append(((each * mask).sum() / mask.sum()).square())
             counts.append(1.0)
             continue

@@ -143,6 +143,19 @@ def test_next_tokens_train_as_without_a_loss(samples):
     check_closeness(compare(*runs), "RelayAttention")
 
 
+@pytest.mark.slow
+def test_a_value_model_begins_with_the_weights_of_a_language_model(samples, whole):
+    cell, plan = CELLS["pipeline"]
+    of_language, checkpoint = whole(LOSSES["over tokens"], replace(cell, pp=1))
+    load = ["--load", str(checkpoint), "--finetune", "--dist-ckpt-strictness", "log_all"]
+    found = matrix.train(2, [*flags(samples, LOSSES["of values"], cell, plan), *load], limit_s=300)
+    (expected,), head = of_language, "module.output_layer.weight"
+    initial = {name: weight for run in found for name, weight in run.initial.items()}
+    assert initial.keys() == expected.initial.keys()
+    assert initial[head].shape == (1, expected.initial[head].shape[1])
+    assert [name for name in initial if name != head and not torch.equal(initial[name], expected.initial[name])] == []
+
+
 def test_the_log_has_losses_below_zero_too(samples, tmp_path):
     """Megatron's line leaves out what is not above 0."""
     given = flags(samples, f"{OWN}:GRPO", Cell(pp=2), "--epp-slices 3 --log-interval 1")

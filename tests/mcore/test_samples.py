@@ -10,12 +10,24 @@ from tests.support.mcore.jobs.samples import LENGTHS
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
+# Keys and values of one size, which Megatron's own attention in torch can run.
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 8,
+}
 LAYOUTS = [
     pytest.param(2, {}, id="pipeline"),
     pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
     pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
+    pytest.param(2, LATENT, id="latent attention"),
 ]
 
 
@@ -122,6 +134,23 @@ def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, 
         assert max(one["values"], default=0.0) <= TOLERANCE
         assert one["evaluated"] <= TOLERANCE
     assert any(one["values"] for one in found)
+
+
+def test_a_distillation_has_the_gradients_of_whole_distributions():
+    found = job(2, "samples:distillation").figures
+    expected = [loss for one in found for loss in one["expected"]]
+    for one in found:
+        assert one["worst"] <= TOLERANCE
+        assert one["chunks"] > len(LENGTHS)
+        assert one["loss"] == pytest.approx(sum(expected) / len(expected), rel=TOLERANCE)
+
+
+def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all():
+    first, second = job(2, "samples:divided_head").figures
+    assert first["norm"] == second["norm"] > 0  # they begin with one weight
+    for one in (first, second):
+        assert one["attribute"]
+        assert max(one["values"], one["hidden"], one["weight"]) <= 1e-6
 
 
 APART = {

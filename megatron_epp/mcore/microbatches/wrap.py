@@ -115,6 +115,10 @@ def uninstall() -> None:
     _installed.clear()
 
 
+_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Sizes of latent attention."""
+
+
 def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
     """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
 
@@ -150,7 +154,9 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_attention_heads,
-        group_query_attention=True,
+        group_query_attention=not config.multi_latent_attention,
+        multi_latent_attention=config.multi_latent_attention,
+        **{name: getattr(config, name, None) for name in _OF_LATENTS},
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         swiglu=config.gated_linear_unit,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -31,8 +32,12 @@ class AdoptedAttention(RelayAttention):
     The original is no submodule, or its names in checkpoints would change: what a module does for its submodules is handed on.
     """
 
-    def __init__(self, original: Any, config: Any, scale: float | None) -> None:
-        super().__init__(config, original.layer_number, softmax_scale=scale)
+    def __init__(self, original: Any, owner: Any) -> None:
+        config, channels = owner.config, (None, None)
+        scale = _scale(original, config)
+        if isinstance(owner, MultiLatentAttention):
+            scale, channels = owner.softmax_scale, (owner.q_head_dim, config.v_head_dim)
+        super().__init__(config, original.layer_number, softmax_scale=scale, k_channels=channels[0], v_channels=channels[1])
         self._original: list[Any] = [original]  # in a list, which torch does not look into
         self.training = original.training
 
@@ -85,7 +90,7 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     for module in bare.modules():
         attention = vars(module).get("_modules", {}).get(_ATTENTION)
         if attention is not None:
-            setattr(module, _ATTENTION, AdoptedAttention(attention, module.config, _scale(attention, module.config)))
+            setattr(module, _ATTENTION, AdoptedAttention(attention, module))
     number_attentions(bare)
     place_rotary(bare)
     for kind in KINDS:
@@ -98,8 +103,9 @@ def _refusal(model: Any) -> str:
     if not hasattr(model, "decoder"):
         return "it has no decoder of Megatron's"
     config = get_model_config(model)
-    if config.multi_latent_attention:
-        return "latent attention is adopted where the model is built: train with --epp"
+    # The fused rotation reads angles by a token's place in the batch, not by its position in the sequence.
+    if config.multi_latent_attention and config.apply_rope_fusion:
+        return "its rotation is fused: build it with apply_rope_fusion=False"
     if getattr(config, "mtp_num_layers", None):
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:

@@ -144,6 +144,7 @@ class SampleSchedule:
         # What Megatron's loop has: nothing is logged or kept by itself, and each report is complete with its call.
         vars(args).update(
             epp_microbatches="plan",
+            epp_latents="off",
             iteration=0,
             train_iters=0,
             log_interval=sys.maxsize,

@@ -120,10 +120,13 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    is_latent = bool(settings.get("multi_latent_attention"))
+    if is_latent:
+        _take_sizes_of_latent_attention()
     world, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
-    config = TransformerConfig(
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=4,
         hidden_size=HIDDEN,
         num_attention_heads=2,
@@ -147,7 +150,7 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         stage = number * world + rank
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=num_experts),
+            get_gpt_layer_local_spec(num_experts=num_experts, multi_latent_attention=is_latent),
             vocab_size=64,
             max_sequence_length=64,
             pre_process=stage == 0,
@@ -157,6 +160,19 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         model.vp_stage = number if virtual else None
         chunks.append(model)
     return chunks
+
+
+def _take_sizes_of_latent_attention() -> None:
+    """Have Megatron's attention in torch take the sizes that latent attention names, which must be its own for all."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    construct = DotProductAttention.__init__
+
+    def taking(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **named: Any) -> None:
+        construct(self, *args, **named)
+        assert {k_channels, v_channels} <= {None, self.hidden_size_per_attention_head}
+
+    DotProductAttention.__init__ = taking
 
 
 def within(name: str | None, model: Any) -> Any:

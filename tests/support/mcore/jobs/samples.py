@@ -334,6 +334,79 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     }
 
 
+def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
+    """Run a sample whole. Its loss is the divergence over a teacher's tokens, written down in torch for whole distributions."""
+    sample = next(data)
+    logits = outputs(model, sample["tokens"][None, :-1], None)
+
+    def loss_of(output: Tensor) -> tuple[Any, ...]:
+        probabilities, mask = (output[0] / 0.8).softmax(1), sample["trained"][1:].float()
+        p = probabilities.gather(1, sample["teacher_tokens"][1:])
+        p, q = (x / x.sum(1, keepdim=True) for x in (p, sample["teacher_logprobs"][1:].exp()))
+        mean = ((q * (q.log() - p.log())).sum(1) * mask).sum() / mask.sum()
+        return mean, torch.tensor(1), {"loss": mean.detach()}
+
+    return logits, loss_of
+
+
+def distillation(block_tokens: int = 7) -> dict[str, Any]:
+    """Return how far a distillation in slices and by blocks is from one with whole logits by Megatron's schedule."""
+    loop = begin(LENGTHS, None, calculate_per_token_loss=True)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+    from megatron_epp.losses import Average, Distillation
+
+    random, samples = torch.Generator().manual_seed(7), made()
+    for sample in samples:
+        shape = len(sample["tokens"]), 3
+        sample["teacher_tokens"] = torch.randint(64, shape, generator=random)
+        sample["teacher_logprobs"] = -1 - torch.rand(shape, generator=random)
+    config = loop.models[0].config
+    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
+    config.finalize_model_grads_func = finalize_model_grads
+    loop.forward_step, loop.models, loop.batches = whole_teacher_step, chunks, lambda: iter(samples)
+    results = loop.call(get_forward_backward_func())
+    expected = [p.main_grad.clone() for p in chunks[0].parameters()]
+    loss = Distillation(3, average=Average.SEQUENCE_MEANS, temperature=0.8)
+    schedule = megatron_epp.wrap_samples(loss=loss, **SETTINGS, loss_block_tokens=block_tokens)
+    chunks[0].zero_grad_buffer()
+    report = schedule(model=chunks, samples=samples)
+    found = [p.main_grad.clone() for p in chunks[0].parameters()]
+    return {
+        "worst": apart(found, expected),
+        "loss": report.means["distillation"],
+        "expected": [float(one["loss"]) for one in results],
+        "chunks": report.num_chunks,
+    }
+
+
+def divided_head() -> dict[str, Any]:
+    """Return how far the head of `--epp-loss` on two ranks that share tokens is from one on all tokens."""
+    loop = begin(LENGTHS, tensor_parallel=2, sequence_parallel=True)
+    from megatron.core import parallel_state
+
+    from megatron_epp.mcore.model.value_head import ValueHead
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    head = ValueHead(loop.models[0].config, group)
+    random = torch.Generator().manual_seed(8)
+    hidden, of_values = (torch.randn(8, 1, width, generator=random) for width in (head.in_features, 1))
+    own = hidden.chunk(2)[dist.get_rank()].clone().requires_grad_()
+    values = head(own)[0]
+    values.backward(of_values)
+    dist.all_reduce(head.weight.grad, group=group)  # as Megatron does for weights with this attribute
+    wanted = of_values * head.weight.detach()
+    return {
+        "attribute": head.weight.sequence_parallel,
+        "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
+        "hidden": apart([own.grad], [wanted.chunk(2)[dist.get_rank()]]),
+        "weight": apart([head.weight.grad], [(of_values * hidden).sum((0, 1))[None]]),
+        "norm": float(head.weight.detach().norm()),
+    }
+
+
 def value_refusals(**settings: Any) -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
     loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
