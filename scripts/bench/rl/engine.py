@@ -97,6 +97,7 @@ def pipeline_stage(size: Size) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     experts = {"num_moe_experts": size.experts, "moe_router_topk": 2, "add_bias_linear": False} if size.experts else {}
     config = TransformerConfig(
@@ -118,11 +119,9 @@ def pipeline_stage(size: Size) -> Any:
         **experts,
     )
     config.batch_p2p_comm = False
-    spec = get_gpt_layer_local_spec(num_experts=size.experts or None)
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
     bare = GPTModel(
         config,
-        spec,
+        get_gpt_layer_local_spec(num_experts=size.experts or None),
         size.vocabulary,
         size.longest,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -130,25 +129,22 @@ def pipeline_stage(size: Size) -> Any:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+    for module in bare.modules():
+        if isinstance(module, DotProductAttention):  # which has no kernel for packed sequences without Transformer Engine
+            module.forward = packed_attention
     settings = DistributedDataParallelConfig(use_distributed_optimizer=False)
     return DistributedDataParallel(config, settings, bare)
 
 
-class PackedAttention(torch.nn.Module):
-    """Causal attention of packed sequences by torch's fused kernel; Megatron has none for them without Transformer Engine."""
-
-    def __init__(self, *rest: object, **named: object) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: object, **named: Any) -> Tensor:
-        """Attend within each sequence; all are ``[tokens, heads, channels]``."""
-        packed = named["packed_seq_params"]
-        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        sizes = ends.diff().tolist()
-        parts = zip(*(one.transpose(0, 1).split(sizes, dim=1) for one in (query, key, value)), strict=True)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        found = [attend(q[None], k[None], v[None], is_causal=True)[0] for q, k, v in parts]
-        return torch.cat(found, dim=1).transpose(0, 1).flatten(1)
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, *rest: object, **named: Any) -> Tensor:
+    """Attend causally within each packed sequence by torch's fused kernel; all are ``[tokens, heads, channels]``."""
+    packed = named["packed_seq_params"]
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    sizes = ends.diff().tolist()
+    parts = zip(*(one.transpose(0, 1).split(sizes, dim=1) for one in (query, key, value)), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = [attend(q[None], k[None], v[None], is_causal=True)[0] for q, k, v in parts]
+    return torch.cat(found, dim=1).transpose(0, 1).flatten(1)
 
 
 def verl_engine(size: Size) -> Any:
