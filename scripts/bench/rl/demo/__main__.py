@@ -145,8 +145,8 @@ def sliced(ranks: Forks, folder: Path, rounds: int, has_verl: bool, size: verl.S
     every, fewer, none = held
     print(f"with a token budget of half the longest sample: {found['refusal']}")
     print(
-        f"with a budget of {max(lengths):,} tokens: {format_bytes(held[none])} of activations; {format_bytes(held[fewer])} with "
-        f"all but one layer of a stage recomputed, {format_bytes(held[every])} with every layer"
+        f"with a budget of {max(lengths):,} tokens: {format_bytes(held[none])} of activations; {format_bytes(held[fewer])} "
+        f"with all but one layer of a stage recomputed, {format_bytes(held[every])} with every layer"
     )
     print(f"cap for slices: {format_bytes(found['cap_bytes'])}; they take {format_bytes(found['sliced_bytes'])}")
     mine, theirs = found["losses"]
