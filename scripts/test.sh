@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the linters, the type checker and the default set of tests: all but those marked slow. Does its own set-up.
+# Runs the linters, the type checker and the default set of tests: all but those marked slow or callers. Does its own set-up.
 #   bash scripts/test.sh                      what CI runs
 #   bash scripts/test.sh -m fast              for while you write; see docs/testing.md
 #   bash scripts/test.sh -m slow              campaigns and long matrices
+#   bash scripts/test.sh -m callers           real frameworks; `bash scripts/callers.sh verl` installs the one
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest
 
 set -euo pipefail
@@ -36,7 +37,7 @@ printf '\n== python -m mypy\n'
 wait "$checker" || failed+=("python -m mypy")
 cat "$typed"
 # Files stay whole, for their tests share what they look at, and in order. A third process uses two cores while others wait.
-step python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=25 tests
+step python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not callers" --durations=25 tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

@@ -12,7 +12,7 @@ settings.register_profile("patient", deadline=None, max_examples=30, suppress_he
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 TESTS = Path(__file__).parent
-FOLDERS = ("slurm", "browser", "cpu", "gpu", "mcore", "pure", "contrib")
+FOLDERS = ("slurm", "browser", "cpu", "gpu", "mcore", "callers", "pure", "contrib")
 """In the order in which they run: what waits most first, many short tests last, so that processes end together, and behind
 all others the tests of what training does not need.
 

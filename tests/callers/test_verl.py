@@ -1,0 +1,62 @@
+"""verl's own engine, from its wheel, trains by plans as by Megatron's own schedule, switched on by one environment variable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.rl.engine import COMMAND, is_installed
+from tests.support.mcore.demo_rl import TOLERANCE, assert_equal_training_within_the_cap
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.verl_engine import SAMPLES
+from tests.support.mcore.launch import REPOSITORY, run
+
+pytestmark = [
+    pytest.mark.callers,
+    pytest.mark.skipif(not is_installed("verl"), reason=f"verl is not there: `{COMMAND}` installs it"),
+]
+LAYOUTS = [
+    pytest.param(2, 1, id="PP 2"),
+    pytest.param(4, 1, id="PP 2 x DP 2"),
+    pytest.param(4, 2, id="PP 2 x EP 2"),
+]
+
+
+@pytest.mark.parametrize(("processes", "expert_parallel"), LAYOUTS)
+def test_verls_training_step_has_the_gradients_losses_and_log_probabilities_of_megatrons_schedule(
+    processes: int, expert_parallel: int
+) -> None:
+    finished = job(processes, "verl_engine:trained", env={"MEGATRON_EPP": "1"}, stages=2, expert_parallel=expert_parallel)
+    ranks = of_ranks(finished)
+    assert len(ranks) == processes
+    assert all(rank["installed"] for rank in ranks)
+    batches = [batch for rank in ranks for batch in rank["batches"]]
+    assert [batch for batch in batches if batch["gradients"] > TOLERANCE] == []
+    assert max(max(batch["logprobs"], batch["old"]) for batch in batches) < TOLERANCE
+    assert {batch["samples"] for batch in batches} == {0, SAMPLES}  # of the first stages and the last
+    for planned, stock in (batch["losses"] for batch in batches):
+        assert planned == pytest.approx(stock, rel=TOLERANCE, abs=TOLERANCE)
+    assert any(batch["losses"][0] for batch in batches)
+    for batch in batches:
+        for planned, stock in (batch["order"], batch["forward order"]):
+            assert sorted(planned) == sorted(stock)
+    assert any(planned != stock for planned, stock in (batch["order"] for batch in batches))
+    assert " ms, bubble " in finished.output
+
+
+def test_verls_update_with_a_sample_above_its_token_budget_is_trained_in_slices_under_its_memory_with_full_recompute() -> None:
+    ranks = of_ranks(job(2, "demo_rl:sliced", has_verl=True))
+    assert_equal_training_within_the_cap(ranks, "max_token_len")
+
+
+def test_steps_of_grpo_have_equal_rewards_losses_and_weights_by_plans(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.bench.rl.demo", "--reduced", "--rounds", "1", "-o", tmp_path]
+    finished = run(command, {"PYTHONPATH": f"{REPOSITORY}"}, timeout_s=300)
+    assert finished.returncode == 0, finished.output[-5000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["updates"]["plans"] > 0
+    assert max(report["updates"]["largest_relative_differences"].values()) < TOLERANCE
+    assert (tmp_path / "update.html").stat().st_size > 10_000

@@ -1,0 +1,32 @@
+"""Claims of the demonstration's second part, with verl and with an imitation of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron_epp.plan.check import check
+from megatron_epp.plan.serialize import from_json
+from scripts.bench.rl.demo.slices import REDUCED
+
+TOLERANCE = 1e-5
+
+
+def assert_equal_training_within_the_cap(ranks: Sequence[dict[str, Any]], said: str) -> None:
+    """Assert what the demonstration prints of a batch: equal updates, the cap that only slices and full recompute keep to, and
+    that the framework refuses the longest sample with half the token budget.
+    """
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["gradients"] < TOLERANCE
+        whole, in_slices = rank["losses"]
+        assert in_slices == pytest.approx(whole, rel=TOLERANCE)
+        every, fewer, none = rank["held_bytes"].values()
+        assert rank["sliced_bytes"] <= rank["cap_bytes"]
+        assert every <= rank["cap_bytes"] < fewer < none
+        assert said in rank["refusal"]
+        plans = [*map(from_json, rank["plans"])]
+        assert [check(one) for one in plans] == [[], []]
+        assert max(plans[1].lengths) == REDUCED.longest - 1
