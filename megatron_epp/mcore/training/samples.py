@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,15 @@ class SampleReport:
     values: tuple[np.ndarray, ...] = ()
 
 
+class _Planned(NamedTuple):
+    """Samples of a call, and the iterator that yields them with their plan."""
+
+    digest: bytes
+    samples: list[TokenSample]
+    dataset: Samples
+    batches: PlannedBatches
+
+
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
@@ -78,6 +87,19 @@ class SampleSchedule:
         self.loss, self._asks, self._given = loss, columns_of(loss), given
         self._session: Session | None = None
         self._models: list[torch.nn.Module] = []
+        self._ahead: dict[tuple[bytes, bool], _Planned] = {}
+
+    def plan_ahead(self, *, model: Any, samples: Sequence[Mapping[str, Any]], forward_only: bool = False) -> None:
+        """Plan the samples of a later call in the background, while other calls or the program run. A collective call.
+
+        Args:
+            model, samples, forward_only: of that call.
+
+        Raises:
+            EppError: the model or a sample is not as it must be. What planning raises is raised by that call.
+        """
+        planned = self._planned(self._attached(model if isinstance(model, list) else [model]), samples, forward_only)
+        self._ahead[planned.digest, forward_only] = planned
 
     def __call__(
         self,
@@ -108,20 +130,17 @@ class SampleSchedule:
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         session = self._attached(models)
-        named = self._agreed(samples, session.args.padded_vocab_size)
-        dataset = Samples(named, self._asks)
-        everything = tuple(range(len(samples_in(dataset))))
-        limits = session.replica, session.replicas
-        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
+        planned = self._planned(session, samples, forward_only)
+        named = planned.samples
         try:
             with session.telling_others(unless=EppError):
-                batch = next(batches)
+                batch = next(planned.batches)
         finally:
-            batches.close()
+            planned.batches.close()
         last = session.stages.get(session.placement.num_stages - 1)
         kept: list[tuple[int, torch.Tensor]] = []
         if last is not None and last.loss is not None:
-            last.loss.scale = self._scale(models, named, dataset)
+            last.loss.scale = self._scale(models, named, planned.dataset)
             last.loss.keeps = kept if wanted else None
         _, report = run_batch(session, models, batch, forward_only)
         sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
@@ -130,6 +149,9 @@ class SampleSchedule:
 
     def close(self) -> None:
         """End planning, and wait for threads."""
+        for planned in self._ahead.values():
+            planned.batches.close()
+        self._ahead.clear()
         if self._session is not None:
             self._session.close()
         self._session = None
@@ -162,6 +184,18 @@ class SampleSchedule:
             session.attach(models, get_model_config(models[0]))
         self._session, self._models = session, models
         return session
+
+    def _planned(self, session: Session, samples: Sequence[Mapping[str, Any]], forward_only: bool) -> _Planned:
+        """Return samples with the plan that is being made, or has been made ahead. A collective call."""
+        named = self._agreed(samples, session.args.padded_vocab_size)
+        digest = _digest(named)
+        if (known := self._ahead.pop((digest, forward_only), None)) is not None:
+            return known
+        dataset = Samples(named, self._asks)
+        everything = tuple(range(len(samples_in(dataset))))
+        limits = session.replica, session.replicas
+        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
+        return _Planned(digest, named, dataset, batches)
 
     def _agreed(self, samples: Sequence[Mapping[str, Any]], vocab_size: int) -> list[TokenSample]:
         """Check and convert samples. A collective call: a rank that raised by itself would leave the others waiting.

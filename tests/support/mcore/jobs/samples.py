@@ -96,7 +96,11 @@ def grpo(
             chunk.zero_grad_buffer()
         reports.append(schedule(model=chunks, samples=samples, wants_logprobs=True))
         worst = max(worst, apart(gradients(), expected))
+    schedule.plan_ahead(model=chunks, samples=samples, forward_only=True)
+    schedule.plan_ahead(model=chunks, samples=samples[:4])  # for a call that does not come
     evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_logprobs=True)
+    left = len(schedule._ahead)
+    schedule.close()
     afterwards, _ = whole()
     found = reports[0].logprobs[replica::replicas]
     return {
@@ -111,6 +115,7 @@ def grpo(
         ],
         "evaluated": max(float(abs(a - b).max()) for a, b in zip(reports[0].logprobs, evaluated.logprobs, strict=True)),
         "divisor": reports[0].divisor,
+        "ahead": (left, len(schedule._ahead)),
         "chunks": reports[0].num_chunks,
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
     }
