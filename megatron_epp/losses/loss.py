@@ -123,7 +123,9 @@ class Loss(Protocol):
     - ``temperature``, by which logits are divided;
     - ``candidates``, for a loss that reads `Rows.candidate_logprobs`: the name of a column of token numbers;
     - ``widths``, the widths of columns with several values for every token, by name;
-    - ``has_values``, true for a loss that reads `Rows.values`, of a model with one output and not a vocabulary.
+    - ``has_values``, true for a loss that reads `Rows.values`, of a model with one output and not a vocabulary;
+    - ``group_problem(columns)``, a method that says what is wrong with a group, given the columns of its samples; nothing if it
+      is right.
     """
 
     @property
