@@ -8,6 +8,7 @@ By plans run
 order       verl's microbatches in the planned order, every layer recomputed
 recompute   the same, with recompute by plan under the cap
 slices      the samples, cut and packed
+pairs       the same with a loss over pairs of samples, as of preferences, which all run forward before the first backward
 
 Times are by formulas for H100s. Prints a table of times as multiples of the slices', and the peaks.
 """
@@ -122,7 +123,8 @@ class Bench:
         rows = [_shapes(verl(share, self.case.budget)) for share in shares]
         found["order"] = self._planned(rows, self.every_layer)
         found["recompute"] = self._planned(rows, Options())
-        found["slices"] = self._sliced()
+        found["slices"] = self._sliced(())
+        found["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
         return found
 
     def _planned(self, rows: Sequence[tuple[Microbatch, ...]], options: Options) -> Found:
@@ -131,10 +133,10 @@ class Bench:
         except InfeasibleError as error:
             return Found(math.inf, error.least_cap_bytes)
 
-    def _sliced(self) -> Found:
+    def _sliced(self, loss_groups: tuple[int, ...]) -> Found:
         options = Options(context=self.case.budget)
         alone = tuple((replica,) for replica in range(REPLICAS))
-        batch = replace(self.problem, lengths=self.lengths)
+        batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
         shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
         return Found.of([plan(batch.part(share), self.costs, options) for share in shares])
 
