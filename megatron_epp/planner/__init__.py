@@ -17,7 +17,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.messages import planned_with_room
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -70,7 +70,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     planner = _planner(options.planner)
     validate(problem, costs, options)
     entry = PLANNERS.entry(options.planner)
-    if entry is not None and not entry.keeps_groups and len(set(problem.loss_groups)) < len(problem.loss_groups):
+    if entry is not None and not entry.keeps_groups and has_groups(problem.loss_groups):
         reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
     if planner is greedy and options.budget_ms:

@@ -34,6 +34,11 @@ def slice_groups(chunks: Sequence[Chunk], loss_groups: Sequence[int] = ()) -> li
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
 
 
+def has_groups(loss_groups: Sequence[int]) -> bool:
+    """Return True if some group has several sequences; `loss_groups` as in `Problem`."""
+    return len(set(loss_groups)) < len(loss_groups)
+
+
 def joint_losses(chunks: Sequence[Chunk], loss_groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """List the chunks whose losses are computed together, ascending: they have sequences of one group, or share such chunks.
 
@@ -52,7 +57,7 @@ def joint_losses(chunks: Sequence[Chunk], loss_groups: Sequence[int]) -> tuple[t
 
 def stand_in(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
     """Return a table from which to order a table's actions: with each run (`slice_groups`) as the slices of one sequence."""
-    if len(set(loss_groups)) == len(loss_groups):  # each sequence is a run already
+    if not has_groups(loss_groups):  # each sequence is a run already
         return chunks
     return as_slices(map(len, slice_groups(chunks, loss_groups)))
 
@@ -69,7 +74,7 @@ def arranged(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chu
         chunks: the table.
         loss_groups: as in `Problem`.
     """
-    if not loss_groups:
+    if not has_groups(loss_groups):
         return chunks
     together = connected(chain(joint_losses(chunks, loss_groups), slice_groups(chunks)))
     return tuple(chunks[c] for group in together for c in group)

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.order import as_slices, slice_groups, stand_in
+from megatron_epp.planner.order import as_slices, has_groups, slice_groups, stand_in
 
 Unit = tuple[Chunk, ...]
 """Chunks that follow each other: the slices of one sequence, or a single batched chunk."""
@@ -82,7 +82,9 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
     chunks = units[unit]
     first, *rest = chunks[at].segments
-    if rest and chunker.problem.loss_groups:  # their losses may be computed together, so they stay next to each other
+    if rest and has_groups(
+        chunker.problem.loss_groups
+    ):  # their losses may be computed together, so they stay next to each other
         units[unit] = (*chunks[:at], Chunk((first,)), Chunk(tuple(rest)), *chunks[at + 1 :])
     elif len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
         units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])

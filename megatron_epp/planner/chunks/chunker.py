@@ -10,7 +10,7 @@ from itertools import pairwise
 from megatron_epp.cost import Costs, Line, causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.packing import Bucket, PackedItem, pack
-from megatron_epp.planner.order import arranged
+from megatron_epp.planner.order import arranged, has_groups
 from megatron_epp.planner.problem import Problem
 
 MOST_CHUNKS = 1024
@@ -202,7 +202,7 @@ class Chunker:
         shorts = [PackedItem(self.sequence_us(length), length, (q,)) for q, length in enumerate(lengths) if length <= ends[0]]
         limit = self._token_limit(ends[0], shorts, time_us)
         before: list[Bucket] = []
-        if self.problem.loss_groups:
+        if has_groups(self.problem.loss_groups):
             tails, shorts, before = self._by_groups(tails, shorts, time_us, limit)
         buckets = pack(tails, shorts, time_us, limit)
         for own, bucket in zip(before, buckets, strict=False):
