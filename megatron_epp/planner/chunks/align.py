@@ -84,7 +84,7 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     first, *rest = chunks[at].segments
     if rest and has_groups(
         chunker.problem.loss_groups
-    ):  # their losses may be computed together, so they stay next to each other
+    ):  # what has one loss stays together
         units[unit] = (*chunks[:at], Chunk((first,)), Chunk(tuple(rest)), *chunks[at + 1 :])
     elif len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
         units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
