@@ -82,9 +82,7 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
     chunks = units[unit]
     first, *rest = chunks[at].segments
-    if rest and has_groups(
-        chunker.problem.loss_groups
-    ):  # what has one loss stays together
+    if rest and has_groups(chunker.problem.loss_groups):  # what has one loss stays together
         units[unit] = (*chunks[:at], Chunk((first,)), Chunk(tuple(rest)), *chunks[at + 1 :])
     elif len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
         units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
