@@ -38,8 +38,13 @@ def again(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--memory-cap-gb", "2.05"], ["--memory-cap-gb", "1.2", "--offload", "on", "--vocab-parallel", "auto"], ["--seed", "7"]],
-    ids=["tight", "offload", "seed"],
+    [
+        pytest.param(["--memory-cap-gb", "2.05"], id="tight"),
+        pytest.param(
+            ["--memory-cap-gb", "1.2", "--offload", "on", "--vocab-parallel", "auto"], id="offload", marks=pytest.mark.slow
+        ),
+        pytest.param(["--seed", "7"], id="seed"),
+    ],
 )
 def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again):
     args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags)

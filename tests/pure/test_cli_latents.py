@@ -48,6 +48,7 @@ def test_costs_of_a_pipeline_know_what_slices_hand_on(tmp_path: Path, capsys: py
     assert "has costs of a pipeline, which know what slices hand on: leave --latents out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_planner_is_compared_with_the_better_of_both(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", *LENGTHS, *MODEL, "--memory-cap-gb", "18", "--planner", "greedy", "--planner", "1f1b", "--json"]
     rows = {}

@@ -126,6 +126,7 @@ def test_where_weight_gradients_of_their_own_gain_nothing_beside_copies_asking_f
     assert both <= min(copied, split)
 
 
+@pytest.mark.slow
 def test_ranks_that_take_turns_on_a_link_copy_no_slower_than_with_a_fixed_share_of_it():
     given, own = problem(WHALE, 8, 26 * GIB), pipeline(8)
     own = dataclasses.replace(own, host_us_per_byte=2 * own.host_us_per_byte)

@@ -63,6 +63,7 @@ def test_every_sequence_is_in_one_share_and_no_share_is_empty(lengths, replicas)
     assert division == divide(problem(lengths), COSTS, alone(replicas), work_of)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 3000), min_size=4, max_size=12), st.integers(2, 3))
 @settings(max_examples=8, deadline=None)
 def test_exchanges_never_make_the_slowest_plan_slower(lengths, replicas):
