@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
 
 MICROBATCHES = 8
 """Of a replica."""
-SEQUENCES = 3
+SEQUENCES = 4
 """Of a microbatch, packed."""
 BATCHES = 8
 """Each is trained once by either schedule; costs are learnt in the first four."""
@@ -78,8 +79,14 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     }
 
 
-def begun(stages: int, expert_parallel: int) -> tuple[engine.Size, Any]:
-    """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it."""
+def begun(stages: int, expert_parallel: int, *, loss_per_token: bool = True) -> tuple[engine.Size, Any]:
+    """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
+
+    Args:
+        stages: of the pipeline.
+        expert_parallel: replicas that share experts.
+        loss_per_token: the loss is a sum over tokens, as both have it for fine-tuning.
+    """
     from megatron_epp.mcore import entry
 
     entry.prepare()
@@ -92,7 +99,7 @@ def begun(stages: int, expert_parallel: int) -> tuple[engine.Size, Any]:
     with_fixed_times(US_PER_TOKEN)
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
     size = engine.Size(stages=stages, **shared)
-    return size, engine.pipeline_stage(size, calculate_per_token_loss=True)  # as both have it for fine-tuning
+    return size, engine.pipeline_stage(size, calculate_per_token_loss=loss_per_token)
 
 
 def noted(step: ForwardStep, ran: list[int]) -> ForwardStep:
@@ -129,22 +136,26 @@ def replica_of_all() -> tuple[int, int]:
 # ---- ms-swift --------------------------------------------------------------------------------------------------------
 
 
-def swift(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
+def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False) -> dict[str, Any]:
     """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss; see `compared`.
 
     Args:
         stages: of the pipeline; other ranks are replicas.
         expert_parallel: replicas that share experts.
+        has_preferences: train by DPO, with another model of reference in each stage; else for the labels.
     """
-    size, model = begun(stages, expert_parallel)
+    import megatron_epp
+    from megatron_epp.mcore import cpu
+
+    size, model = begun(stages, expert_parallel, loss_per_token=not has_preferences)
     engine.reachable("swift")
     with stand_ins("transformer_engine", "einops", "aiohttp", extensions=True):
+        from swift.megatron.trainers.dpo_trainer import DummyDPOTrainer, MegatronDPOTrainer
         from swift.megatron.trainers.trainer import MegatronTrainer
         from swift.utils import import_external_file
-
-    import_external_file(str(PLUGIN))  # as `--external_plugins` does
     replica, replicas = replica_of_all()
-    trainer = MegatronTrainer.__new__(MegatronTrainer)  # whose constructor would load weights
+    kind = MegatronDPOTrainer if has_preferences else MegatronTrainer
+    trainer = kind.__new__(kind)  # whose constructor would load weights
     trainer.args = SimpleNamespace(
         task_type="causal_lm",
         num_microbatches=MICROBATCHES,
@@ -156,23 +167,35 @@ def swift(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
         padding_free=True,
         enable_dft_loss=False,
         enable_channel_loss=False,
+        **OF_PREFERENCES,
     )
     trainer.wrapped_models, trainer.optimizer = [model], engine.GradientsKept()
     trainer.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
     trainer.enable_routing_replay = False
+    if has_preferences:
+        trainer.dummy_dpo_trainer = DummyDPOTrainer(trainer.args)
+        trainer.ref_models = [engine.pipeline_stage(size).module.requires_grad_(False).eval()]
+        trainer._all_reduce_metric = partial(cpu._averaging_by_sums, trainer._all_reduce_metric)
+        model.module.get_input_tensor = lambda: model.module.decoder.input_tensor  # as models of mcore-bridge have it
+        megatron_epp.install(shape_of=lambda item: 2 * item["seq_lens"])
+    else:
+        import_external_file(str(PLUGIN))  # as `--external_plugins` does
     ran: list[int] = []
     trainer.forward_step = noted(trainer.forward_step, ran)
 
     def step(batch: Iterator[dict[str, Any]]) -> list[float]:
         metrics, _, was_updated = trainer.train_step(batch)
         assert was_updated
-        return [value for one in metrics for value in one["loss"].tolist()]
+        reported: dict[str, Any] = {}
+        trainer._aggregated_metrics(metrics, reported)
+        of_step = reported["loss"].tolist() if metrics else []
+        # That of a microbatch is in DPO a mean with those which other replicas run in the same turn.
+        return of_step + [value for one in metrics if not has_preferences for value in one["loss"].tolist()]
 
     def columns(lengths: list[int], tokens: Tensor) -> dict[str, Any]:
-        labels = tokens.masked_fill(positions(lengths) < engine.PROMPT, -100)
         return {
             "input_ids": tokens,
-            "labels": labels,
+            "labels": tokens.masked_fill(positions(lengths) < engine.PROMPT, -100),
             "loss_scale": torch.linspace(0.5, 1.5, tokens.shape[1])[None],
             "position_ids": positions(lengths),
             "seq_lens": lengths,
@@ -180,6 +203,20 @@ def swift(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
 
     batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
     return compared(Trainer(step, [model], ran), batches)
+
+
+OF_PREFERENCES = {
+    "tuner_type": "full",
+    "mcore_ref_adapter": None,
+    "ref_adapters": [],
+    "reference_free": False,
+    "label_smoothing": 0.0,
+    "f_divergence_type": "reverse_kl",
+    "loss_type": ["sigmoid"],
+    "beta": 0.1,
+    "rpo_alpha": None,
+}
+"""Settings of DPO."""
 
 
 # ---- Megatron-Bridge -------------------------------------------------------------------------------------------------
