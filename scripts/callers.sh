@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs a framework that calls Megatron's schedules, of the versions in tests/callers/, for `pytest -m callers` and
+# Installs a framework that calls Megatron's schedules, of the versions in tests/callers/, for `pytest -m callers` and, verl,
 # scripts/demo_rl.sh: into a folder of its own, without dependencies, so that nothing in .venv changes.
 #   bash scripts/callers.sh verl      270 MB of wheels
+#   bash scripts/callers.sh swift     70 MB
+#   bash scripts/callers.sh bridge    60 MB
 #
 # Settings (environment):
 #   EPP_CALLERS   the folder (.callers)

@@ -3,7 +3,7 @@
 #   bash scripts/test.sh                      what CI runs
 #   bash scripts/test.sh -m fast              for while you write; see docs/testing.md
 #   bash scripts/test.sh -m slow              campaigns and long matrices
-#   bash scripts/test.sh -m callers           real frameworks; `bash scripts/callers.sh verl` installs the one
+#   bash scripts/test.sh -m callers           real frameworks, each if `bash scripts/callers.sh NAME` has installed it
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest
 
 set -euo pipefail

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.rl.engine import COMMAND, is_installed
+from scripts.bench.rl.engine import command, is_installed
 from tests.support.mcore.demo_rl import TOLERANCE, assert_equal_training_within_the_cap
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.verl_engine import SAMPLES
@@ -16,7 +16,7 @@ from tests.support.mcore.launch import REPOSITORY, run
 
 pytestmark = [
     pytest.mark.callers,
-    pytest.mark.skipif(not is_installed("verl"), reason=f"verl is not there: `{COMMAND}` installs it"),
+    pytest.mark.skipif(not is_installed("verl"), reason=f"verl is not there: `{command()}` installs it"),
 ]
 LAYOUTS = [
     pytest.param(2, 1, id="PP 2"),
@@ -53,8 +53,8 @@ def test_verls_update_with_a_sample_above_its_token_budget_is_trained_in_slices_
 
 
 def test_steps_of_grpo_have_equal_rewards_losses_and_weights_by_plans(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "scripts.bench.rl.demo", "--reduced", "--rounds", "1", "-o", tmp_path]
-    finished = run(command, {"PYTHONPATH": f"{REPOSITORY}"}, timeout_s=300)
+    demo = [sys.executable, "-W", "ignore", "-m", "scripts.bench.rl.demo", "--reduced", "--rounds", "1", "-o", tmp_path]
+    finished = run(demo, {"PYTHONPATH": f"{REPOSITORY}"}, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["updates"]["plans"] > 0

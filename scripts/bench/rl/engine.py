@@ -23,7 +23,6 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[3]
 VARIABLE = "EPP_CALLERS"
 """Environment variable: folder of the frameworks that `scripts/callers.sh` installs."""
-COMMAND = "bash scripts/callers.sh verl"
 PROMPT = 8
 """Tokens of every prompt."""
 
@@ -33,14 +32,24 @@ def folder(framework: str) -> Path:
     return Path(os.environ.get(VARIABLE) or ROOT / ".callers") / framework
 
 
+def command(framework: str = "verl") -> str:
+    """Return the command that installs a framework there."""
+    return f"bash scripts/callers.sh {framework}"
+
+
 def is_installed(framework: str = "verl") -> bool:
     """Return whether the folder of a framework is complete."""
     return (folder(framework) / ".complete").is_file()
 
 
-def reachable(framework: str = "verl") -> None:
-    """Let this process import a framework, behind everything that it can import anyway."""
-    if importlib.util.find_spec(framework) is None:
+def reachable(framework: str = "verl", module: str | None = None) -> None:
+    """Let this process import a framework, behind everything that it can import anyway.
+
+    Args:
+        framework: the name of its folder.
+        module: of the framework; None for one with its name.
+    """
+    if importlib.util.find_spec(module or framework) is None:
         sys.path.append(str(folder(framework)))
 
 
@@ -90,8 +99,13 @@ class Samples:
         return Samples(self.tokens[rank::ranks], self.advantages[rank::ranks], self.old_logprobs[rank::ranks])
 
 
-def pipeline_stage(size: Size) -> Any:
-    """Build this rank's stage, wrapped by Megatron's data parallelism. Parallel state and random numbers are set up."""
+def pipeline_stage(size: Size, **more: Any) -> Any:
+    """Build this rank's stage, wrapped by Megatron's data parallelism. Parallel state and random numbers are set up.
+
+    Args:
+        size: of the model.
+        more: settings of its configuration.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -116,7 +130,7 @@ def pipeline_stage(size: Size) -> Any:
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
         finalize_model_grads_func=finalize_model_grads,
-        **experts,
+        **experts | more,
     )
     config.batch_p2p_comm = False
     bare = GPTModel(

@@ -57,7 +57,7 @@ def main() -> None:
     if has_verl:
         figures["updates"] = updates(ranks, folder, 3 if a.reduced else a.steps)
     else:
-        print(f"\n1. Left out: verl is not installed. `{verl.COMMAND}` installs it.")
+        print(f"\n1. Left out: verl is not installed. `{verl.command()}` installs it.")
     figures["slices"] = sliced(ranks, folder, a.rounds, has_verl, slices.REDUCED if a.reduced else slices.SIZE)
     ranks.close()
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,0 +1,72 @@
+"""The training steps of ms-swift and of Megatron-Bridge, from their wheels, train by plans as by Megatron's own schedule.
+
+Plans are switched on by one environment variable and the plugin, as the frameworks import it; for ms-swift's DPO by `install`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.rl.engine import command, is_installed
+from tests.support.mcore.demo_rl import TOLERANCE
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.training_steps import BATCHES, MICROBATCHES
+
+pytestmark = pytest.mark.callers
+LEARNING = 4
+"""First batches of a training, which run in the caller's order."""
+LAYOUTS = [
+    pytest.param(2, 1, id="PP 2"),
+    pytest.param(4, 1, id="PP 2 x DP 2"),
+    pytest.param(4, 2, id="PP 2 x EP 2"),
+]
+
+
+def if_installed(framework: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        not is_installed(framework), reason=f"{framework} is not there: `{command(framework)}` installs it"
+    )
+
+
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=if_installed(name)) for name in ("swift", "bridge")])
+@pytest.mark.parametrize(("processes", "expert_parallel"), LAYOUTS)
+def test_a_training_step_has_the_gradients_and_losses_of_megatrons_schedule(
+    framework: str, processes: int, expert_parallel: int
+) -> None:
+    assert_equal_training(framework, processes, expert_parallel=expert_parallel)
+
+
+@if_installed("swift")
+@pytest.mark.parametrize("processes", [pytest.param(2, id="PP 2"), pytest.param(4, id="PP 2 x DP 2")])
+def test_a_step_of_swifts_dpo_sends_hidden_states_of_two_models_by_plans_and_has_the_same_gradients_and_losses(
+    processes: int,
+) -> None:
+    assert_equal_training("swift", processes, has_preferences=True)
+
+
+def assert_equal_training(framework: str, processes: int, **given: object) -> None:
+    """Check on all ranks that batches have equal gradients and losses, in other orders of microbatches once costs are learnt.
+
+    Args:
+        framework: a job of `training_steps`.
+        processes: ranks, of two stages.
+        given: arguments of the job.
+    """
+    finished = job(processes, f"training_steps:{framework}", env={"MEGATRON_EPP": "1"}, stages=2, **given)
+    ranks = of_ranks(finished)
+    assert len(ranks) == processes
+    assert all(rank["installed"] for rank in ranks)
+    assert " ms, bubble " in finished.output
+    for rank in ranks:
+        assert len(rank["batches"]) == BATCHES
+        assert [batch for batch in rank["batches"] if batch["gradients"] > TOLERANCE] == []
+        for batch in rank["batches"]:
+            planned, stock = batch["losses"]
+            assert bool(planned) == rank["reports"]
+            assert planned == pytest.approx(stock, rel=TOLERANCE)
+            planned, stock = batch["order"]
+            assert len(planned) == MICROBATCHES
+            assert sorted(planned) == sorted(stock)
+        orders = [batch["order"] for batch in rank["batches"]]
+        assert all(planned == stock for planned, stock in orders[:LEARNING])
+        assert any(planned != stock for planned, stock in orders[LEARNING:])
