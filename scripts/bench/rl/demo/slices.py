@@ -29,8 +29,10 @@ SAMPLES, MEDIAN = 12, 0.07
 """Number of samples, and the median of responses as a share of the longest."""
 SPARE = 1.05
 """Cap on activations, as a multiple of what 1F1B holds with every layer recomputed."""
-LEARNING = 5
-"""Updates before the first that counts, from which costs are learnt."""
+LEARNING = 8
+"""Updates before the first that counts: costs are learnt from six, and the next run by these plans."""
+LEARNT = "learnt"
+"""Name of the costs by then."""
 STOCK, SLICES = "1F1B, every layer recomputed", "slices"
 
 
@@ -125,6 +127,7 @@ def measured(updates: Updates, rounds: int) -> dict[str, Any]:
     for _ in range(LEARNING):
         updates.sliced(train)
     planned = _plans(updates, train._session)
+    assert planned[1].costs == LEARNT, planned[1].costs
     loss, own = updates.whole(layers), updates.gradients()
     peak, in_slices = _peak_bytes(updates, lambda: updates.sliced(train))
     theirs = updates.gradients()
