@@ -5,13 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 TEST_COMMAND = "bash scripts/test.sh"
 QUICKSTART = "bash scripts/quickstart.sh\n"
 
@@ -35,7 +39,7 @@ def test_every_other_shell_block_runs(block):
 
 
 def test_the_python_example_draws_a_plan_that_is_proven(tmp_path):
-    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    example = EXAMPLES[0]
     _, statements = example.split("\n\n")
     assert len(statements.splitlines()) == 5
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -44,6 +48,24 @@ def test_the_python_example_draws_a_plan_that_is_proven(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loop_reads_what_its_loss_reports(monkeypatch, capsys):
+    """`docs/examples/grpo.py`, which another test runs, is the whole of it."""
+    _, loop = EXAMPLES
+    calls = []
+
+    def wrap_samples(*, loss, memory_cap_gb):
+        names = (loss.name, *loss.logged)
+        return lambda **given: calls.append(given) or SimpleNamespace(means=dict.fromkeys(names, memory_cap_gb))
+
+    monkeypatch.setattr(megatron_epp, "wrap_samples", wrap_samples)
+    policy = SimpleNamespace(zero_grad_buffer=lambda: None)
+    optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
+    given = {"megatron_epp": megatron_epp, "ClippedRatio": ClippedRatio, "Average": Average}
+    exec(loop, given | {"policy": policy, "optimizer": optimizer, "samples": [], "steps": 2})
+    assert calls == 2 * [{"model": policy, "samples": []}]
+    assert capsys.readouterr().out == "60 60\n60 60\n"
 
 
 def test_the_quickstart_script_knows_the_commands_flags():
