@@ -3,8 +3,8 @@
 First 20 steps of GRPO by verl's own engine and loss with Megatron's Adam on four ranks (two stages, two replicas), by
 Megatron's schedule and by plans: rewards, losses and weights are compared. Responses are random tokens of log-normal lengths,
 in place of an engine that generates. Then one batch with a response longer than verl's token budget on two stages: whole, with
-every layer recomputed, and in slices under a cap at which that is needed. Without verl only the second part is run, with an imitation of its
-rule.
+every layer recomputed, and in slices under a cap at which that is needed. Without verl only the second part is run, with an
+imitation of its rule.
 """
 
 from __future__ import annotations
