@@ -189,7 +189,7 @@ def samples_in(dataset: SequenceDataset) -> np.ndarray:
 def sequences_of(dataset: SequenceDataset, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sequences of what a sampler has drawn, and a number of its group for each; no numbers if there are no groups.
 
-    What was drawn twice is two groups.
+    A group that is drawn twice counts as two.
     """
     groups: Sequence[tuple[int, ...]] = getattr(dataset, "groups", ())
     if not groups:

@@ -125,6 +125,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self._samples)
 
+    def num_trained(self) -> list[int]:
+        """Return the number of trained labels of every sequence."""
+        return [len(one.tokens) - 1 if one.trained is None else int(one.trained[1:].sum()) for one in self._samples]
+
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return tokens ``[start, end)`` of a sequence."""
         return self._samples[index].tokens[start:end]

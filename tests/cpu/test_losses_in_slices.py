@@ -162,7 +162,7 @@ def outputs(weight, segment):
 
 
 def rows_of(loss, weight, segment, tokens, candidates):
-    """What a stage gives of a segment: ``[rows, tokens]``."""
+    """Return ``[rows, tokens]`` of a segment, as a stage gives them."""
     logprobs, values = outputs(weight, segment)
     if has_values(loss):
         return values[None]

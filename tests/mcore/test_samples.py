@@ -15,6 +15,8 @@ LATENT = {
     "multi_latent_attention": True,
     "rope_type": "rope",
     "apply_rope_fusion": False,
+    "rotary_scaling_factor": 4.0,  # with the next, scores have another factor than that of their channels
+    "mscale_all_dim": 1.0,
     "q_lora_rank": 6,
     "kv_lora_rank": 8,
     "qk_head_dim": 6,
@@ -123,7 +125,7 @@ VALUE_LAYOUTS = [
 
 @pytest.mark.parametrize(("num_ranks", "layout"), VALUE_LAYOUTS)
 def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, layout):
-    found = job(num_ranks, "samples:values", **layout).figures
+    found = job(num_ranks, "sample_values:values", **layout).figures
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -138,7 +140,7 @@ def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, 
 
 
 def test_a_distillation_has_the_gradients_of_whole_distributions():
-    found = job(2, "samples:distillation").figures
+    found = job(2, "sample_values:distillation").figures
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -147,7 +149,7 @@ def test_a_distillation_has_the_gradients_of_whole_distributions():
 
 
 def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all():
-    first, second = job(2, "samples:divided_head").figures
+    first, second = job(2, "sample_values:divided_head").figures
     assert first["norm"] == second["norm"] > 0  # they begin with one weight
     for one in (first, second):
         assert one["attribute"]
@@ -170,11 +172,11 @@ APART = {
 
 
 def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
-    for one in job(2, "samples:value_refusals").figures:
+    for one in job(2, "sample_values:value_refusals").figures:
         assert one.keys() == APART.keys()
         assert {name: said for name, said in one.items() if APART[name] not in said} == {}
 
 
 def test_a_head_that_leaves_tokens_divided_is_refused():
-    said = [one["said"] for one in job(2, "samples:head_without_tokens").figures]
+    said = [one["said"] for one in job(2, "sample_values:head_without_tokens").figures]
     assert all("tokens: its head must have one output, and gather the tokens of sequence-parallel ranks" in one for one in said)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.mcore.forked import job, launch, of_ranks, train
-from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN, UNLIKE
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
+from tests.support.mcore.jobs.reinforcement import UNLIKE
 from tests.support.mcore.launch import TINY
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
@@ -110,7 +111,7 @@ def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replic
 
 def test_replicas_that_share_experts_train_microbatches_of_their_own_lengths_in_one_order() -> None:
     """Without it a third of public recipes with pipeline stages and experts could not be planned."""
-    ranks = of_ranks(job(4, "frameworks:shared_experts"))
+    ranks = of_ranks(job(4, "reinforcement:shared_experts"))
     assert [one for rank in ranks for one in rank if one["worst"] > TOLERANCE] == []
     for own in ranks:
         assert all(sorted(one["lengths"]) == sorted(UNLIKE[own[0]["rank"] % 2]) for one in own)
@@ -141,7 +142,7 @@ def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given
 def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_last(
     stages: int, lengths: tuple[int, ...]
 ) -> None:
-    finished = job(2, "frameworks:read_by_get_next", stages=stages, lengths=lengths)
+    finished = job(2, "reinforcement:read_by_get_next", stages=stages, lengths=lengths)
     ranks = of_ranks(finished)
     runs = [run for rank in ranks for run in rank["runs"]]
     assert len(runs) == 12
@@ -155,3 +156,17 @@ def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_
         assert ours == pytest.approx(theirs)
     assert [entry["reward"] for entry in next(run["results"] for run in runs if run["results"])] == [1, 2, 3, 4, 5, 6]
     assert "6 microbatches of 24 tokens: " in finished.output or "6 microbatches of 8 to 32 tokens: " in finished.output
+
+
+def test_objects_of_a_generator_that_know_their_padded_lengths_are_run_in_any_order_with_results_in_the_callers() -> None:
+    """As NeMo-RL calls Megatron: packed microbatches are objects, and the model is in no list."""
+    ranks = of_ranks(job(2, "reinforcement:of_processed", lengths=UNEVEN))
+    for rank in ranks:
+        assert [run for run in rank["runs"] if run["worst"] > TOLERANCE] == []
+        for results in (*(run["results"] for run in rank["runs"]), rank["evaluated"]):
+            for ours, theirs in zip(results, rank["stock"], strict=True):
+                assert [*chain(*ours["logprobs"])] == pytest.approx([*chain(*theirs["logprobs"])], rel=1e-4, abs=1e-5)
+        orders = [run["ran"] for run in rank["runs"]]
+        assert orders[-1] != orders[0]
+        assert sorted(orders[-1]) == sorted(orders[0])
+    assert any(rank["stock"] for rank in ranks)

@@ -46,7 +46,7 @@ class AskedOfLogits(NamedTuple):
 
 
 OF_LABELS = AskedOfLogits()
-"""Of a loss that reads log-probabilities of labels only."""
+"""Properties of a loss that reads log-probabilities of labels only."""
 
 
 class BlockLoss(OfRows):
@@ -171,7 +171,7 @@ def block_loss(
 ) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
-    What a loss may ask for beyond log-probabilities of labels needs blocks.
+    All that a loss may ask for beyond log-probabilities of labels needs blocks.
 
     Raises `EppError` if a block size was requested that is impossible for this model, or Megatron's fused kernel was requested,
     and neither it nor blocks in its place can run here.

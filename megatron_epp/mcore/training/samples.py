@@ -75,7 +75,6 @@ class _Planned(NamedTuple):
     """Samples of a call, and the iterator that yields them with their plan."""
 
     digest: bytes
-    samples: list[TokenSample]
     dataset: Samples
     batches: PlannedBatches
 
@@ -131,7 +130,6 @@ class SampleSchedule:
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         session = self._attached(models)
         planned = self._planned(session, samples, forward_only)
-        named = planned.samples
         try:
             with session.telling_others(unless=EppError):
                 batch = next(planned.batches)
@@ -140,12 +138,12 @@ class SampleSchedule:
         last = session.stages.get(session.placement.num_stages - 1)
         kept: list[tuple[int, torch.Tensor]] = []
         if last is not None and last.loss is not None:
-            last.loss.scale = self._scale(models, named, planned.dataset)
+            last.loss.scale = self._scale(models, planned.dataset)
             last.loss.keeps = kept if wanted else None
         _, report = run_batch(session, models, batch, forward_only)
         sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
         finish_batch(session, batch, None, report, forward_only)
-        return self._report(batch, sums, kept, len(named), wanted)
+        return self._report(batch, sums, kept, len(planned.dataset), wanted)
 
     def close(self) -> None:
         """End planning, and wait for threads."""
@@ -175,7 +173,7 @@ class SampleSchedule:
             load=None,
             gradient_accumulation_fusion=False,
         )
-        _raise_together(next(filter(None, map(refusal, models)), ""))
+        _raise_for(from_each(next(filter(None, map(refusal, models)), "")))
         for model in models:
             adopt_built(model, args)
         session = Session(args)
@@ -187,47 +185,48 @@ class SampleSchedule:
 
     def _planned(self, session: Session, samples: Sequence[Mapping[str, Any]], forward_only: bool) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
-        named = self._agreed(samples, session.args.padded_vocab_size)
-        digest = _digest(named)
+        dataset, digest = self._agreed(samples, session.args.padded_vocab_size)
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             return known
-        dataset = Samples(named, self._asks)
         everything = tuple(range(len(samples_in(dataset))))
         limits = session.replica, session.replicas
         batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
-        return _Planned(digest, named, dataset, batches)
+        return _Planned(digest, dataset, batches)
 
-    def _agreed(self, samples: Sequence[Mapping[str, Any]], vocab_size: int) -> list[TokenSample]:
-        """Check and convert samples. A collective call: a rank that raised by itself would leave the others waiting.
+    def _agreed(self, samples: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[Samples, bytes]:
+        """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
         Raises:
             EppError: on every rank: a sample is wrong on some rank, there are none, or ranks have different ones.
         """
-        found, problem = list[TokenSample](), ""
+        found, digest, problem = Samples(()), b"", ""
         try:
-            found += (TokenSample.of(given, self._asks, f"sample {at}", vocab_size) for at, given in enumerate(samples))
-            problem = "" if found else "there are no samples"
-            Samples(found, self._asks)
+            named = [TokenSample.of(given, self._asks, f"sample {at}", vocab_size) for at, given in enumerate(samples)]
+            found, digest = Samples(named, self._asks), _digest(named)
+            problem = "" if named else "there are no samples"
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-        _raise_together(problem)
-        digests = from_each(_digest(found))
+        problems, digests = zip(*from_each((problem, digest)), strict=True)
+        _raise_for(problems)
         if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
                 f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
                 "columns in the same order, and this package divides it over replicas"
             )
-        return found
+        return found, digest
 
-    def _scale(self, models: list[torch.nn.Module], samples: Sequence[TokenSample], dataset: Samples) -> float:
+    def _scale(self, models: list[torch.nn.Module], dataset: Samples) -> float:
         """Return the factor of gradients which are divided by replicas where they should be by what the average says."""
         config = get_model_config(models[0])
         if config.calculate_per_token_loss:
             return 1.0
-        counts = [len(one.tokens) - 1 if one.trained is None else int(one.trained[1:].sum()) for one in samples]
-        number = sum(counts) if self.loss.average is Average.TOKENS else sum(count > 0 for count in counts)
-        if self.loss.average is Average.GROUPS:
+        counts = dataset.num_trained()
+        if self.loss.average is Average.TOKENS:
+            number = sum(counts)
+        elif self.loss.average is Average.GROUPS:
             number = sum(any(counts[index] for index in group) for group in dataset.groups)
+        else:
+            number = sum(count > 0 for count in counts)
         return mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, number)
 
     def _report(
@@ -247,12 +246,11 @@ class SampleSchedule:
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
 
 
-def _raise_together(problem: str) -> None:
-    """Raise `EppError` on every rank if some rank has a problem, which is not empty then. A collective call."""
-    everyone = from_each(problem)
-    if told := {rank: said for rank, said in enumerate(everyone) if said}:
-        same = len(told) == len(everyone) and len(set(told.values())) == 1
-        raise EppError(problem if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
+def _raise_for(problems: Sequence[str]) -> None:
+    """Raise `EppError` if some rank has a problem; `problems` are those of all ranks, empty where there is none."""
+    if told := {rank: said for rank, said in enumerate(problems) if said}:
+        same = len(told) == len(problems) and len(set(told.values())) == 1
+        raise EppError(problems[0] if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
 
 
 def _digest(samples: Sequence[TokenSample]) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
+from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
@@ -149,6 +150,7 @@ class Trials:
         self.best_of: dict[OrderRule, Candidate] = {}
         self.fastest_us: dict[Aligned, float] = {}
         self._last: tuple[Aligned, tuple[Tables, ...]] | None = None
+        self._stand_in: tuple[Aligned, tuple[Chunk, ...]] | None = None  # of the last table that was ordered
         self._worth = 1 + PROVEN if replicas.is_lockstep else WORTH
 
     def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
@@ -285,7 +287,9 @@ class Trials:
 
     def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
         spend(self.problem.num_stages * len(table))
-        order = coded(rule.order(table.stand_in(self.problem.loss_groups), tables[0], self.problem), len(table))
+        if self._stand_in is None or self._stand_in[0] is not table:
+            self._stand_in = table, table.stand_in(self.problem.loss_groups)
+        order = coded(rule.order(self._stand_in[1], tables[0], self.problem), len(table))
         made = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
         return Candidate(table, rule, made, tables)
 

@@ -33,7 +33,7 @@ from scripts.bench.rl import engine as verl
 from scripts.bench.rl.demo import slices
 
 RANKS = 4
-"""Of the first part."""
+"""Number of ranks in the first part."""
 LIMIT_S = 600.0
 
 

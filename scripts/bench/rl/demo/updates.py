@@ -66,7 +66,7 @@ def _step(engine: Any, size: verl.Size, loss: Any, step: int) -> tuple[list[floa
 def rollout(size: verl.Size, step: int) -> verl.Samples:
     """Draw the responses of a step, in place of an engine that generates: of random tokens and log-normal lengths.
 
-    Those of a group belong to one replica: the samples of two groups take turns.
+    The samples of a group belong to one replica: two groups take turns.
     """
     drawn = verl.drawn(GROUPS * RESPONSES, size.budget, size.vocabulary, seed=step)
     for number in range(len(drawn.tokens)):
