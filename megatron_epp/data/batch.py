@@ -62,7 +62,7 @@ class AheadArrays:
 
 @dataclass(frozen=True, slots=True)
 class LossArrays:
-    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors, or of a part of the tokens.
+    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors.
 
     Attributes:
         weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
@@ -77,6 +77,43 @@ class LossArrays:
     sequence: torch.Tensor
     group: torch.Tensor
     columns: torch.Tensor
+
+    def of_trained(self, shards: Sequence[Sequence[slice]], own: Sequence[slice]) -> TrainedTokens:
+        """Return the inputs of trained tokens, which the mask selects here, where it is known without waiting for a device.
+
+        Args:
+            shards: (padded) tokens of the ranks whose values the loss gets, rank by rank.
+            own: those of this rank.
+        """
+        tokens = joined(torch.arange(len(self.weights)), [part for shard in shards for part in shard])
+        rows = self.weights[tokens].nonzero()[:, 0]
+        trained, count = tokens[rows], joined(self.counts, own).sum()
+        return TrainedTokens(
+            rows, count, self.weights[trained], self.sequence[trained], self.group[trained], self.columns[:, trained]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it.
+
+    Attributes:
+        rows: int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other.
+        count: float32 ``[]``, this rank's part in the number by which the batch's loss is divided.
+        weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``.
+    """
+
+    rows: torch.Tensor
+    count: torch.Tensor
+    weights: torch.Tensor
+    sequence: torch.Tensor
+    group: torch.Tensor
+    columns: torch.Tensor
+
+
+def joined(x: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
+    """Return parts of the tokens of a tensor ``[*, tokens]``, one after the other; a view if it is one part."""
+    return x[..., parts[0]] if len(parts) == 1 else torch.cat([x[..., part] for part in parts], dim=-1)
 
 
 class ColumnDataset(SequenceDataset, Protocol):
@@ -125,20 +162,15 @@ class ChunkArrays:
     of_loss: LossArrays | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
-        """Return the part of the arrays of one of the ranks that share the chunk's tokens.
+        """Return the part of the arrays of one of the ranks that share the chunk's tokens, without a loss's inputs.
 
         Args:
             shard: the rank's (padded) tokens.
         """
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            return x[..., shard[0]] if len(shard) == 1 else torch.cat([x[..., tokens] for tokens in shard], dim=-1)
-
-        def each[T: (AheadArrays, LossArrays)](arrays: T | None) -> T | None:
-            return None if arrays is None else type(arrays)(*(own(getattr(arrays, one.name)) for one in fields(arrays)))
-
-        given = own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids)
-        return ChunkArrays(*given, each(self.ahead), each(self.of_loss))
+        of_tokens = (joined(x, shard) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids))
+        if self.ahead is None:
+            return ChunkArrays(*of_tokens)
+        return ChunkArrays(*of_tokens, AheadArrays(*(joined(getattr(self.ahead, one.name), shard) for one in fields(AheadArrays))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +206,12 @@ class GlobalBatch:
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def name_of(self, sequence: int) -> str:
+        """Return the name of a sequence of this batch in errors: its sample's, if the dataset has names."""
+        index = self.indices[sequence]
+        names: Sequence[str] = getattr(self.dataset, "names", ())
+        return names[index] if names else f"sequence {index}"
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a whole batch: the sequences at these positions."""
@@ -252,8 +290,8 @@ class GlobalBatch:
                 counts[at - 1] = whole
             if wanted.average is Average.SEQUENCE_MEANS and total:
                 weights[here] /= total
-        joined = np.concatenate([np.zeros((0, num_tokens), dtype=np.float32), *columns])
-        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, joined)))
+        of_all = np.concatenate([np.zeros((0, num_tokens), dtype=np.float32), *columns])
+        return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, of_all)))
 
     def _members(self) -> list[list[int]]:
         """Return the sequences of every sequence's group, ascending."""

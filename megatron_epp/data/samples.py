@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,10 @@ class TokenSample:
         if mask is not None and not np.isin(mask, (0, 1)).all():
             raise EppError(f"{what}: {TRAINED} must be 0 or 1")
         mask = None if mask is None else np.broadcast_to(mask, len(tokens)).astype(np.uint8)
+        is_read = np.ones(len(tokens), dtype=np.bool_) if mask is None else mask == 1
+        is_read[0] &= asks.has_values  # the first token is no label
+        for name, values in columns.items():
+            _check_finite(np.broadcast_to(values, (*is_read.shape, *values.shape[1:])), is_read, f"{what}: {name}")
         if vocab_size is not None:
             _check_tokens(tokens, vocab_size, f"{what} has token")
         if asks.candidates is not None:
@@ -102,6 +107,7 @@ class Samples:
     Args:
         samples: of which each is a sequence.
         asks: what the loss asks for.
+        names: of samples in errors; by default ``sample 0`` and so on.
 
     Attributes:
         groups: sequences with one loss, each in one of them, for losses over sequences or groups; empty for losses over tokens.
@@ -110,8 +116,11 @@ class Samples:
         EppError: a group of samples is not as the loss needs it.
     """
 
-    def __init__(self, samples: Iterable[TokenSample], asks: LossColumns | None = None) -> None:
+    def __init__(
+        self, samples: Iterable[TokenSample], asks: LossColumns | None = None, names: Sequence[str] | None = None
+    ) -> None:
         self._samples = tuple(samples)
+        self.names = [f"sample {index}" for index in range(len(self._samples))] if names is None else names
         self.lengths = np.array([len(sample.tokens) - 1 for sample in self._samples], dtype=np.int32)
         found: dict[int | str, list[int]] = {}
         for index, sample in enumerate(self._samples):
@@ -156,7 +165,7 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
     Raises:
         EppError: the file cannot be read, a sample is not one, or is longer than `most_tokens`; the message names the line.
     """
-    found = []
+    found, names = [], []
     with naming(path), open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -170,9 +179,10 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
                 text = f"line {number} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
                 raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
             found.append(sample)
+            names.append(f"{path}, line {number}")
         if not found:
             raise EppError("there is no sample")
-        return Samples(found, asks)
+        return Samples(found, asks, names)
 
 
 def _numbers(given: Any, what: str) -> np.ndarray:
@@ -180,6 +190,9 @@ def _numbers(given: Any, what: str) -> np.ndarray:
         found = np.asarray(given.tolist() if hasattr(given, "tolist") else given)
     except ValueError as error:
         raise EppError(f"{what}: {error}") from error
+    if found.dtype == np.object_:
+        with contextlib.suppress(TypeError, ValueError):
+            found = found.astype(np.float64)  # None, which engines give where there is no value, becomes NaN
     if not np.issubdtype(found.dtype, np.number) and found.dtype != np.bool_:
         raise EppError(f"{what} must be numbers")
     return found
@@ -207,6 +220,12 @@ def _column(given: Any, num_tokens: int, what: str, width: int | None = None) ->
         raise EppError(f"{what} is {shape}; the loss reads {width} values for each of {num_tokens} tokens")
     if width is None and (found.ndim > 1 or (found.ndim == 1 and len(found) != num_tokens)):
         raise EppError(f"{what} has {found.size} values for {num_tokens} tokens: give as many, or one number for all")
-    if not np.isfinite(found).all():
-        raise EppError(f"{what} has a value that is not finite")
     return found
+
+
+def _check_finite(values: np.ndarray, is_read: np.ndarray, what: str) -> None:
+    """Raise `EppError` if a value that the loss reads is not finite; others, such as engines give for prompts, may be anything."""
+    strange = np.argwhere(~np.isfinite(values) & (is_read if values.ndim == 1 else is_read[:, None]))
+    if len(strange):
+        token, value = int(strange[0][0]), values[tuple(strange[0])]
+        raise EppError(f"{what} is {value} for token {token}, which is trained: it must be finite, or the token left out of {TRAINED}")

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from megatron_epp.losses.loss import Average, Rows, Scope
+from megatron_epp.losses.loss import Average, Rows, Scope, check_settings
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_logprobs"
 """Columns of width `Distillation.top_k`: for every label, the teacher's most probable tokens in its place, and the logarithms
@@ -44,6 +44,9 @@ class Distillation:
     renormalizes: bool = True
     average: Average = Average.TOKENS
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_settings(self, at_least={"top_k": 1}, above={"temperature": 0})
 
     @property
     def widths(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ do not depend on how a batch is cut, packed, ordered or divided over replicas: t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,21 +46,22 @@ class Average(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens of one or several scopes, in any order: `n` tokens of `num_sequences` sequences.
+    """Trained tokens of one or several scopes, in any order: `n` tokens of `num_sequences` sequences.
+
+    Tokens that are not trained are left out, so that no value of theirs can reach a loss or a gradient.
 
     Attributes:
-        logprobs: ``[n]``, logarithm of the probability of every token's label, in fp32; 0 where it has not been computed,
-            which may be so where `weights` is 0. Empty, ``[0]``, for a loss of values.
-        weights: ``[n]``, how much a token counts (`Average`); 0 for tokens that are not trained.
+        logprobs: ``[n]``, logarithm of the probability of every token's label, in fp32. Empty, ``[0]``, for a loss of values.
+        weights: ``[n]``, how much a token counts (`Average`); above 0.
         columns: values of every token, ``[n]`` each, in fp32, by the names that the loss asks for; ``[n, k]`` for a column of
             width `k`.
         entropy: ``[n]``, entropy of the distribution that the label is from; None unless the loss asks for it.
         sequence: ``[n]`` int64, the number of every token's sequence; None in `Scope.TOKEN`.
         num_sequences: numbers that `sequence` may have; some have no token here.
         candidate_logprobs: ``[n, k]``, logarithms of the probabilities of `k` given tokens in the place of the label; None
-            unless the loss asks for them. They are 0 where `logprobs` may be.
-        values: ``[n]``, the model's output for every token that it has read, the sequence's last one included; None unless the
-            loss asks for it. Weights and columns are of that token then, not of a label.
+            unless the loss asks for them.
+        values: ``[n]``, the model's output for every token that it has read, which may be a sequence's last one; None unless
+            the loss asks for it. Weights and columns are of that token then, not of a label.
         group: ``[n]`` int64, the number of every token's group: the least number of its sequences; None but in `Scope.GROUP`.
     """
 
@@ -107,12 +109,13 @@ class Rows:
 class Loss(Protocol):
     """A loss. Called with the rows of complete scopes, it returns their sum and sums to log by name, all scalars.
 
-    The sums to log are divided as the loss is. They are given in every call, by the names in `logged`.
+    The sums to log are divided as the loss is. They are given in every call, by the names in `logged`. It is not called for
+    scopes without a trained token, whose loss is 0.
 
     Attributes:
         name: in the log.
-        scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all tokens of a sequence are in one call, in
-            `Scope.GROUP` all sequences of a group; others, too, may be.
+        scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all trained tokens of a sequence are in one call, in
+            `Scope.GROUP` those of all sequences of a group; others, too, may be.
         average: see `Average`; but in `Scope.TOKEN` the loss itself weighs tokens within a sequence.
         columns: names of the columns that it reads.
         logged: names of the sums that it returns to be logged.
@@ -184,8 +187,23 @@ def checked_loss(found: Any, text: str) -> Loss:
         raise EppError(f"{text} has a width of {', '.join(strange)}: widths are above 0, and of columns that it reads")
     if candidates is not None and candidates not in widths:
         raise EppError(f"{text} has candidates {candidates!r}, which must be one of its columns, with a width")
+    check_settings(loss, above={"temperature": 0})
     read = [name for name in ("has_entropy", "candidates") if getattr(loss, name, None)]
     read += ["temperature"] * (getattr(loss, "temperature", 1.0) != 1.0)
     if getattr(loss, "has_values", False) and read:
         raise EppError(f"{text} has values and {read[0]}: a model has one output, or the logits of a vocabulary")
     return loss
+
+
+def check_settings(
+    loss: object, at_least: Mapping[str, float] | None = None, above: Mapping[str, float] | None = None
+) -> None:
+    """Raise `EppError` if a loss's number is NaN, or too small: `at_least` and `above` give bounds by its name.
+
+    A loss need not have it, and None means that there is none.
+    """
+    for bounds, words, is_right in ((at_least, "at least", operator.ge), (above, "above", operator.gt)):
+        for name, bound in (bounds or {}).items():
+            value = getattr(loss, name, None)
+            if value is not None and not is_right(value, bound):
+                raise EppError(f"{name} of {type(loss).__name__} is {value}; it must be {words} {bound}")

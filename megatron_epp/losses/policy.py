@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_epp.losses.loss import Average, Rows, Scope
+from megatron_epp.losses.loss import Average, Rows, Scope, check_settings
 from megatron_epp.plan.errors import EppError
 
 OLD, ADVANTAGES, REFERENCE, IMPORTANCE = "old_logprobs", "advantages", "reference_logprobs", "importance"
@@ -26,6 +27,25 @@ def _k2(difference: Tensor) -> Tensor:
 
 def _k3(difference: Tensor) -> Tensor:
     return difference.expm1() - difference
+
+
+def _clipped(
+    exponents: Tensor, advantages: Tensor, low: float, high: float, most: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of ratios, given their logarithms, and where clipping changes them: ``[n]`` each.
+
+    Args:
+        exponents: logarithms of the ratios, ``[n]``.
+        advantages: ``[n]``.
+        low, high: a ratio counts from ``1 - low``, where the advantage is negative, and to ``1 + high``, where it is not.
+        most: a ratio counts to this where the advantage is negative; None for no such limit.
+    """
+    negative = advantages < 0
+    limits = torch.full_like(exponents, 1 + high).masked_fill(negative, math.inf if most is None else most)
+    # A ratio far above its limit is not computed: it may overflow, and the gradient of a clipped ratio would be 0 times infinity.
+    ratios = torch.minimum(exponents, limits.log() + 1).exp()
+    counted = ratios.clamp(torch.zeros_like(ratios).masked_fill(negative, 1 - low), limits)
+    return -advantages * counted, torch.where(negative, ratios < 1 - low, (ratios > 1 + high) & (advantages > 0))
 
 
 KL = {"k1": _k1, "k2": _k2, "k3": _k3}
@@ -71,6 +91,7 @@ class ClippedRatio:
     def __post_init__(self) -> None:
         if self.kl is not None and self.kl not in KL:
             raise EppError(f"kl is {self.kl!r}; it must be one of {', '.join(KL)}, or None")
+        check_settings(self, at_least={"clip_low": 0, "clip_high": 0}, above={"clip_negative": 1, "temperature": 0, "constant": 0})
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -86,14 +107,11 @@ class ClippedRatio:
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         advantages, weights = rows.columns[ADVANTAGES], rows.weights / self.constant
-        ratio = (rows.logprobs - rows.columns[OLD]).exp()
-        free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        losses = torch.maximum(free, clipped)
-        if self.clip_negative is not None:
-            losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * self.clip_negative), losses)
+        exponents = rows.logprobs - rows.columns[OLD]
+        losses, clipped = _clipped(exponents, advantages, self.clip_low, self.clip_high, self.clip_negative)
         if self.has_importance:
             losses = losses * rows.columns[IMPORTANCE]
-        logged = {"clipped share": (weights * (clipped > free)).sum()}
+        logged = {"clipped share": (weights * clipped).sum()}
         if self.kl is not None:
             divergence = KL[self.kl](rows.columns[REFERENCE] - rows.logprobs)
             losses = losses + self.kl_weight * divergence
@@ -123,9 +141,11 @@ class SequenceRatio:
     clip_high: float = 4e-4
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_settings(self, at_least={"clip_low": 0, "clip_high": 0}, above={"temperature": 0})
+
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        advantages = rows.means(rows.columns[ADVANTAGES])
-        ratio = rows.means(rows.logprobs - rows.columns[OLD]).exp()
-        free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        exponents = rows.means(rows.logprobs - rows.columns[OLD])
+        losses, clipped = _clipped(exponents, rows.means(rows.columns[ADVANTAGES]), self.clip_low, self.clip_high)
         trained = rows.trained
-        return (trained * torch.maximum(free, clipped)).sum(), {"clipped share": (trained * (clipped > free)).sum()}
+        return (trained * losses).sum(), {"clipped share": (trained * clipped).sum()}

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_epp.losses.loss import Average, Rows, Scope
+from megatron_epp.losses.loss import Average, Rows, Scope, check_settings
 from megatron_epp.losses.policy import REFERENCE
 from megatron_epp.plan.errors import EppError
 
@@ -19,8 +19,8 @@ PREFERRED = "preferred"
 
 
 def _pair_problem(columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-    marks = sorted({float(mark) for mark in np.unique(one[PREFERRED])} for one in columns)
-    if marks == [{0.0}, {1.0}] or marks == [{1.0}, {0.0}]:
+    marks = [np.unique(one[PREFERRED][np.isfinite(one[PREFERRED])]).tolist() for one in columns]  # finite where trained
+    if sorted(marks) == [[0.0], [1.0]]:
         return ""
     return f"has {len(columns)} samples; a preference is of two, {PREFERRED} 1 for all tokens of one and 0 of the other"
 
@@ -59,6 +59,7 @@ class Preference:
     squared: bool = False
 
     def __post_init__(self) -> None:
+        check_settings(self, above={"beta": 0})
         if not 0 <= self.label_smoothing < 0.5:
             raise EppError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5")
 
@@ -100,6 +101,9 @@ class Reward:
     has_values: ClassVar[bool] = True
 
     centre: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_settings(self, at_least={"centre": 0})
 
     def group_problem(self, columns: Sequence[Mapping[str, np.ndarray]]) -> str:
         """Say what is wrong with a group, given the columns of its samples."""

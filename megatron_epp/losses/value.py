@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_epp.losses.loss import Average, Rows, Scope
+from megatron_epp.losses.loss import Average, Rows, Scope, check_settings
 
 OLD, RETURNS = "old_values", "returns"
 """Columns: the values that the model gave when the samples were drawn, and what they are to come to."""
@@ -33,6 +33,9 @@ class ClippedValue:
 
     clip: float | None = 0.2
     average: Average = Average.TOKENS
+
+    def __post_init__(self) -> None:
+        check_settings(self, at_least={"clip": 0})
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         assert rows.values is not None  # which the loss asks for

@@ -187,20 +187,21 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
         view = None if sliced is None else SliceView(*sliced, LENGTHS[sliced.sequence], LENGTHS[sliced.sequence])
         table = SegmentTable.build(chunk, padded)
         context = ChunkContext(number, table, KVRelay(), view, loss_group=together.get(number, ()))
-        arrays = batch.chunk_of(segments, multiple, of_loss=scoped.asks).of_loss
-        arrays = type(arrays)(arrays.weights.double(), arrays.counts, arrays.sequence, arrays.group, arrays.columns.double())
-        candidates, rows, at = scoped.candidates(arrays), [], 0
+        arrays, all_tokens = batch.chunk_of(segments, multiple, of_loss=scoped.asks), (slice(0, padded),)
+        inputs = arrays.of_loss.of_trained([all_tokens], all_tokens)
+        inputs = replace(inputs, weights=inputs.weights.double(), columns=inputs.columns.double())
+        candidates, rows, at = scoped.candidates(inputs, padded), [], 0
         for one in segments:
             here = slice(at, at := at + one.end - one.start)
             given = None if candidates is None else candidates[here]
             rows.append(rows_of(loss, weight, one, samples[one.sequence].tokens, given))
         values = torch.cat([*rows, rows[0].new_zeros(len(rows[0]), padded - at)], dim=1)
-        output, sums = scoped.forward(context, values, arrays)
+        output, sums = scoped.forward(context, values, inputs, arrays.loss_mask)
         ran.append((number, output))
         total = sums if total is None else total + sums
     for number, output in reversed(ran):
         torch.autograd.backward(output, scoped.gradient(number))
-    scoped.end()
+    assert scoped.end() == ""
     return total, weight.grad / total[1]
 
 

@@ -73,8 +73,10 @@ def test_segment_tables_come_with_them() -> None:
 class Halves(ContextParallel):
     """The second of two ranks that share tokens."""
 
-    def shard(self, num_tokens: int) -> tuple[slice, ...]:
-        return (slice(num_tokens // 2, num_tokens),)
+    rank = 1
+
+    def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
+        return (slice(0, num_tokens // 2),), (slice(num_tokens // 2, num_tokens),)
 
 
 def test_context_parallel_ranks_get_their_part_of_a_chunk() -> None:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, LossArrays
+from megatron_epp.data.batch import AheadArrays, TrainedTokens
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -54,7 +54,7 @@ class ChunkInputs:
         loss_mask: float32 ``[1, tokens / ranks]``.
         rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
-        of_loss: inputs of a loss of the user's, ``[tokens / ranks]`` each and ``[columns, tokens / ranks]``.
+        of_loss: inputs of a loss of the user's for the trained tokens that it gets.
     """
 
     tokens: Tensor | None = None
@@ -63,7 +63,7 @@ class ChunkInputs:
     loss_mask: Tensor | None = None
     rows: Tensor | None = None
     ahead: AheadArrays | None = None
-    of_loss: LossArrays | None = None
+    of_loss: TrainedTokens | None = None
 
     @property
     def output_share(self) -> float:
@@ -82,6 +82,8 @@ class MegatronStage:
     `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
     """
 
+    problem = ""
+    """What is wrong with the loss of the last iteration; empty for nothing, and always without a loss of the user's."""
     more_weights: tuple[Tensor, ...] = ()
     """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
 
@@ -178,7 +180,9 @@ class MegatronStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
         if isinstance(self.block_loss, BlockLoss) and self.loss is not None:
-            self.block_loss.candidates = None if inputs.of_loss is None else self.loss.candidates(inputs.of_loss)
+            self.block_loss.candidates = None
+            if inputs.of_loss is not None and inputs.labels is not None:
+                self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
         with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
@@ -197,8 +201,9 @@ class MegatronStage:
             values = output.reshape(1, -1).float() if self.gives_values else -output.reshape(1, -1).float()
             if isinstance(self.block_loss, BlockLoss) and self.block_loss.more is not None:
                 values = torch.cat([values, self.block_loss.more.float()])
-            output, sums = self.loss.forward(context, values, inputs.of_loss)
-            self._report(sums, inputs.of_loss.counts.sum().to(torch.int))
+            assert inputs.loss_mask is not None  # on the last stage
+            output, sums = self.loss.forward(context, values, inputs.of_loss, inputs.loss_mask[0])
+            self._report(sums, inputs.of_loss.count.to(torch.int))
             return output
         return self._loss(output, inputs.loss_mask)
 
@@ -210,7 +215,6 @@ class MegatronStage:
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         of_values = None if self.loss is None or grad is not None else self.loss.gradient(context.chunk)
-        assert grad is not None or of_values is not None or output.ndim == 0
         if grad is None and self.config.grad_scale_func is not None:
             if of_values is None:
                 output = self.config.grad_scale_func(output)
@@ -266,13 +270,13 @@ class MegatronStage:
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
 
     def end(self) -> None:
-        """Release the iteration's inputs, and let Megatron check its loss for NaN.
+        """Release the iteration's inputs, and check its loss: one of the user's token by token, and Megatron's for NaN.
 
-        The loss is checked once, since a check of every chunk would make the host wait.
+        They are checked once, since a check of every chunk would make the host wait.
         """
         self._inputs = None
         if self.loss is not None:
-            self.loss.end()
+            self.problem = self.loss.end()
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 

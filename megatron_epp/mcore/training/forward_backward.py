@@ -121,6 +121,11 @@ def forward_backward_elastic(
     return [] if loss is None else [report_of(loss, session.loss)]
 
 
+def _stop(problem: str) -> None:
+    """Raise an error, which ends all ranks of the job."""
+    raise EppError(f"{problem}. Check where these values come from, or leave the token out of the mask")
+
+
 def run_batch(
     session: Session,
     models: list[torch.nn.Module],
@@ -128,8 +133,12 @@ def run_batch(
     forward_only: bool,
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
+    on_problem: Callable[[str], None] = _stop,
 ) -> tuple[torch.Tensor | None, IterationReport]:
     """Run a planned batch, and finish its gradients.
+
+    Args:
+        on_problem: called on a rank that has found the loss of a token that is not finite; gradients are without it.
 
     Returns:
         on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
@@ -140,6 +149,8 @@ def run_batch(
     with session.telling_others():
         _warm_up(session, batch)
         _run(session, models, config, batch, report)
+        for problem in filter(None, (stage.problem for stage in session.stages.values())):
+            on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
         with session.watching("waits for the loss"):
             loss, num_tokens = _hand_on(session)
         if not forward_only:
@@ -193,6 +204,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         if not batch.plan.forward_only:
             gather_parameters(config, models)
         for index, stage in enumerate(session.stages.values()):
+            if stage.loss is not None:
+                stage.loss.name_of = batch.name_of
             reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
             stage.begin(inputs, partial(reduction.before_last_gradient, index), reduce)
         with session.watching("waits for the embedding's rows"):

@@ -10,13 +10,14 @@ import torch
 from megatron.core import mpu
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossArrays, LossColumns
+from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossColumns, TrainedTokens
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.training.vocabulary import RankVocabulary
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
 from megatron_epp.runtime.context import Program, program_of
+from megatron_epp.runtime.loss.scopes import shards_of_loss
 from megatron_epp.runtime.upload import Upload, Uploader
 
 
@@ -110,18 +111,22 @@ class RankInputs:
             return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS))
         found = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
         ahead = [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, one.name)[:, None] for one in fields(own.ahead)]
-        of_loss = [None] * _OF_LOSS if own.of_loss is None else [getattr(own.of_loss, one.name) for one in fields(own.of_loss)]
-        return (*found, *ahead, *of_loss)
+        if arrays.of_loss is None:
+            return (*found, *ahead, *[None] * _OF_LOSS)
+        assert self.of_loss is not None  # whose inputs these are
+        shards = shards_of_loss(self.context_parallel, self.of_loss.scope, len(arrays.tokens))
+        trained = arrays.of_loss.of_trained(shards, self.context_parallel.shard(len(arrays.tokens)))
+        return (*found, *ahead, *(getattr(trained, one.name) for one in fields(trained)))
 
 
-_AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(LossArrays))
+_AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(TrainedTokens))
 
 
 def _inputs_of(columns: list[Tensor | None]) -> ChunkInputs:
     """Return the inputs of a chunk, given its columns on the device."""
     tokens, position_ids, labels, loss_mask, rows, *more = columns
     ahead, of_loss = ([column for column in part if column is not None] for part in (more[:_AHEAD], more[_AHEAD:]))
-    arrays = AheadArrays(*ahead) if ahead else None, LossArrays(*of_loss) if of_loss else None
+    arrays = AheadArrays(*ahead) if ahead else None, TrainedTokens(*of_loss) if of_loss else None
     return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays)
 
 

@@ -140,10 +140,11 @@ class SampleSchedule:
         if last is not None and last.loss is not None:
             last.loss.scale = self._scale(models, planned.dataset)
             last.loss.keeps = kept if wanted else None
-        _, report = run_batch(session, models, batch, forward_only)
+        problems = list[str]()
+        _, report = run_batch(session, models, batch, forward_only, on_problem=problems.append)
         sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
         finish_batch(session, batch, None, report, forward_only)
-        return self._report(batch, sums, kept, len(planned.dataset), wanted)
+        return self._report(batch, sums, kept, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
         """End planning, and wait for threads."""
@@ -230,18 +231,33 @@ class SampleSchedule:
         return mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, number)
 
     def _report(
-        self, batch: GlobalBatch, sums: list[float] | None, kept: list[tuple[int, torch.Tensor]], count: int, wants: bool
+        self,
+        batch: GlobalBatch,
+        sums: list[float] | None,
+        kept: list[tuple[int, torch.Tensor]],
+        problems: list[str],
+        count: int,
+        wants: bool,
     ) -> SampleReport:
-        """Exchange what the ranks with the loss have found."""
+        """Exchange sums, log-probabilities and problems of the ranks with the loss.
+
+        Raises:
+            EppError: on every rank: the loss of a token is not finite. Gradients are zeroed.
+        """
         assert batch.plan is not None
         is_first = mpu.get_tensor_model_parallel_rank() == 0
         logprobs = _by_sample(batch, kept) if wants and is_first else {}
-        found = [one for one in from_each((sums, logprobs) if sums is not None and is_first else None) if one is not None]
-        total = np.sum([row for row, _ in found], axis=0)
+        reports = from_each((sums, logprobs, problems) if sums is not None and is_first else None)
+        of_ranks = [report for report in reports if report is not None]
+        if problem := "; ".join(dict.fromkeys(text for _, _, texts in of_ranks for text in texts)):
+            for model in self._models:
+                model.zero_grad_buffer()
+            raise EppError(f"{problem}. Gradients are zeroed; check where these values come from, or leave the token out")
+        total = np.sum([row for row, _, _ in of_ranks], axis=0)
         divisor = float(total[1])
         names = (self.loss.name, *self.loss.logged)
         means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
-        joined = tuple(_joined([of_rank[at] for _, of_rank in found if at in of_rank]) for at in range(count)) if wants else ()
+        joined = tuple(_joined([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank]) for at in range(count)) if wants else ()
         of_each = ((), joined) if self._asks.has_values else (joined, ())
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
 

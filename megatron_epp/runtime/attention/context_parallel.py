@@ -1,6 +1,6 @@
 """Context parallelism: how the ranks of a group share the tokens of a chunk, between attention calls and inside them.
 
-A scheme says which tokens a rank has (`shard`) and how attention runs on them (`attend`). What a scheme costs is in
+A scheme says which tokens each rank has (`shards`) and how attention runs on them (`attend`). What a scheme costs is in
 `cost.context_parallel`. All ranks of the group must run the same actions in the same order.
 """
 
@@ -24,9 +24,16 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 class ContextParallel:
     """Scheme by which ranks share the tokens of every chunk; this one is for ranks that have all tokens of a chunk."""
 
+    rank: int = 0
+    """This rank's number among those that share a chunk."""
+
+    def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
+        """Return every rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
+        return ((slice(0, num_tokens),),)
+
     def shard(self, num_tokens: int) -> tuple[slice, ...]:
-        """Return this rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
-        return (slice(0, num_tokens),)
+        """Return this rank's tokens, as `shards` does."""
+        return self.shards(num_tokens)[self.rank]
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
         """Run core attention; `attend` runs it on this rank, of all tokens of a chunk for some heads.
@@ -57,9 +64,13 @@ class HeadExchange(ContextParallel):
 
     group: dist.ProcessGroup
 
-    def shard(self, num_tokens: int) -> tuple[slice, ...]:
-        index, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return dist.get_rank(self.group)
+
+    def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
+        size = dist.get_world_size(self.group)
+        return tuple((slice(index * num_tokens // size, (index + 1) * num_tokens // size),) for index in range(size))
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
         q, *cached_heads = to_heads(self.group, q, *cached)

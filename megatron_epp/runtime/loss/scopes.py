@@ -1,38 +1,77 @@
 """A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
-The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`runtime.loss.blocks`). A
-loss over tokens is added to that graph. For other losses, log-probabilities are leaves: with the last forward of the chunks
-whose loss is computed together (`Plan.loss_groups`), the loss is differentiated with respect to the values of all of them, and
-each chunk's backward begins with its own gradient.
+The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`runtime.loss.blocks`). With
+the last forward of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are
+leaves of which the loss is differentiated, and each chunk's backward begins with its own gradient.
+
+A loss or gradient that is not finite, although what the model gave is, goes no further: zeros take its place on the device, and
+`ScopedLoss.end` names the token. What the model gives is left to Megatron's own checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.data.batch import LossArrays
+from megatron_epp.data.batch import TrainedTokens
 from megatron_epp.data.samples import columns_of
 from megatron_epp.losses import Loss, Rows, Scope
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import one_line
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
+from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
 
-class _Part(NamedTuple):
-    """Tokens of one chunk over all context-parallel ranks, as rows; `leaf` is this rank's part of `values`.
+def shards_of_loss(shared: ContextParallel, scope: str, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
+    """Return the tokens of a chunk that a loss of this scope gets on a rank: its own, or those of every rank that shares it."""
+    return (shared.shard(num_tokens),) if scope == Scope.TOKEN else shared.shards(num_tokens)
 
-    `num_sequences` is above the positions of its sequences in the batch.
+
+class _Part(NamedTuple):
+    """Trained tokens of one chunk, among the `num_tokens` that the loss gets on this rank.
+
+    Attributes:
+        values: ``[rows, trained]``, without a graph.
     """
 
     chunk: int
-    leaf: Tensor
+    table: SegmentTable
+    num_tokens: int
     values: Tensor
-    inputs: LossArrays
-    num_sequences: int
+    inputs: TrainedTokens
+
+
+class _Check(NamedTuple):
+    """Figures of one call of the loss, on the device.
+
+    Attributes:
+        parts: tables and numbers of tokens of the call's parts.
+        figures: float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due
+            to, among those of all parts; and the values and columns of that token.
+    """
+
+    parts: list[tuple[SegmentTable, int]]
+    figures: Tensor
+
+
+class _Columns(dict[str, Tensor]):
+    """Columns by name, which say whose they are where one is missing."""
+
+    def __init__(self, loss: Loss, columns: dict[str, Tensor]) -> None:
+        super().__init__(columns)
+        self._loss = loss
+
+    def __missing__(self, name: str) -> Tensor:
+        raise EppError(f"{_class_of(self._loss)} reads {name}, which is not in its columns ({', '.join(self) or 'it has none'})")
 
 
 class ScopedLoss:
@@ -44,25 +83,37 @@ class ScopedLoss:
 
     Attributes:
         asks: what the loss asks of a batch.
-        scale: factor of every output, for programs whose data parallelism does not divide by the batch's tokens.
+        scale: factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens.
         keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained, or values of the model; None if
             they are not wanted.
+        name_of: returns the name of a sequence of the batch in errors.
     """
 
     def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:
         self.loss, self.asks, self.scale = loss, columns_of(loss), 1.0
-        self._group = context_ranks if context_ranks is not None and context_ranks.size() > 1 else None
+        self._shared = NOT_SHARED if context_ranks is None else of_group(context_ranks)
+        self._group = context_ranks if self._shared is not NOT_SHARED and loss.scope != Scope.TOKEN else None
         self.keeps: list[tuple[int, Tensor]] | None = None
+        self.name_of: Callable[[int], str] = lambda sequence: f"sequence {sequence} of the batch"
         self._waiting: dict[int, _Part] = {}  # by chunk, while others of its group have not run
         self._gradients: dict[int, Tensor] = {}
+        self._checks: list[_Check] = []
 
-    def candidates(self, inputs: LossArrays) -> Tensor | None:
-        """Return the tokens next to labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none."""
+    def candidates(self, inputs: TrainedTokens, num_tokens: int) -> Tensor | None:
+        """Return the tokens next to labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none.
+
+        They are 0 for tokens that are not trained.
+        """
         if self.asks.candidates is None:
             return None
-        return self._by_name(inputs.columns)[self.asks.candidates].long()
+        of_trained = self._by_name(inputs.columns)[self.asks.candidates].long()
+        num_seen = num_tokens * (1 if self._group is None else self._group.size())
+        of_all = of_trained.new_zeros(num_seen, of_trained.shape[1]).index_copy(0, inputs.rows, of_trained)
+        return self._own(of_all.t()).t()
 
-    def forward(self, context: ChunkContext, values: Tensor, inputs: LossArrays) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, context: ChunkContext, values: Tensor, inputs: TrainedTokens, loss_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute what a chunk's forward completes.
 
         Args:
@@ -70,86 +121,166 @@ class ScopedLoss:
             values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
                 entropies, as the loss asks; or the model's values.
             inputs: of the chunk.
+            loss_mask: ``[tokens]`` of this rank, 0 for tokens that are not trained.
 
         Returns:
-            the chunk's output, a loss or the values that `gradient` belongs to; and this rank's sums to report, without
-            gradients: the loss, the number that divides it, and the sums to log.
+            the chunk's output, which `gradient` belongs to; and this rank's sums to report, without gradients: the loss, the
+            number that divides it, and the sums to log.
+
+        Raises:
+            EppError: the loss fails, or does not return what a loss must.
         """
-        own = _Part(context.chunk, values, values, inputs, 1 + max(segment.sequence for segment in context.table.segments))
+        own = values.detach()
         if self.keeps is not None:
-            found = values[0].detach()
-            self.keeps.append((context.chunk, found if self.asks.has_values else found * (inputs.weights != 0)))
-        if self.loss.scope == Scope.TOKEN:
-            loss, logged = self.loss(self._rows([own]))
-            return loss * self.scale, self._report(loss, logged, inputs.counts)
-        trains, group = values.requires_grad, context.loss_group or (context.chunk,)
-        self._waiting[context.chunk] = self._of_all_ranks(own._replace(leaf=values.detach().requires_grad_(trains)))
-        if not all(chunk in self._waiting for chunk in group):
-            none = inputs.counts.new_zeros([])
-            return values, self._report(none, dict.fromkeys(self.loss.logged, none), inputs.counts)
-        parts = [self._waiting.pop(chunk) for chunk in group]
-        loss, logged = self.loss(self._rows(parts))
-        if trains:
-            gradients = torch.autograd.grad(loss * self.scale, [part.leaf for part in parts])
-            self._gradients |= {part.chunk: gradient for part, gradient in zip(parts, gradients, strict=True)}
-        if self._group is not None and dist.get_rank(self._group):  # all ranks of the group have the same loss
-            loss, logged = torch.zeros_like(loss), {name: torch.zeros_like(value) for name, value in logged.items()}
-        return values, self._report(loss, logged, inputs.counts)
+            self.keeps.append((context.chunk, own[0] if self.asks.has_values else torch.where(loss_mask != 0, own[0], 0.0)))
+        seen = own if self._group is None else torch.cat(_gathered(own, self._group), dim=1)
+        part = _Part(context.chunk, context.table, seen.shape[1], seen.index_select(1, inputs.rows), inputs)
+        self._waiting[context.chunk] = part
+        together = context.loss_group or (context.chunk,)
+        none = inputs.count.new_zeros([])
+        loss, logged = none, dict.fromkeys(self.loss.logged, none)
+        if all(chunk in self._waiting for chunk in together):
+            parts = [self._waiting.pop(chunk) for chunk in together]
+            if any(len(part.inputs.rows) for part in parts):
+                loss, logged, gradient = self._differentiated(parts)
+            else:
+                gradient = torch.cat([part.values for part in parts], dim=1)  # empty
+            if values.requires_grad:
+                self._hand_out(parts, gradient)
+            if self._group is not None and self._shared.rank:  # all ranks of the group have the same loss
+                loss, logged = none, dict.fromkeys(self.loss.logged, none)
+        sums = loss, inputs.count, *(logged[name] for name in self.loss.logged)
+        return values, torch.stack([value.detach().float() for value in sums])
 
-    def gradient(self, chunk: int) -> Tensor | None:
-        """Return the gradient of a chunk's output, once; None if the output is the loss itself."""
-        return self._gradients.pop(chunk, None)
+    def gradient(self, chunk: int) -> Tensor:
+        """Return the gradient of a chunk's output, once."""
+        return self._gradients.pop(chunk)
 
-    def end(self) -> None:
-        """Check that every sequence and group has been completed, and every gradient has been taken."""
+    def end(self) -> str:
+        """Check that every sequence and group has been completed, and every gradient has been taken.
+
+        Returns:
+            which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
+        """
         assert not self._waiting
         assert not self._gradients
+        checks, self._checks = self._checks, []
+        is_wrong = torch.stack([check.figures[0] for check in checks]).tolist() if checks else []
+        return next((self._problem(check) for check, wrong in zip(checks, is_wrong, strict=True) if wrong), "")
 
-    def _report(self, loss: Tensor, logged: dict[str, Tensor], counts: Tensor) -> Tensor:
-        sums = (loss, counts.sum(), *(logged[name] for name in self.loss.logged))
-        return torch.stack([value.detach().float() for value in sums])
+    def _differentiated(self, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the loss of trained tokens, its sums to log, and its gradient by their values, ``[rows, trained]``."""
+        values = torch.cat([part.values for part in parts], dim=1).requires_grad_()
+        weights = torch.cat([part.inputs.weights for part in parts]).requires_grad_()
+        columns = torch.cat([part.inputs.columns for part in parts], dim=1)
+        with torch.enable_grad():  # in an evaluation, too, for the check
+            loss, logged = self._called(self._rows(parts, values, weights.clone(), columns), parts)
+            gradient, by_weight = torch.autograd.grad(loss, [values, weights], allow_unused=True)
+        if gradient is None:
+            raise EppError(f"{_class_of(self.loss)} does not depend on what the model gives: it trains nothing")
+        with torch.no_grad():
+            is_finite = gradient.isfinite().all(0)
+            # Losses are sums of what is multiplied by weights, so a token's part is its weight times the gradient by it.
+            shares = torch.zeros_like(weights) if by_weight is None else (by_weight * weights).abs().nan_to_num(nan=math.inf)
+            worst = torch.where(is_finite, shares, math.inf).argmax().reshape(1)
+            is_wrong = values.isfinite().all() & ~(is_finite.all() & loss.isfinite())
+            of_worst = torch.cat([values, columns]).index_select(1, worst)[:, 0]
+            starts = accumulate((part.num_tokens for part in parts), initial=0)
+            tokens = torch.cat([part.inputs.rows + start for part, start in zip(parts, starts, strict=False)])
+            figures = torch.cat([is_wrong.reshape(1).double(), tokens[worst].double(), of_worst.double()])
+            self._checks.append(_Check([(part.table, part.num_tokens) for part in parts], figures))
+            return loss.masked_fill(is_wrong, 0.0), logged, gradient.masked_fill(is_wrong, 0.0) * self.scale
 
-    def _rows(self, parts: Sequence[_Part]) -> Rows:
-        """Join the tokens of chunks, with what the loss's scope tells of sequences and groups."""
-        joined, scope = [part.inputs for part in parts], self.loss.scope
-        columns = self._by_name(torch.cat([each.columns for each in joined], dim=-1))
-        values, weights = torch.cat([part.values for part in parts], dim=-1), torch.cat([each.weights for each in joined])
+    def _hand_out(self, parts: Sequence[_Part], gradient: Tensor) -> None:
+        """Put the gradient of trained tokens in the places of this rank's tokens of each chunk, and 0 for others."""
+        for part, of_part in zip(parts, gradient.split([len(part.inputs.rows) for part in parts], dim=1), strict=True):
+            of_all = of_part.new_zeros(len(of_part), part.num_tokens).index_copy(1, part.inputs.rows, of_part)
+            self._gradients[part.chunk] = self._own(of_all)
+
+    def _own(self, of_all: Tensor) -> Tensor:
+        """Return this rank's part of what is of the tokens that the loss gets, ``[rows, tokens]``."""
+        return of_all if self._group is None else of_all.chunk(self._group.size(), dim=1)[self._shared.rank]
+
+    def _called(self, rows: Rows, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Call the loss, and check what it returns."""
+        name = _class_of(self.loss)
+        try:
+            result: Any = self.loss(rows)
+        except EppError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            sequences = sorted({piece.sequence for part in parts for piece in part.table.segments if piece.sequence >= 0})
+            samples = ", ".join(map(self.name_of, sequences[:3])) + (" and others" if len(sequences) > 3 else "")
+            where = f"{frame.filename}:{frame.lineno}, with {rows.weights.numel()} trained tokens of {samples}"
+            raise EppError(f"{name} fails at {where}: {type(error).__name__}: {one_line(error)}") from error
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise EppError(f"{name} returns a {type(result).__name__}; it must return the sum and a dict of sums to log")
+        loss, logged = result
+        if missing := [key for key in self.loss.logged if key not in logged]:
+            raise EppError(f"{name} does not return {', '.join(missing)}, which its attribute logged has")
+        for key, value in {"loss": loss, **{key: logged[key] for key in self.loss.logged}}.items():
+            if not isinstance(value, Tensor) or value.ndim:
+                what = f"tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+                raise EppError(f"{name} returns a {what} for {key}; it must be a sum over all rows, a tensor without dimensions")
+        if not loss.requires_grad:
+            raise EppError(f"{name} returns a loss without a graph: it must be computed from rows, and not detached")
+        return loss, logged
+
+    def _rows(self, parts: Sequence[_Part], values: Tensor, weights: Tensor, columns: Tensor) -> Rows:
+        """Join the trained tokens of chunks, with what the loss's scope tells of sequences and groups."""
+        scope, by_name = self.loss.scope, _Columns(self.loss, self._by_name(columns))
         if self.asks.has_values:
-            rows = Rows(weights.new_empty(0), weights, columns, values=values[0])
+            rows = Rows(weights.new_empty(0), weights, by_name, values=values[0])
         else:
             num_candidates = 0 if self.asks.candidates is None else self.asks.widths[self.asks.candidates]
             logprobs, of_candidates, entropy = values.split([1, num_candidates, len(values) - 1 - num_candidates])
-            rows = Rows(logprobs[0], weights, columns, entropy[0] if len(entropy) else None)
+            rows = Rows(logprobs[0], weights, by_name, entropy[0] if len(entropy) else None)
             rows = replace(rows, candidate_logprobs=of_candidates.t()) if num_candidates else rows
         if scope == Scope.TOKEN:
             return rows
-        sequence, group = (torch.cat([getattr(each, name) for each in joined]) for name in ("sequence", "group"))
-        most = max(part.num_sequences for part in parts)
-        return replace(rows, sequence=sequence, num_sequences=most, group=group if scope == Scope.GROUP else None)
+        sequence, group = (torch.cat([getattr(part.inputs, name) for part in parts]) for name in ("sequence", "group"))
+        num_sequences = 1 + max(segment.sequence for part in parts for segment in part.table.segments)
+        return replace(
+            rows, sequence=sequence, num_sequences=num_sequences, group=group if scope == Scope.GROUP else None
+        )
 
     def _by_name(self, columns: Tensor) -> dict[str, Tensor]:
         """Return columns ``[rows, tokens]`` by name, as `Rows` has them."""
         widths = self.asks.widths
-        found = columns.split([widths.get(name, 1) for name in self.asks.names])
-        return {name: x.t() if name in widths else x[0] for name, x in zip(self.asks.names, found, strict=True)}
+        of_names = columns.split([widths.get(name, 1) for name in self.asks.names])
+        return {name: x.t() if name in widths else x[0] for name, x in zip(self.asks.names, of_names, strict=True)}
 
-    def _of_all_ranks(self, part: _Part) -> _Part:
-        if self._group is None:
-            return part._replace(values=part.leaf)
-        rank, given = dist.get_rank(self._group), part.inputs
-        of_ranks = _gathered(part.leaf.detach(), self._group)
-        of_ranks[rank] = part.leaf
-        weights = torch.cat(_gathered(given.weights, self._group))
-        sequence, group = torch.cat(_gathered(torch.stack([given.sequence, given.group]), self._group), dim=1)
-        columns = weights.new_empty(0, len(weights))
-        if len(given.columns):
-            columns = torch.cat(_gathered(given.columns, self._group), dim=-1)
-        arrays = LossArrays(weights, given.counts, sequence, group, columns)
-        return part._replace(values=torch.cat(of_ranks, dim=-1), inputs=arrays)
+    def _problem(self, check: _Check) -> str:
+        """Name the token that a check is about, and what the loss was given for it."""
+        _, token, *values = check.figures.tolist()
+        for table, num_tokens in check.parts:
+            if token < num_tokens:
+                break
+            token -= num_tokens
+        shards = shards_of_loss(self._shared, self.loss.scope, table.num_tokens)
+        for piece in table.part(chain.from_iterable(shards)):
+            if token < piece.num_tokens:
+                break
+            token -= piece.num_tokens
+        position = piece.start + int(token) + (not self.asks.has_values)  # of the label, among the sample's tokens
+        model, at = "value" if self.asks.has_values else "log-probability", len(values) - len(self._names())
+        told = [f"{model} {values[0]:g}"] + [f"{name} {x:g}" for name, x in zip(self._names(), values[at:], strict=True) if name]
+        where = f"token {position} of {self.name_of(piece.sequence)}"
+        return f"{self.loss.name}: the loss of {where}, or its gradient, is not finite ({', '.join(told)})"
+
+    def _names(self) -> list[str]:
+        """Return the name of every row of columns; empty for those of a column of several values."""
+        widths = self.asks.widths
+        return [label for name in self.asks.names for label in ([""] * widths[name] if name in widths else [name])]
+
+
+def _class_of(loss: Loss) -> str:
+    return f"loss {type(loss).__name__}"
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, which have one shape."""
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(found, own.contiguous(), group=group)
-    return found
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own.contiguous(), group=group)
+    return of_ranks
