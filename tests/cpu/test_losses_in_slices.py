@@ -63,7 +63,7 @@ class SequenceDistillation:
     widths = {"teacher_tokens": TOP}  # noqa: RUF012
 
     def __call__(self, rows):
-        each = rows.columns["importance"] * (rows.candidate_logprobs @ RANKS) + rows.entropy
+        each = rows.columns["importance"] * (rows.candidate_logprobs @ RANKS.to(rows.weights.dtype)) + rows.entropy
         return (rows.trained * rows.means(each).square()).sum(), {}
 
 
@@ -174,11 +174,26 @@ def rows_of(loss, weight, segment, tokens, candidates):
 def trained_with(loss, chunks, samples, weight, multiple=1):
     """Run chunks forward in order, then backward in the opposite one; return the sums to report, and the gradient."""
     weight.grad = None
+
+    def of_segment(segment, candidates):
+        return rows_of(loss, weight, segment, samples[segment.sequence].tokens, candidates)
+
+    total, problem = run_chunks(loss, chunks, samples, of_segment, torch.float64, multiple)
+    assert problem == ""
+    return total, weight.grad / total[1]
+
+
+def run_chunks(loss, chunks, samples, of_segment, dtype, multiple=1):
+    """Run chunks forward in order, then backward in the opposite one; return the sums to report, and what is said at the end.
+
+    `of_segment` gives the rows of a segment, with those of candidates ``[tokens, k]``.
+    """
     scoped, total, ran = ScopedLoss(loss), None, []
     dataset = Samples(samples, scoped.asks)
     group_of = {index: number for number, group in enumerate(dataset.groups) for index in group}
     numbers = tuple(group_of[index] for index in range(len(samples))) if group_of else ()
     batch = GlobalBatch(indices=tuple(range(len(samples))), lengths=LENGTHS, loss_groups=numbers, dataset=dataset)
+    scoped.name_of = batch.name_of
     together = {c: group for group in joint_losses([Chunk(tuple(own)) for own in chunks], numbers) for c in group}
     for number, segments in enumerate(chunks):
         chunk = Chunk(tuple(segments))
@@ -189,20 +204,19 @@ def trained_with(loss, chunks, samples, weight, multiple=1):
         context = ChunkContext(number, table, KVRelay(), view, loss_group=together.get(number, ()))
         arrays, all_tokens = batch.chunk_of(segments, multiple, of_loss=scoped.asks), (slice(0, padded),)
         inputs = arrays.of_loss.of_trained([all_tokens], all_tokens)
-        inputs = replace(inputs, weights=inputs.weights.double(), columns=inputs.columns.double())
+        inputs = replace(inputs, weights=inputs.weights.to(dtype), columns=inputs.columns.to(dtype))
         candidates, rows, at = scoped.candidates(inputs, padded), [], 0
         for one in segments:
             here = slice(at, at := at + one.end - one.start)
             given = None if candidates is None else candidates[here]
-            rows.append(rows_of(loss, weight, one, samples[one.sequence].tokens, given))
+            rows.append(of_segment(one, given))
         values = torch.cat([*rows, rows[0].new_zeros(len(rows[0]), padded - at)], dim=1)
         output, sums = scoped.forward(context, values, inputs, arrays.loss_mask)
         ran.append((number, output))
         total = sums if total is None else total + sums
     for number, output in reversed(ran):
         torch.autograd.backward(output, scoped.gradient(number))
-    assert scoped.end() == ""
-    return total, weight.grad / total[1]
+    return total, scoped.end()
 
 
 def squared_errors(clip, values, old, returns):
@@ -214,10 +228,10 @@ def squared_errors(clip, values, old, returns):
 
 
 def divergences(loss, p, q):
-    """Of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
+    """Of logarithms of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
     if loss.renormalizes:
-        q, p = q / q.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
-    return (p * (p / q).log()).sum(1) if loss.reverse else (q * (q / p).log()).sum(1)
+        q, p = q - q.logsumexp(1, keepdim=True), p - p.logsumexp(1, keepdim=True)
+    return (p.exp() * (p - q)).sum(1) if loss.reverse else (q.exp() * (q - p)).sum(1)
 
 
 def columns_in(given, of_tokens, length):
@@ -225,47 +239,61 @@ def columns_in(given, of_tokens, length):
     return {key: torch.from_numpy(x[of_tokens].astype(np.float32)).double() for key, x in whole.items()}
 
 
-def by_hand(name, batch, weight):
-    """The batch's loss, written down for whole sequences, without what is under test."""
-    weight.grad = None
-    if LOSSES[name].scope is Scope.GROUP:
-        return of_pairs(LOSSES[name], batch, weight)
-    sums, counts, loss = [], [], LOSSES[name]
+def model_outputs(weight, batch):
+    """What a model gives for every sequence: logarithms of the probabilities of labels and of a teacher's tokens, entropies,
+    and values."""
     for number, given in enumerate(batch):
+        logits, values = outputs(weight, Segment(number, 0, LENGTHS[number]))
+        labels, others = torch.from_numpy(given["tokens"][1:])[:, None], torch.from_numpy(given["teacher_tokens"][1:])
+        yield logits.gather(1, labels)[:, 0], logits.gather(1, others), -(logits.exp() * logits).sum(1), values
+
+
+def by_hand(name, batch, weight):
+    """The batch's loss and its gradient, written down for whole sequences, without what is under test."""
+    weight.grad = None
+    mean = formula(name, batch, model_outputs(weight, batch))
+    mean.backward()
+    return mean.detach(), weight.grad.clone()
+
+
+def formula(name, batch, of_model):
+    """The batch's loss, of trained tokens only, in float64."""
+    if LOSSES[name].scope is Scope.GROUP:
+        return of_pairs(LOSSES[name], batch, of_model)
+    sums, counts, loss = [], [], LOSSES[name]
+    for number, (given, of_sequence) in enumerate(zip(batch, of_model, strict=True)):
         length = LENGTHS[number]
-        logits, outputs_of_head = outputs(weight, Segment(number, 0, length))
-        values = logits[torch.arange(length), torch.from_numpy(given["tokens"][1:])]
-        entropy = -(logits.exp() * logits).sum(1)
         of_tokens = slice(0, length) if has_values(loss) else slice(1, length + 1)
-        mask = torch.from_numpy(given["trained"][of_tokens].astype(np.float64))
-        column = columns_in(given, of_tokens, length)
+        mask = torch.from_numpy(given["trained"][of_tokens])
         if not mask.any():
             continue
+        column = {key: x[mask] for key, x in columns_in(given, of_tokens, length).items()}
+        values, of_teacher, entropy, outputs_of_head = (x[mask] for x in of_sequence)
         if name == "mean value":
-            error = ((outputs_of_head - column["returns"]) * mask).sum() / mask.sum()
+            error = (outputs_of_head - column["returns"]).mean()
             sums.append(error * error)
             counts.append(1.0)
             continue
-        teacher, of_teacher = column["teacher_logprobs"], logits.gather(1, column["teacher_tokens"].long())
+        teacher = column["teacher_logprobs"]
         if name == "distillation of sequences":
             each = column["importance"] * (of_teacher[:, 0] + 2 * of_teacher[:, 1] + 3 * of_teacher[:, 2]) + entropy
-            sums.append(((each * mask).sum() / mask.sum()).square())
+            sums.append(each.mean().square())
             counts.append(1.0)
             continue
         if name == "GSPO":
-            ratio = ((values - column["old_logprobs"]) * mask).sum().div(mask.sum()).exp()
-            advantage = (column["advantages"] * mask).sum() / mask.sum()
+            ratio = ratios((values - column["old_logprobs"]).mean())
+            advantage = column["advantages"].mean()
             sums.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
             counts.append(1.0)
             continue
         if isinstance(loss, ClippedValue):
             each = squared_errors(loss.clip, outputs_of_head, column["old_values"], column["returns"])
         elif isinstance(loss, Distillation):
-            each = divergences(loss, of_teacher.exp(), teacher.exp())
+            each = divergences(loss, of_teacher, teacher)
         elif isinstance(loss, NextToken):
             each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
         else:
-            ratio, a = (values - column["old_logprobs"]).exp(), column["advantages"]
+            ratio, a = ratios(values - column["old_logprobs"]), column["advantages"]
             each = -torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
             if name == "PPO, entropy":
                 each = each - 0.05 * entropy
@@ -275,28 +303,27 @@ def by_hand(name, batch, weight):
                 d = column["reference_logprobs"] - values
                 each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
             each = each / loss.constant
-        total = (each * mask).sum()
         share = float(np.float32(1) / np.float32(mask.sum()))  # weights travel in fp32
-        sums.append(total * share if loss.average is Average.SEQUENCE_MEANS else total)
+        sums.append(each.sum() * share if loss.average is Average.SEQUENCE_MEANS else each.sum())
         counts.append(float(mask.sum()) if loss.average is Average.TOKENS else 1.0)
-    mean = torch.stack(sums).sum() / sum(counts)
-    mean.backward()
-    return mean.detach(), weight.grad.clone()
+    return torch.stack(sums).sum() / sum(counts)
 
 
-def of_pairs(loss, batch, weight):
+def ratios(exponents):
+    """In float64 a ratio of e^700 is finite, and far above any clip."""
+    return exponents.clamp(max=700).exp()
+
+
+def of_pairs(loss, batch, of_model):
     """Mean loss of the three pairs. The second one's other sample trains nothing."""
     scores = []
-    for number, given in enumerate(batch):
-        length = LENGTHS[number]
-        logits, values = outputs(weight, Segment(number, 0, length))
-        mask = torch.from_numpy(given["trained"][:-1] if has_values(loss) else given["trained"][1:]).double()
-        if not has_values(loss):
-            values = logits[torch.arange(length), torch.from_numpy(given["tokens"][1:])]
-            if loss.has_reference:
-                values = values - torch.from_numpy(given["reference_logprobs"][1:].astype(np.float32)).double()
-        total = (values * mask).sum()
-        scores.append(total / mask.sum().clamp(min=1) if has_values(loss) or loss.by_length else total)
+    for number, (given, of_sequence) in enumerate(zip(batch, of_model, strict=True)):
+        of_tokens = slice(0, LENGTHS[number]) if has_values(loss) else slice(1, LENGTHS[number] + 1)
+        mask = torch.from_numpy(given["trained"][of_tokens])
+        values = of_sequence[3 if has_values(loss) else 0][mask]
+        if not has_values(loss) and loss.has_reference:
+            values = values - columns_in(given, of_tokens, LENGTHS[number])["reference_logprobs"][mask]
+        scores.append(values.sum() / mask.sum().clamp(min=1) if has_values(loss) or loss.by_length else values.sum())
     losses = []
     for better, worse in ((2, 0), (1, 3), (4, 5)):
         margin = scores[better] - scores[worse]
@@ -307,9 +334,7 @@ def of_pairs(loss, batch, weight):
         else:
             x, wrong = loss.beta * margin - loss.target, loss.label_smoothing
             losses.append((1 - wrong) * softplus(-x) + wrong * softplus(x))
-    mean = sum(losses) / 3
-    mean.backward()
-    return mean.detach(), weight.grad.clone()
+    return sum(losses) / 3
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -330,6 +355,142 @@ def test_replicas_add_up_to_the_batch(batch, weight, name):
         sums, mean = trained_with(LOSSES[name], share, samples_for(LOSSES[name], batch), weight)
         total, found = total + sums[:2], found + mean * sums[1]
     torch.testing.assert_close(found / total[1], gradient, rtol=1e-12, atol=1e-13)
+
+
+LOG_PROBABILITIES = ("old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values", "returns")
+OF_MASKED = (1e4, -1e4, -np.inf, np.nan, 1e-45)
+OF_TRAINED = (1e4, -1e4, 1e-45)
+TRAINED_HERE = 9
+"""A token of the first sequence, in the second slice of most cuts."""
+
+
+def extreme(batch, of_masked=None, of_trained=None, advantages=1.0):
+    """Return the batch with these values of every column of log-probabilities or values: of tokens that are not trained, and of
+    one that is."""
+    changed = []
+    for number, given in enumerate(batch):
+        given = given | {"advantages": np.full(LENGTHS[number] + 1, advantages)}
+        mask = given["trained"].copy()
+        if number == 0:
+            mask[TRAINED_HERE] = True
+        for name in LOG_PROBABILITIES:
+            values = given[name].copy()
+            if of_masked is not None:
+                values[~mask] = of_masked
+            if of_trained is not None and number == 0:
+                values[TRAINED_HERE] = of_trained
+            given[name] = values
+        changed.append(given | {"trained": mask})
+    return changed
+
+
+def of_random_model(loss):
+    """Leaves ``[rows, length]`` in fp32 for every sequence, as a stage gives them."""
+    random = torch.Generator().manual_seed(5)
+    num_rows = 1 + (TOP if getattr(loss, "candidates", None) else 0) + bool(getattr(loss, "has_entropy", False))
+    return [(-2.5 + torch.randn(num_rows, length, generator=random)).requires_grad_() for length in LENGTHS]
+
+
+def in_float64(loss, leaves):
+    """The same leaves in float64, and as `formula` takes them."""
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    last = -1 if getattr(loss, "has_entropy", False) else 0
+    return doubles, [(rows[0], rows[1 : 1 + TOP].t() if len(rows) > TOP else rows.t(), rows[last], rows[0]) for rows in doubles]
+
+
+def run_extreme(name, batch, cut="tail with others"):
+    """Run the loss of extreme values; return what is said, and that it and its gradient are those of the formula."""
+    loss = LOSSES[name]
+    leaves = of_random_model(loss)
+    doubles, of_model = in_float64(loss, leaves)
+    expected = formula(name, batch, of_model)
+    expected.backward()
+    samples = samples_for(loss, batch)
+    of_segment = lambda segment, _: leaves[segment.sequence][:, segment.start : segment.end]  # noqa: E731
+    total, problem = run_chunks(loss, CUTS[cut], samples, of_segment, torch.float32)
+    return float(expected), [torch.zeros_like(x) if x.grad is None else x.grad for x in doubles], float(total[0] / total[1]), [x.grad / total[1] for x in leaves], problem
+
+
+@pytest.mark.parametrize("value", OF_MASKED)
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_value_of_a_token_that_is_not_trained_reaches_a_loss_or_gradient(batch, name, value):
+    expected, gradients, loss, leaves, problem = run_extreme(name, extreme(batch, of_masked=value))
+    assert problem == ""
+    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for found, gradient in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
+
+
+UNBOUNDED = {
+    (name, of_trained, sign)
+    for name in LOSSES
+    for of_trained in OF_TRAINED
+    for sign in (1.0, -1.0)
+    if (isinstance(LOSSES[name], ClippedRatio) and sign < 0 and of_trained == -1e4 and LOSSES[name].clip_negative is None)
+    or (getattr(LOSSES[name], "kl", None) == "k3" and of_trained == 1e4)
+    or (name == "GSPO" and sign < 0 and of_trained == -1e4)
+    or ("not renormalised" in name and of_trained == 1e4 and not LOSSES[name].reverse)
+}
+"""Losses that have no finite value: a ratio, or a divergence, of e to the power of 10,000 (divided by 13 for GSPO)."""
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("value", OF_TRAINED)
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_values_of_trained_tokens_give_what_the_formula_gives_or_are_named(batch, name, value, sign):
+    expected, gradients, loss, leaves, problem = run_extreme(name, extreme(batch, of_trained=value, advantages=sign))
+    if (name, value, sign) in UNBOUNDED:
+        assert f"the loss of token {TRAINED_HERE} of sample 0, or its gradient, is not finite" in problem
+        assert f"{value:g}" in problem
+        assert all(x.isfinite().all() for x in leaves)  # nothing of it is in the gradients
+        return
+    assert problem == ""
+    assert loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for found, gradient in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(found, gradient.float(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["DAPO", "GSPO", "DPO"])
+def test_what_a_model_gives_is_left_to_megatrons_checks(batch, name):
+    """A NaN of the model stays one, which Megatron's loss scale and rerun machine wait for."""
+    loss, leaves = LOSSES[name], of_random_model(LOSSES[name])
+    with torch.no_grad():
+        leaves[0][0, TRAINED_HERE - 1] = torch.nan
+    of_segment = lambda segment, _: leaves[segment.sequence][:, segment.start : segment.end]  # noqa: E731
+    samples = samples_for(loss, extreme(batch))
+    total, problem = run_chunks(loss, CUTS["two halves"], samples, of_segment, torch.float32)
+    assert problem == ""
+    assert total[0].isnan()
+    assert leaves[0].grad.isnan().any()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_value_of_a_trained_token_that_is_not_finite_is_refused(batch, value):
+    given = extreme(batch, of_trained=value)[0]
+    with pytest.raises(EppError, match=f"sample 0: old_logprobs is {value} for token {TRAINED_HERE}, which is trained"):
+        TokenSample.of(given, columns_of(LOSSES["DAPO"]), "sample 0")
+
+
+SETTINGS = {
+    "temperature of ClippedRatio is 0; it must be above 0": lambda: ClippedRatio(temperature=0),
+    "temperature of SequenceRatio is -1; it must be above 0": lambda: SequenceRatio(temperature=-1),
+    "temperature of Distillation is nan": lambda: Distillation(temperature=float("nan")),
+    "constant of ClippedRatio is 0; it must be above 0": lambda: ClippedRatio(constant=0),
+    "clip_low of ClippedRatio is -0.2; it must be at least 0": lambda: ClippedRatio(clip_low=-0.2),
+    "clip_high of SequenceRatio is -1; it must be at least 0": lambda: SequenceRatio(clip_high=-1),
+    "clip_negative of ClippedRatio is 0.5; it must be above 1": lambda: ClippedRatio(clip_negative=0.5),
+    "beta of Preference is 0; it must be above 0": lambda: Preference(beta=0, squared=True),
+    "centre of Reward is -1; it must be at least 0": lambda: Reward(centre=-1),
+    "clip of ClippedValue is -0.1; it must be at least 0": lambda: ClippedValue(clip=-0.1),
+    "top_k of Distillation is 0; it must be at least 1": lambda: Distillation(top_k=0),
+}
+
+
+@pytest.mark.parametrize("said", SETTINGS)
+def test_settings_under_which_a_loss_is_none_are_refused(said):
+    with pytest.raises(EppError) as caught:
+        SETTINGS[said]()
+    assert said in str(caught.value)
 
 
 def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight):

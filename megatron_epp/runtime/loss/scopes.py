@@ -10,7 +10,6 @@ A loss or gradient that is not finite, although what the model gave is, goes no 
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -179,12 +178,14 @@ class ScopedLoss:
         if gradient is None:
             raise EppError(f"{_class_of(self.loss)} does not depend on what the model gives: it trains nothing")
         with torch.no_grad():
-            is_finite = gradient.isfinite().all(0)
-            # Losses are sums of what is multiplied by weights, so a token's part is its weight times the gradient by it.
-            shares = torch.zeros_like(weights) if by_weight is None else (by_weight * weights).abs().nan_to_num(nan=math.inf)
-            worst = torch.where(is_finite, shares, math.inf).argmax().reshape(1)
-            is_wrong = values.isfinite().all() & ~(is_finite.all() & loss.isfinite())
-            of_worst = torch.cat([values, columns]).index_select(1, worst)[:, 0]
+            is_strange = ~gradient.isfinite().all(0)
+            if by_weight is not None:  # a token's own loss, where losses are sums of what is multiplied by weights
+                is_strange |= ~by_weight.isfinite()
+            is_wrong = values.isfinite().all() & (is_strange.any() | ~loss.isfinite())
+            # In one loss over many tokens all of them are strange, of which the one with the largest number is to blame.
+            numbers = torch.cat([values, columns])
+            worst = torch.where(is_strange | ~is_strange.any(), numbers.abs().amax(0), -1.0).argmax().reshape(1)
+            of_worst = numbers.index_select(1, worst)[:, 0]
             starts = accumulate((part.num_tokens for part in parts), initial=0)
             tokens = torch.cat([part.inputs.rows + start for part, start in zip(parts, starts, strict=False)])
             figures = torch.cat([is_wrong.reshape(1).double(), tokens[worst].double(), of_worst.double()])
@@ -264,15 +265,13 @@ class ScopedLoss:
                 break
             token -= piece.num_tokens
         position = piece.start + int(token) + (not self.asks.has_values)  # of the label, among the sample's tokens
-        model, at = "value" if self.asks.has_values else "log-probability", len(values) - len(self._names())
-        told = [f"{model} {values[0]:g}"] + [f"{name} {x:g}" for name, x in zip(self._names(), values[at:], strict=True) if name]
+        of_token = [f"{'value' if self.asks.has_values else 'log-probability'} {values[0]:g}"]
+        for name in reversed(self.asks.names):
+            width = self.asks.widths.get(name, 1)
+            of_column, values = values[-width:], values[:-width]
+            of_token.insert(1, f"{name} {min(of_column):g}" + f" to {max(of_column):g}" * (width > 1))
         where = f"token {position} of {self.name_of(piece.sequence)}"
-        return f"{self.loss.name}: the loss of {where}, or its gradient, is not finite ({', '.join(told)})"
-
-    def _names(self) -> list[str]:
-        """Return the name of every row of columns; empty for those of a column of several values."""
-        widths = self.asks.widths
-        return [label for name in self.asks.names for label in ([""] * widths[name] if name in widths else [name])]
+        return f"{self.loss.name}: the loss of {where}, or its gradient, is not finite ({', '.join(of_token)})"
 
 
 def _class_of(loss: Loss) -> str:
