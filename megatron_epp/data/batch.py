@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -167,10 +167,11 @@ class ChunkArrays:
         Args:
             shard: the rank's (padded) tokens.
         """
-        of_tokens = (joined(x, shard) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids))
-        if self.ahead is None:
-            return ChunkArrays(*of_tokens)
-        return ChunkArrays(*of_tokens, AheadArrays(*(joined(getattr(self.ahead, one.name), shard) for one in fields(AheadArrays))))
+        ahead = self.ahead
+        if ahead is not None:
+            ahead = AheadArrays(*(joined(getattr(ahead, one.name), shard) for one in fields(AheadArrays)))
+        tokens, labels = joined(self.tokens, shard), joined(self.labels, shard)
+        return ChunkArrays(tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ class GlobalBatch:
         global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
         planning_us: time of planning, on the planning rank.
-        dataset: source of the tokens.
+        dataset: source of the tokens; None in a batch that has been pickled.
         mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
     """
 
@@ -206,6 +207,13 @@ class GlobalBatch:
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __copy__(self) -> GlobalBatch:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what `PlannedBatches.restored` completes: Megatron saves batches that it is to run again in a checkpoint."""
+        return restored_batch, ({key: getattr(self, key) for key in _PICKLED},)
 
     def name_of(self, sequence: int) -> str:
         """Return the name of a sequence of this batch in errors: its sample's, if the dataset has names."""
@@ -326,3 +334,13 @@ class GlobalBatch:
             masked = self.mask_loss_of is not None or self.dataset.trained(self.indices[sequence], 1, 2) is not None
             self._counts[sequence] = int(self._read(sequence, 0, length)[1].sum()) if masked else length
         return self._counts[sequence]
+
+
+_PICKLED = tuple(
+    one.name for one in fields(GlobalBatch) if one.init and one.name not in ("dataset", "prepared")
+)  # these two are of one process
+
+
+def restored_batch(values: Mapping[str, Any]) -> GlobalBatch:
+    """Return a batch that has been pickled, without its dataset and what was prepared."""
+    return GlobalBatch(**values, dataset=cast(Any, None))

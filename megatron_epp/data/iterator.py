@@ -17,6 +17,7 @@ from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
+from megatron_epp.plan.lowering import lower
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
@@ -95,7 +96,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self._plans = plans
+        self._dataset, self._plans = dataset, plans
         self._replica, self._replicas = replica, replicas
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
@@ -118,6 +119,14 @@ class PlannedBatches(Iterator[GlobalBatch]):
             raise
         self._plans.agree(division)
         return batch
+
+    def restored(self, batch: GlobalBatch) -> GlobalBatch:
+        """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
+        assert self._plans is not None
+        plan = batch.plan
+        assert plan is not None
+        batch = replace(batch, dataset=self._dataset)
+        return replace(batch, prepared=self._plans.prepare(batch, lower(plan)[self._plans.rank]))
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""

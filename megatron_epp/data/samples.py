@@ -224,8 +224,10 @@ def _column(given: Any, num_tokens: int, what: str, width: int | None = None) ->
 
 
 def _check_finite(values: np.ndarray, is_read: np.ndarray, what: str) -> None:
-    """Raise `EppError` if a value that the loss reads is not finite; others, such as engines give for prompts, may be anything."""
+    """Raise `EppError` if a value that the loss reads is not finite. Others may be anything, as engines give it for prompts."""
     strange = np.argwhere(~np.isfinite(values) & (is_read if values.ndim == 1 else is_read[:, None]))
     if len(strange):
         token, value = int(strange[0][0]), values[tuple(strange[0])]
-        raise EppError(f"{what} is {value} for token {token}, which is trained: it must be finite, or the token left out of {TRAINED}")
+        raise EppError(
+            f"{what} is {value} for token {token}, which is trained: it must be finite, or the token left out of {TRAINED}"
+        )

@@ -195,9 +195,7 @@ def checked_loss(found: Any, text: str) -> Loss:
     return loss
 
 
-def check_settings(
-    loss: object, at_least: Mapping[str, float] | None = None, above: Mapping[str, float] | None = None
-) -> None:
+def check_settings(loss: object, at_least: Mapping[str, float] | None = None, above: Mapping[str, float] | None = None) -> None:
     """Raise `EppError` if a loss's number is NaN, or too small: `at_least` and `above` give bounds by its name.
 
     A loss need not have it, and None means that there is none.

@@ -42,7 +42,7 @@ def _clipped(
     """
     negative = advantages < 0
     limits = torch.full_like(exponents, 1 + high).masked_fill(negative, math.inf if most is None else most)
-    # A ratio far above its limit is not computed: it may overflow, and the gradient of a clipped ratio would be 0 times infinity.
+    # A ratio far above its limit is not computed: it may overflow, and the gradient where it is clipped be 0 times infinity.
     ratios = torch.minimum(exponents, limits.log() + 1).exp()
     counted = ratios.clamp(torch.zeros_like(ratios).masked_fill(negative, 1 - low), limits)
     return -advantages * counted, torch.where(negative, ratios < 1 - low, (ratios > 1 + high) & (advantages > 0))
@@ -91,7 +91,9 @@ class ClippedRatio:
     def __post_init__(self) -> None:
         if self.kl is not None and self.kl not in KL:
             raise EppError(f"kl is {self.kl!r}; it must be one of {', '.join(KL)}, or None")
-        check_settings(self, at_least={"clip_low": 0, "clip_high": 0}, above={"clip_negative": 1, "temperature": 0, "constant": 0})
+        check_settings(
+            self, at_least={"clip_low": 0, "clip_high": 0}, above={"clip_negative": 1, "temperature": 0, "constant": 0}
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -408,7 +408,13 @@ def run_extreme(name, batch, cut="tail with others"):
     samples = samples_for(loss, batch)
     of_segment = lambda segment, _: leaves[segment.sequence][:, segment.start : segment.end]  # noqa: E731
     total, problem = run_chunks(loss, CUTS[cut], samples, of_segment, torch.float32)
-    return float(expected), [torch.zeros_like(x) if x.grad is None else x.grad for x in doubles], float(total[0] / total[1]), [x.grad / total[1] for x in leaves], problem
+    return (
+        float(expected),
+        [torch.zeros_like(x) if x.grad is None else x.grad for x in doubles],
+        float(total[0] / total[1]),
+        [x.grad / total[1] for x in leaves],
+        problem,
+    )
 
 
 @pytest.mark.parametrize("value", OF_MASKED)

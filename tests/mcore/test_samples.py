@@ -83,7 +83,7 @@ def test_the_example_of_the_documentation_trains():
 BAD = {
     "no column": "sample 1 has no advantages, which the loss reads",
     "a column of another length": "sample 1: old_logprobs has 3 values for 11 tokens",
-    "not finite": "sample 1: old_logprobs has a value that is not finite",
+    "not finite": "sample 1: old_logprobs is nan for token",
     "no tokens": "sample 1: tokens must be a list of at least 2 integers",
     "no samples": "there are no samples",
     "no group": "sample 0: group must be an integer or a text, the same for samples with one loss; it is None",
@@ -99,6 +99,28 @@ def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trai
         assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
         assert one["trains"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        pytest.param(2, {}, id="pipeline"),
+        pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
+        pytest.param(4, {"replicas": 2, "distributed": True}, id="replicas, parts of the optimizer"),
+        pytest.param(
+            4, {"replicas": 2, "per_token": False, "distributed": True}, id="gradients by replicas, parts", marks=SLOW
+        ),
+    ],
+)
+def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_refused(num_ranks, layout):
+    for one in job(num_ranks, "samples:calls", **layout).figures:
+        assert len(one["apart"]) == 7
+        assert {name: apart for name, apart in one["apart"].items() if apart > TOLERANCE} == {}
+        assert "the model has gradients, which Megatron has reduced and divided" in one["said"]["finished"]
+        assert "pass last=False to all calls before an optimizer's step but the last one" in one["said"]["finished"]
+        assert "policy loss: the loss of token 17 of sample 2, or its gradient, is not finite" in one["said"]["overflow"]
+        assert "old_logprobs -10000, advantages -1). Gradients are zeroed" in one["said"]["overflow"]
+        assert one["left"] == 0.0
 
 
 REFUSED = {

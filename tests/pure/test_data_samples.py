@@ -43,7 +43,7 @@ WRONG = {
     ),
     "another length": (GOOD | {"old_logprobs": [0, 1]}, "line 2: old_logprobs has 2 values for 3 tokens"),
     "ragged": (GOOD | {"old_logprobs": [[0], [1, 2]]}, "line 2: old_logprobs"),
-    "not finite": (GOOD | {"advantages": float("nan")}, "line 2: advantages has a value that is not finite"),
+    "not finite": (GOOD | {"advantages": float("nan")}, "line 2: advantages is nan for token 1, which is trained: it must be"),
     "a mask of other values": (GOOD | {"trained": [0, 2, 1]}, "line 2: trained must be 0 or 1"),
     "too long": (
         GOOD | {"tokens": [1] * 10, "trained": 1, "old_logprobs": 0},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_sto
 from megatron_epp.mcore.run import check_messages
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
-from megatron_epp.mcore.training.reduction import Reduction, gather_parameters
+from megatron_epp.mcore.training.reduction import NoReduction, Reduction, gather_parameters
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError, Plan
@@ -109,7 +109,13 @@ def forward_backward_elastic(
     with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
         with timed(config.timers, "batch-generator"), session.telling_others(unless=_RAISED_BY_ALL):
             batch = _next_batch(batches, num_microbatches, session, forward_only)
-        loss, report = run_batch(session, models, batch, forward_only, pg_collection, force_all_reduce)
+
+        def finish(num_tokens: torch.Tensor) -> None:
+            session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+            if not batch.trains:
+                leave_out(session, models, config, batch)
+
+        loss, report = run_batch(session, models, batch, forward_only, finish)
         if not forward_only:
             count_tokens(batch.prepared.inputs)
             if session.args.epp_batch_tokens is not None:
@@ -131,14 +137,17 @@ def run_batch(
     models: list[torch.nn.Module],
     batch: GlobalBatch,
     forward_only: bool,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = False,
+    finish: Callable[[torch.Tensor], None],
     on_problem: Callable[[str], None] = _stop,
+    *,
+    reduces: bool = True,
 ) -> tuple[torch.Tensor | None, IterationReport]:
     """Run a planned batch, and finish its gradients.
 
     Args:
+        finish: called after the last backward with the number of tokens, which is 0 on all ranks but the last.
         on_problem: called on a rank that has found the loss of a token that is not finite; gradients are without it.
+        reduces: start the reduction of gradients where they are complete.
 
     Returns:
         on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
@@ -148,15 +157,13 @@ def run_batch(
     report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
     with session.telling_others():
         _warm_up(session, batch)
-        _run(session, models, config, batch, report)
+        _run(session, models, config, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in session.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
         with session.watching("waits for the loss"):
             loss, num_tokens = _hand_on(session)
         if not forward_only:
-            session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
-            if not batch.trains:
-                _leave_out(session, models, config, batch)
+            finish(num_tokens)
     return loss, report
 
 
@@ -169,7 +176,7 @@ def finish_batch(
         session.after(batch, report.recorder)
 
 
-def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
+def leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
     """Warn of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
     The warning is logged for the 1st, 2nd, 4th, 8th such batch and so on.
@@ -187,8 +194,10 @@ def _leave_out(session: Session, models: Sequence[Any], config: Any, batch: Glob
         )
 
 
-def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:
-    """Run this rank's part of the batch's plan, and start the reduction of gradients."""
+def _run(
+    session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport, reduces: bool
+) -> None:
+    """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
     args = session.args
     assert batch.plan is not None
     program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
@@ -197,7 +206,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     vocabulary, host = session.vocabulary, session.host
     tied = None if vocabulary is None else vocabulary.tied
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
-    reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient)
+    reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient) if reduces else NoReduction(models)
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
     # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.measuring(uploaded), torch.set_grad_enabled(not batch.plan.forward_only):
@@ -258,12 +267,12 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
     return (loss, num_tokens) if session.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
 
 
-def _next_batch(
-    data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session, forward_only: bool
-) -> GlobalBatch:
+def _next_batch(data_iterator: Any, num_microbatches: int, session: Session, forward_only: bool) -> GlobalBatch:
     start_s = time.perf_counter()
     with session.watching("waits for its plan"):
         batch = next(data_iterator)
+        if isinstance(batch, GlobalBatch) and batch.prepared is None and batch.plan is not None:  # saved by an earlier process
+            batch = getattr(data_iterator, "iterable", data_iterator).restored(batch)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:  # another patch or caller has given its own iterators
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")

@@ -87,6 +87,20 @@ class Reduction:
             start(chunk.parameters())
 
 
+class NoReduction(Reduction):
+    """Context manager around an iteration whose gradients a later one reduces."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._no_sync = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]
+        self._held, self._checks = [contextlib.ExitStack() for _ in self._no_sync], []
+
+    def before_last_gradient(self, index: int) -> None:
+        """Keep the hooks held."""
+
+    def reduce(self, index: int) -> None:
+        """Start nothing."""
+
+
 @contextlib.contextmanager
 def _later(checks: list[Callable[[], None]]) -> Iterator[None]:
     """Append Megatron's checks of results to a list instead of making them, which waits for the device."""

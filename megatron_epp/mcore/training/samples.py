@@ -24,7 +24,7 @@ from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.microbatches.wrap import arguments_of, check_choices
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
-from megatron_epp.mcore.training.forward_backward import finish_batch, run_batch
+from megatron_epp.mcore.training.forward_backward import finish_batch, leave_out, run_batch
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import nearest
@@ -49,6 +49,10 @@ SETTINGS = (
     "allow_unknown_megatron",
 )
 """Flags of training, by their names behind ``--epp-``, that apply to samples of another program."""
+
+
+_CHECKED_PARAMETERS = 8
+"""Number of parameters whose gradients a call looks at before it adds to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,21 @@ class _Planned(NamedTuple):
     batches: PlannedBatches
 
 
+@dataclass(slots=True)
+class _Unfinished:
+    """Calls whose gradients are neither reduced nor divided.
+
+    Attributes:
+        divisor: number of tokens, sequences or groups of these calls, over all replicas.
+        num_tokens: what Megatron divides by, on the rank that has it; None if there are no such calls.
+        trains: some token of theirs is trained.
+    """
+
+    divisor: int = 0
+    num_tokens: torch.Tensor | None = None
+    trains: bool = False
+
+
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
@@ -87,6 +106,7 @@ class SampleSchedule:
         self._session: Session | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
+        self._unfinished = _Unfinished()
 
     def plan_ahead(self, *, model: Any, samples: Sequence[Mapping[str, Any]], forward_only: bool = False) -> None:
         """Plan the samples of a later call in the background, while other calls or the program run. A collective call.
@@ -106,10 +126,11 @@ class SampleSchedule:
         model: Any,
         samples: Sequence[Mapping[str, Any]],
         forward_only: bool = False,
+        last: bool = True,
         wants_logprobs: bool = False,
         wants_values: bool = False,
     ) -> SampleReport:
-        """Add the gradient of the samples' mean loss to the model's gradients, and reduce it. A collective call of all ranks.
+        """Add the gradient of the samples' loss to the model's gradients, and finish these. A collective call of all ranks.
 
         Args:
             model: the rank's model chunk, or a list of all.
@@ -117,11 +138,14 @@ class SampleSchedule:
                 ``trained`` if not all tokens are trained, the columns of the loss: a number for every token as a label, or
                 one for all (`data.samples.TokenSample`); and for a loss over groups its ``group``.
             forward_only: compute no gradients.
+            last: reduce gradients, and divide them by the tokens or sequences of this call and of those before it with False,
+                as if all were one batch. False only adds; the last call before the optimizer's step is one with True.
             wants_logprobs: gather the labels' log-probabilities.
             wants_values: gather the model's values, if the loss reads them.
 
         Raises:
-            EppError: the model or a sample is not as it must be, or there is no plan under the memory cap.
+            EppError: the model or a sample is not as it must be, there is no plan under the memory cap, the loss of a token is
+                not finite, or there are gradients that an earlier call has finished.
         """
         models = model if isinstance(model, list) else [model]
         wanted = wants_logprobs or wants_values
@@ -129,20 +153,42 @@ class SampleSchedule:
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         session = self._attached(models)
+        if not forward_only:
+            self._check_gradients(models)
         planned = self._planned(session, samples, forward_only)
         try:
             with session.telling_others(unless=EppError):
                 batch = next(planned.batches)
         finally:
             planned.batches.close()
-        last = session.stages.get(session.placement.num_stages - 1)
+        stage = session.stages.get(session.placement.num_stages - 1)
         kept: list[tuple[int, torch.Tensor]] = []
-        if last is not None and last.loss is not None:
-            last.loss.scale = self._scale(models, planned.dataset)
-            last.loss.keeps = kept if wanted else None
+        config, divisor = get_model_config(models[0]), self._divisor(planned.dataset) + self._unfinished.divisor
+        # Megatron divides losses per token by their number; others by replicas, where they should be by what the average says.
+        scale = 1.0
+        if not config.calculate_per_token_loss:
+            scale = mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, divisor)
+        is_only_call = last and self._unfinished.num_tokens is None
+        if stage is not None and stage.loss is not None:
+            stage.loss.scale = scale if is_only_call else 1.0
+            stage.loss.keeps = kept if wanted else None
+
+        def finish(num_tokens: torch.Tensor) -> None:
+            earlier = self._unfinished
+            num_tokens = num_tokens if earlier.num_tokens is None else num_tokens + earlier.num_tokens
+            self._unfinished = _Unfinished(divisor, num_tokens, batch.trains or earlier.trains)
+            if not last:
+                return
+            session.finish_gradients(models, num_tokens, None, False)
+            if not is_only_call and scale != 1.0:
+                _scale_gradients(models, scale)
+            if not self._unfinished.trains:
+                leave_out(session, models, config, batch)
+            self._unfinished = _Unfinished()
+
         problems = list[str]()
-        _, report = run_batch(session, models, batch, forward_only, on_problem=problems.append)
-        sums = None if last is None or last.loss_report is None else last.loss_report.tolist()
+        _, report = run_batch(session, models, batch, forward_only, finish, problems.append, reduces=last)
+        sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
         finish_batch(session, batch, None, report, forward_only)
         return self._report(batch, sums, kept, problems, len(planned.dataset), wanted)
 
@@ -216,19 +262,32 @@ class SampleSchedule:
             )
         return found, digest
 
-    def _scale(self, models: list[torch.nn.Module], dataset: Samples) -> float:
-        """Return the factor of gradients which are divided by replicas where they should be by what the average says."""
-        config = get_model_config(models[0])
-        if config.calculate_per_token_loss:
-            return 1.0
+    def _check_gradients(self, models: Sequence[torch.nn.Module]) -> None:
+        """Raise `EppError`, on every rank, for gradients that are finished already. A collective call.
+
+        Without any gradients there are no unfinished calls, which the program has given up then.
+        """
+        trained = sorted((p for model in models for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
+        # Of the smallest ones, such as norms' weights: gradients of a whole model would take milliseconds to read.
+        gradients = [getattr(p, "main_grad", p.grad) for p in trained[:_CHECKED_PARAMETERS]]
+        largest = [gradient.abs().amax() for gradient in gradients if gradient is not None and gradient.numel()]
+        has_gradients = bool(torch.stack([value.float() for value in largest]).amax() != 0) if largest else False
+        if not any(from_each(has_gradients)):
+            self._unfinished = _Unfinished()
+        elif self._unfinished.num_tokens is None:
+            raise EppError(
+                "the model has gradients, which Megatron has reduced and divided, and would again with this call's: zero them "
+                "before it, or pass last=False to all calls before an optimizer's step but the last one"
+            )
+
+    def _divisor(self, dataset: Samples) -> int:
+        """Return the number of tokens, sequences or groups that the average divides by."""
         counts = dataset.num_trained()
         if self.loss.average is Average.TOKENS:
-            number = sum(counts)
-        elif self.loss.average is Average.GROUPS:
-            number = sum(any(counts[index] for index in group) for group in dataset.groups)
-        else:
-            number = sum(count > 0 for count in counts)
-        return mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, number)
+            return sum(counts)
+        if self.loss.average is Average.GROUPS:
+            return sum(any(counts[index] for index in group) for group in dataset.groups)
+        return sum(count > 0 for count in counts)
 
     def _report(
         self,
@@ -251,15 +310,28 @@ class SampleSchedule:
         of_ranks = [report for report in reports if report is not None]
         if problem := "; ".join(dict.fromkeys(text for _, _, texts in of_ranks for text in texts)):
             for model in self._models:
-                model.zero_grad_buffer()
+                getattr(model, "zero_grad_buffer", model.zero_grad)()
+            self._unfinished = _Unfinished()
             raise EppError(f"{problem}. Gradients are zeroed; check where these values come from, or leave the token out")
         total = np.sum([row for row, _, _ in of_ranks], axis=0)
         divisor = float(total[1])
         names = (self.loss.name, *self.loss.logged)
         means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
-        joined = tuple(_joined([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank]) for at in range(count)) if wants else ()
+        joined = (
+            tuple(_joined([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank]) for at in range(count)) if wants else ()
+        )
         of_each = ((), joined) if self._asks.has_values else (joined, ())
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
+
+
+def _scale_gradients(models: Sequence[Any], scale: float) -> None:
+    for model in models:
+        if hasattr(model, "scale_gradients"):
+            model.scale_gradients(scale)
+            continue
+        for parameter in model.parameters():  # a model without Megatron's wrapper
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
 
 def _raise_for(problems: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ A loss or gradient that is not finite, although what the model gave is, goes no 
 
 from __future__ import annotations
 
+import bisect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,16 +50,23 @@ class _Part(NamedTuple):
     inputs: TrainedTokens
 
 
+class _Tokens(NamedTuple):
+    """Layout of a chunk's tokens, and how many of them the loss gets on this rank."""
+
+    table: SegmentTable
+    num_tokens: int
+
+
 class _Check(NamedTuple):
     """Figures of one call of the loss, on the device.
 
     Attributes:
-        parts: tables and numbers of tokens of the call's parts.
+        parts: tokens of the call's parts.
         figures: float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due
             to, among those of all parts; and the values and columns of that token.
     """
 
-    parts: list[tuple[SegmentTable, int]]
+    parts: list[_Tokens]
     figures: Tensor
 
 
@@ -70,7 +78,9 @@ class _Columns(dict[str, Tensor]):
         self._loss = loss
 
     def __missing__(self, name: str) -> Tensor:
-        raise EppError(f"{_class_of(self._loss)} reads {name}, which is not in its columns ({', '.join(self) or 'it has none'})")
+        raise EppError(
+            f"{_class_of(self._loss)} reads {name}, which is not in its columns ({', '.join(self) or 'it has none'})"
+        )
 
 
 class ScopedLoss:
@@ -110,9 +120,7 @@ class ScopedLoss:
         of_all = of_trained.new_zeros(num_seen, of_trained.shape[1]).index_copy(0, inputs.rows, of_trained)
         return self._own(of_all.t()).t()
 
-    def forward(
-        self, context: ChunkContext, values: Tensor, inputs: TrainedTokens, loss_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, context: ChunkContext, values: Tensor, inputs: TrainedTokens, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what a chunk's forward completes.
 
         Args:
@@ -151,9 +159,9 @@ class ScopedLoss:
         sums = loss, inputs.count, *(logged[name] for name in self.loss.logged)
         return values, torch.stack([value.detach().float() for value in sums])
 
-    def gradient(self, chunk: int) -> Tensor:
-        """Return the gradient of a chunk's output, once."""
-        return self._gradients.pop(chunk)
+    def gradient(self, chunk: int) -> Tensor | None:
+        """Return the gradient of a chunk's output, once; None if its output is not this loss's, as when costs are measured."""
+        return self._gradients.pop(chunk, None)
 
     def end(self) -> str:
         """Check that every sequence and group has been completed, and every gradient has been taken.
@@ -189,7 +197,7 @@ class ScopedLoss:
             starts = accumulate((part.num_tokens for part in parts), initial=0)
             tokens = torch.cat([part.inputs.rows + start for part, start in zip(parts, starts, strict=False)])
             figures = torch.cat([is_wrong.reshape(1).double(), tokens[worst].double(), of_worst.double()])
-            self._checks.append(_Check([(part.table, part.num_tokens) for part in parts], figures))
+            self._checks.append(_Check([_Tokens(part.table, part.num_tokens) for part in parts], figures))
             return loss.masked_fill(is_wrong, 0.0), logged, gradient.masked_fill(is_wrong, 0.0) * self.scale
 
     def _hand_out(self, parts: Sequence[_Part], gradient: Tensor) -> None:
@@ -223,7 +231,9 @@ class ScopedLoss:
         for key, value in {"loss": loss, **{key: logged[key] for key in self.loss.logged}}.items():
             if not isinstance(value, Tensor) or value.ndim:
                 what = f"tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-                raise EppError(f"{name} returns a {what} for {key}; it must be a sum over all rows, a tensor without dimensions")
+                raise EppError(
+                    f"{name} returns a {what} for {key}; it must be a sum over all rows, a tensor without dimensions"
+                )
         if not loss.requires_grad:
             raise EppError(f"{name} returns a loss without a graph: it must be computed from rows, and not detached")
         return loss, logged
@@ -242,9 +252,7 @@ class ScopedLoss:
             return rows
         sequence, group = (torch.cat([getattr(part.inputs, name) for part in parts]) for name in ("sequence", "group"))
         num_sequences = 1 + max(segment.sequence for part in parts for segment in part.table.segments)
-        return replace(
-            rows, sequence=sequence, num_sequences=num_sequences, group=group if scope == Scope.GROUP else None
-        )
+        return replace(rows, sequence=sequence, num_sequences=num_sequences, group=group if scope == Scope.GROUP else None)
 
     def _by_name(self, columns: Tensor) -> dict[str, Tensor]:
         """Return columns ``[rows, tokens]`` by name, as `Rows` has them."""
@@ -255,16 +263,12 @@ class ScopedLoss:
     def _problem(self, check: _Check) -> str:
         """Name the token that a check is about, and what the loss was given for it."""
         _, token, *values = check.figures.tolist()
-        for table, num_tokens in check.parts:
-            if token < num_tokens:
-                break
-            token -= num_tokens
-        shards = shards_of_loss(self._shared, self.loss.scope, table.num_tokens)
-        for piece in table.part(chain.from_iterable(shards)):
-            if token < piece.num_tokens:
-                break
-            token -= piece.num_tokens
-        position = piece.start + int(token) + (not self.asks.has_values)  # of the label, among the sample's tokens
+        part, token = _at(int(token), [num_tokens for _, num_tokens in check.parts])
+        table = check.parts[part].table
+        pieces = table.part(chain.from_iterable(shards_of_loss(self._shared, self.loss.scope, table.num_tokens)))
+        at, token = _at(token, [piece.num_tokens for piece in pieces])
+        piece = pieces[at]
+        position = piece.start + token + (not self.asks.has_values)  # of the label, among the sample's tokens
         of_token = [f"{'value' if self.asks.has_values else 'log-probability'} {values[0]:g}"]
         for name in reversed(self.asks.names):
             width = self.asks.widths.get(name, 1)
@@ -272,6 +276,12 @@ class ScopedLoss:
             of_token.insert(1, f"{name} {min(of_column):g}" + f" to {max(of_column):g}" * (width > 1))
         where = f"token {position} of {self.name_of(piece.sequence)}"
         return f"{self.loss.name}: the loss of {where}, or its gradient, is not finite ({', '.join(of_token)})"
+
+
+def _at(token: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the part that a token is in, and its place there, of parts with these numbers of tokens."""
+    part = bisect.bisect_right([*accumulate(sizes)], token)
+    return part, token - sum(sizes[:part])
 
 
 def _class_of(loss: Loss) -> str:

@@ -213,6 +213,65 @@ def bad() -> dict[str, Any]:
     return {"said": said, "trains": report.divisor > 0}
 
 
+def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False) -> dict[str, Any]:
+    """Return how far several calls are from one with all samples, what is said of calls that would be wrong, and of a loss that
+    is not finite, and how far the call behind each is.
+    """
+    loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    import megatron_epp
+    from megatron_epp.losses import Average, ClippedRatio
+    from megatron_epp.plan import EppError
+
+    config, samples, said = loop.models[0].config, made(), {}
+    own = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    chunks = [DistributedDataParallel(config, own, bare) for bare in loop.models]
+    config.finalize_model_grads_func = finalize_model_grads
+    schedule = megatron_epp.wrap_samples(loss=ClippedRatio(average=Average.SEQUENCE_MEANS), **SETTINGS)
+
+    def gradients(*batches: Any) -> list[Tensor]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        for number, batch in enumerate(batches, start=1):
+            schedule(model=chunks, samples=batch, last=number == len(batches))
+        if not distributed:
+            return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+        whole = [(buffer.grad_data, buffer.data_parallel_group) for chunk in chunks for buffer in chunk.buffers]
+        return [x.chunk(replicas)[dist.get_rank(group)].clone() for x, group in whole]  # the part that this replica steps
+
+    def refused(name: str, batch: Any) -> None:
+        try:
+            schedule(model=chunks, samples=batch)
+        except EppError as error:
+            said[name] = str(error)
+
+    untrained = [one | {"trained": 0} for one in samples[:2]]
+    whole = gradients(samples)
+    refused("finished", samples)
+    found = {
+        "after a refusal": gradients(samples),
+        "two": gradients(samples[:3], samples[3:]),
+        "three": gradients(samples[:1], samples[1:3], samples[3:]),
+        "one without trained tokens": gradients(samples, untrained),
+        "one without trained tokens before": gradients(untrained, samples),
+    }
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    schedule(model=chunks, samples=samples[:3], last=False)  # given up
+    found["given up"] = gradients(samples)
+    old = samples[2]["old_logprobs"].clone()
+    old[17] = -1e4
+    stale = [one | ({"advantages": -1.0, "old_logprobs": old, "trained": 1} if one is samples[2] else {}) for one in samples]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    refused("overflow", stale)
+    left = sum(float(p.main_grad.abs().sum()) for chunk in chunks for p in chunk.parameters())
+    found["after an overflow"] = gradients(samples)
+    schedule.close()
+    return {"apart": {name: apart(one, whole) for name, one in found.items()}, "said": said, "left": left}
+
+
 def refusals() -> dict[str, str]:
     """Return what is said of models, settings and losses that cannot be honoured."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
