@@ -119,7 +119,7 @@ def flags(samples, loss, cell, plan):
 @pytest.mark.parametrize(("loss", "name"), ROWS)
 def test_slices_train_as_whole_sequences_on_one_stage(samples, whole, loss, name):
     cell, plan = CELLS[name]
-    plan = plan.partition(" --epp-loss-block-tokens")[0] if loss == "of values" else plan  # which are of logits
+    plan = plan.partition(" --epp-loss-block-tokens")[0] if loss in ("of values", "of rewards") else plan  # which are of logits
     sharing = replace(cell, pp=1, virtual=1, placement="looped", split=False, cp=1, dp=cell.ep)
     expected, checkpoint = whole(LOSSES[loss], sharing)
     load = ["--load", str(checkpoint), "--finetune"]
