@@ -86,3 +86,16 @@ def test_a_nan_in_the_loss_ends_the_run_as_megatron_ends_it(documents):
     finished = train(documents, "--lr", 1e30, "--clip-grad", 0, "--rerun-mode", "validate_results", "--train-iters", 4)
     assert finished.returncode != 0
     assert re.search(r"found (NaN|Inf) in (the loss|local)", finished.output), finished.output[-3000:]
+
+
+def test_a_nan_in_the_loss_saves_the_batch_to_run_again_as_megatron_does(documents, tmp_path):
+    """Megatron's rerun machine exits with 16 to be started on another device, and with the batch in the checkpoint."""
+    breaks = ("--lr", 1e30, "--clip-grad", 0, "--train-iters", 4, "--save", tmp_path, "--save-interval", 100)
+    finished = train(documents, *breaks)
+    assert finished.returncode == 16, finished.output[-3000:]
+    assert "Traceback" not in finished.output
+    assert "successfully saved checkpoint" in finished.output
+    again = train(documents, *breaks, "--load", tmp_path)
+    assert "Will rerun step" in again.output
+    assert "Got rescheduled on the same GPU" in again.output, again.output[-3000:]  # the saved batch has given the same loss
+    assert again.returncode == 16
