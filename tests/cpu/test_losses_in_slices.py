@@ -499,6 +499,59 @@ def test_settings_under_which_a_loss_is_none_are_refused(said):
     assert said in str(caught.value)
 
 
+class Undeclared(NextToken):
+    def __call__(self, rows):
+        return (rows.columns["old_logprobs"] - rows.logprobs).sum(), {}
+
+
+class NoDict(NextToken):
+    def __call__(self, rows):
+        return -rows.logprobs.sum()
+
+
+class PerToken(NextToken):
+    def __call__(self, rows):
+        return -rows.logprobs, {}
+
+
+class Detached(NextToken):
+    def __call__(self, rows):
+        return -rows.logprobs.detach().sum(), {}
+
+
+class Constant(NextToken):
+    def __call__(self, rows):
+        return rows.weights.sum(), {}
+
+
+class Raising(NextToken):
+    def __call__(self, rows):
+        return -rows.logprobs.reshape(-1, 10_000).sum(), {}
+
+
+class NoFigure(NextToken):
+    logged = ("entropy",)
+
+
+OWN = {
+    Undeclared: "loss Undeclared reads old_logprobs, which is not in its columns (it has none)",
+    NoDict: "loss NoDict returns a Tensor; it must return the sum and a dict of sums to log",
+    PerToken: "loss PerToken returns a tensor of shape [",
+    Detached: "loss Detached returns a loss without a graph: it must be computed from rows, and not detached",
+    Constant: "loss Constant does not depend on what the model gives: it trains nothing",
+    Raising: " trained tokens of sample 0: RuntimeError: shape '[-1, 10000]' is invalid",
+    NoFigure: "loss NoFigure does not return entropy, which its attribute logged has",
+}
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight, kind):
+    with pytest.raises(EppError) as caught:
+        trained_with(kind(), CUTS["each whole"], samples_for(kind(), batch), weight)
+    assert OWN[kind] in str(caught.value)
+    assert f"loss {kind.__name__}" in str(caught.value)
+
+
 def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight):
     class Sums(NextToken):
         def __call__(self, rows):

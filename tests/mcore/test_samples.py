@@ -121,6 +121,8 @@ def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_re
         assert "policy loss: the loss of token 17 of sample 2, or its gradient, is not finite" in one["said"]["overflow"]
         assert "old_logprobs -10000, advantages -1). Gradients are zeroed" in one["said"]["overflow"]
         assert one["left"] == 0.0
+        if "replicas" in layout:
+            assert one["said"]["too few"] == "1 samples cannot be shared by 2 replicas: give at least 2 a call"
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
-from megatron_epp.losses import Average, Loss, NextToken, load_loss
+from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.parser import add_epp_args
@@ -233,9 +233,14 @@ class SampleSchedule:
     def _planned(self, session: Session, samples: Sequence[Mapping[str, Any]], forward_only: bool) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
         dataset, digest = self._agreed(samples, session.args.padded_vocab_size)
+        if (count := len(samples_in(dataset))) < session.replicas:
+            what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
+            raise EppError(
+                f"{count} {what} cannot be shared by {session.replicas} replicas: give at least {session.replicas} a call"
+            )
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             return known
-        everything = tuple(range(len(samples_in(dataset))))
+        everything = tuple(range(count))
         limits = session.replica, session.replicas
         batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
         return _Planned(digest, dataset, batches)

@@ -20,7 +20,6 @@ from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
@@ -220,7 +219,7 @@ class Session(Run):
             return planner.plan(replace(asked, forward_only=forward_only))
         except EppError as error:
             raise possible_on_device(error).within(
-                after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING
+                after=f"\nThe batch that this is about has {_summary(lengths)}.", names=self.names
             ) from error
 
     def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:

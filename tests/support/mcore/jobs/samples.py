@@ -258,6 +258,8 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False) 
     }
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    if replicas > 1:
+        refused("too few", samples[:1])
     schedule(model=chunks, samples=samples[:3], last=False)  # given up
     found["given up"] = gradients(samples)
     old = samples[2]["old_logprobs"].clone()
