@@ -158,6 +158,23 @@ def test_the_log_has_losses_below_zero_too(samples, tmp_path):
     assert [int(number) for number, _ in found] == [1, 2]
 
 
+def test_a_token_whose_loss_overflows_ends_the_run_before_the_optimizers_step(samples, tmp_path):
+    lines = samples[0].read_text().splitlines()
+    for number, line in enumerate(lines):
+        given = json.loads(line)
+        given["reference_logprobs"][1], given["trained"][1] = 1e4, 1
+        lines[number] = json.dumps(given)
+    stale = tmp_path / "stale.jsonl"
+    stale.write_text("\n".join(lines))
+    given = flags([stale, samples[1]], f"{OWN}:GRPO", Cell(pp=2), "--epp-slices 3 --log-interval 1")
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *given, timeout_s=200)
+    assert finished.returncode != 0
+    named = rf"policy loss: the loss of token 1 of {re.escape(str(stale))}, line \d+, or its gradient, is not finite"
+    assert re.search(named, finished.output), finished.output[-3000:]
+    assert "reference_logprobs 10000" in finished.output
+    assert "iteration        1/" not in finished.output  # Megatron's line behind a step
+
+
 PROBLEMS = {
     "a loss without samples": ({"epp_loss": f"{OWN}:GRPO"}, "--epp-loss needs the samples that the loss is of"),
     "documents too": ({"epp_samples": ["a"], "data_path": ["b"]}, "--epp-samples takes the place of --data-path"),
