@@ -153,9 +153,7 @@ class SampleSchedule:
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         session = self._attached(models)
-        if not forward_only:
-            self._check_gradients(models)
-        planned = self._planned(session, samples, forward_only)
+        planned = self._planned(session, samples, forward_only, None if forward_only else _has_gradients(models))
         try:
             with session.telling_others(unless=EppError):
                 batch = next(planned.batches)
@@ -230,9 +228,15 @@ class SampleSchedule:
         self._session, self._models = session, models
         return session
 
-    def _planned(self, session: Session, samples: Sequence[Mapping[str, Any]], forward_only: bool) -> _Planned:
+    def _planned(
+        self,
+        session: Session,
+        samples: Sequence[Mapping[str, Any]],
+        forward_only: bool,
+        has_gradients: bool | None = None,
+    ) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
-        dataset, digest = self._agreed(samples, session.args.padded_vocab_size)
+        dataset, digest = self._agreed(samples, session.args.padded_vocab_size, has_gradients)
         if (count := len(samples_in(dataset))) < session.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
             raise EppError(
@@ -245,11 +249,19 @@ class SampleSchedule:
         batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
         return _Planned(digest, dataset, batches)
 
-    def _agreed(self, samples: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[Samples, bytes]:
+    def _agreed(
+        self, samples: Sequence[Mapping[str, Any]], vocab_size: int, has_gradients: bool | None
+    ) -> tuple[Samples, bytes]:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
+        Args:
+            samples: of a call.
+            vocab_size: tokens are below it.
+            has_gradients: the model has some before the call (`_has_gradients`); None if it may.
+
         Raises:
-            EppError: on every rank: a sample is wrong on some rank, there are none, or ranks have different ones.
+            EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, or there are
+                gradients that are finished already.
         """
         found, digest, problem = Samples(()), b"", ""
         try:
@@ -258,32 +270,23 @@ class SampleSchedule:
             problem = "" if named else "there are no samples"
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-        problems, digests = zip(*from_each((problem, digest)), strict=True)
+        problems, digests, with_gradients = zip(*from_each((problem, digest, has_gradients)), strict=True)
         _raise_for(problems)
         if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
                 f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
                 "columns in the same order, and this package divides it over replicas"
             )
-        return found, digest
-
-    def _check_gradients(self, models: Sequence[torch.nn.Module]) -> None:
-        """Raise `EppError`, on every rank, for gradients that are finished already. A collective call.
-
-        Without any gradients there are no unfinished calls, which the program has given up then.
-        """
-        trained = sorted((p for model in models for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
-        # Of the smallest ones, such as norms' weights: gradients of a whole model would take milliseconds to read.
-        gradients = [getattr(p, "main_grad", p.grad) for p in trained[:_CHECKED_PARAMETERS]]
-        largest = [gradient.abs().amax() for gradient in gradients if gradient is not None and gradient.numel()]
-        has_gradients = bool(torch.stack([value.float() for value in largest]).amax() != 0) if largest else False
-        if not any(from_each(has_gradients)):
-            self._unfinished = _Unfinished()
+        if has_gradients is None:
+            return found, digest
+        if not any(with_gradients):
+            self._unfinished = _Unfinished()  # the program has given such calls up, and zeroed their gradients
         elif self._unfinished.num_tokens is None:
             raise EppError(
                 "the model has gradients, which Megatron has reduced and divided, and would again with this call's: zero them "
                 "before it, or pass last=False to all calls before an optimizer's step but the last one"
             )
+        return found, digest
 
     def _divisor(self, dataset: Samples) -> int:
         """Return the number of tokens, sequences or groups that the average divides by."""
@@ -327,6 +330,19 @@ class SampleSchedule:
         )
         of_each = ((), joined) if self._asks.has_values else (joined, ())
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
+
+
+def _has_gradients(models: Sequence[torch.nn.Module]) -> bool | None:
+    """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
+
+    Of the smallest parameters, such as norms' weights: gradients of a whole model would take milliseconds to read.
+    """
+    if get_model_config(models[0]).finalize_model_grads_func is None:
+        return None
+    trained = sorted((p for model in models for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
+    gradients = [getattr(p, "main_grad", p.grad) for p in trained[:_CHECKED_PARAMETERS]]
+    largest = [gradient.abs().amax().float() for gradient in gradients if gradient is not None and gradient.numel()]
+    return bool(torch.stack(largest).amax() != 0) if largest else False
 
 
 def _scale_gradients(models: Sequence[Any], scale: float) -> None:
