@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import job, launch
+from tests.support.mcore.forked import job, launch, of_ranks
 from tests.support.mcore.jobs.samples import LENGTHS
 
 TOLERANCE = 1e-5
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
 def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num_ranks, layout):
-    found = job(num_ranks, "samples:grpo", **layout).figures
+    found = of_ranks(job(num_ranks, "samples:grpo", **layout))
     assert len(found) == num_ranks
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
@@ -65,7 +65,7 @@ def _scale(layout):
     ],
 )
 def test_preferences_have_the_gradient_that_their_margins_ask_for(num_ranks, layout):
-    for one in job(num_ranks, "samples:pairs", **layout).figures:
+    for one in of_ranks(job(num_ranks, "samples:pairs", **layout)):
         assert one["worst"] <= TOLERANCE
         assert one["losses"][0] == pytest.approx(one["losses"][1], rel=TOLERANCE)
         assert one["accuracy"][0] == pytest.approx(one["accuracy"][1])
@@ -95,7 +95,7 @@ BAD = {
 
 
 def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trains():
-    for one in job(2, "samples:bad").figures:
+    for one in of_ranks(job(2, "samples:bad")):
         assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
         assert one["trains"]
@@ -106,14 +106,14 @@ def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trai
     [
         pytest.param(2, {}, id="pipeline"),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
-        pytest.param(4, {"replicas": 2, "distributed": True}, id="replicas, parts of the optimizer"),
+        pytest.param(4, {"replicas": 2, "distributed": True, "overlaps": True}, id="replicas, parts of the optimizer"),
         pytest.param(
             4, {"replicas": 2, "per_token": False, "distributed": True}, id="gradients by replicas, parts", marks=SLOW
         ),
     ],
 )
 def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_refused(num_ranks, layout):
-    for one in job(num_ranks, "samples:calls", **layout).figures:
+    for one in of_ranks(job(num_ranks, "samples:calls", **layout)):
         assert len(one["apart"]) == 7
         assert {name: apart for name, apart in one["apart"].items() if apart > TOLERANCE} == {}
         assert "the model has gradients, which Megatron has reduced and divided" in one["said"]["finished"]
@@ -135,7 +135,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_honoured_is_refused():
-    for one in job(2, "samples:refusals").figures:
+    for one in of_ranks(job(2, "samples:refusals")):
         assert {name: said for name, said in one.items() if REFUSED[name] not in said} == {}
 
 
@@ -149,7 +149,7 @@ VALUE_LAYOUTS = [
 
 @pytest.mark.parametrize(("num_ranks", "layout"), VALUE_LAYOUTS)
 def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, layout):
-    found = job(num_ranks, "sample_values:values", **layout).figures
+    found = of_ranks(job(num_ranks, "sample_values:values", **layout))
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -164,7 +164,7 @@ def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, 
 
 
 def test_a_distillation_has_the_gradients_of_whole_distributions():
-    found = job(2, "sample_values:distillation").figures
+    found = of_ranks(job(2, "sample_values:distillation"))
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -173,7 +173,7 @@ def test_a_distillation_has_the_gradients_of_whole_distributions():
 
 
 def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all():
-    first, second = job(2, "sample_values:divided_head").figures
+    first, second = of_ranks(job(2, "sample_values:divided_head"))
     assert first["norm"] == second["norm"] > 0  # they begin with one weight
     for one in (first, second):
         assert one["attribute"]
@@ -196,11 +196,11 @@ APART = {
 
 
 def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
-    for one in job(2, "sample_values:value_refusals").figures:
+    for one in of_ranks(job(2, "sample_values:value_refusals")):
         assert one.keys() == APART.keys()
         assert {name: said for name, said in one.items() if APART[name] not in said} == {}
 
 
 def test_a_head_that_leaves_tokens_divided_is_refused():
-    said = [one["said"] for one in job(2, "sample_values:head_without_tokens").figures]
+    said = [one["said"] for one in of_ranks(job(2, "sample_values:head_without_tokens"))]
     assert all("tokens: its head must have one output, and gather the tokens of sequence-parallel ranks" in one for one in said)

@@ -213,7 +213,7 @@ def bad() -> dict[str, Any]:
     return {"said": said, "trains": report.divisor > 0}
 
 
-def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False) -> dict[str, Any]:
+def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, overlaps: bool = False) -> dict[str, Any]:
     """Return how far several calls are from one with all samples, what is said of calls that would be wrong, and of a loss that
     is not finite, and how far the call behind each is.
     """
@@ -225,8 +225,12 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False) 
     from megatron_epp.plan import EppError
 
     config, samples, said = loop.models[0].config, made(), {}
-    own = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    own = DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=overlaps)
     chunks = [DistributedDataParallel(config, own, bare) for bare in loop.models]
+    if overlaps:  # as Megatron's training does
+        (config.no_sync_func,), (config.grad_sync_func,) = zip(
+            *((one.no_sync, one.start_grad_sync) for one in chunks), strict=True
+        )
     config.finalize_model_grads_func = finalize_model_grads
     schedule = megatron_epp.wrap_samples(loss=ClippedRatio(average=Average.SEQUENCE_MEANS), **SETTINGS)
 
@@ -252,7 +256,7 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False) 
     found = {
         "after a refusal": gradients(samples),
         "two": gradients(samples[:3], samples[3:]),
-        "three": gradients(samples[:1], samples[1:3], samples[3:]),
+        "three": gradients(samples[:2], samples[2:4], samples[4:]),
         "one without trained tokens": gradients(samples, untrained),
         "one without trained tokens before": gradients(untrained, samples),
     }
