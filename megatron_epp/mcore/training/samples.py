@@ -29,7 +29,7 @@ from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.attention.context_parallel import of_group
-from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.links.objects import AgreedError, from_each, raise_for
 
 SETTINGS = (
     "planner",
@@ -218,12 +218,12 @@ class SampleSchedule:
             load=None,
             gradient_accumulation_fusion=False,
         )
-        _raise_for(from_each(next(filter(None, map(refusal, models)), "")))
+        raise_for(from_each(next(filter(None, map(refusal, models)), "")))
         for model in models:
             adopt_built(model, args)
         session = Session(args)
         session.loss = self.loss
-        with session.telling_others():
+        with session.telling_others(unless=AgreedError):
             session.attach(models, get_model_config(models[0]))
         self._session, self._models = session, models
         return session
@@ -271,7 +271,7 @@ class SampleSchedule:
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
         problems, digests, with_gradients = zip(*from_each((problem, digest, has_gradients)), strict=True)
-        _raise_for(problems)
+        raise_for(problems)
         if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
                 f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
@@ -353,13 +353,6 @@ def _scale_gradients(models: Sequence[Any], scale: float) -> None:
         for parameter in model.parameters():  # a model without Megatron's wrapper
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-
-
-def _raise_for(problems: Sequence[str]) -> None:
-    """Raise `EppError` if some rank has a problem; `problems` are those of all ranks, empty where there is none."""
-    if told := {rank: said for rank, said in enumerate(problems) if said}:
-        same = len(told) == len(problems) and len(set(told.values())) == 1
-        raise EppError(problems[0] if same else "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
 
 
 def _digest(samples: Sequence[TokenSample]) -> bytes:

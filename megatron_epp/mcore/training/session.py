@@ -41,7 +41,7 @@ from megatron_epp.planner.service.background import BackgroundPlanner, start_ear
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.warm_up import KernelWarmUp
-from megatron_epp.runtime.links.objects import ObjectGroup
+from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.trace import Recorder
 
@@ -103,33 +103,7 @@ class Session(Run):
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
         if self.stages:
             return
-        if self.args.epp_schedule != "stock":
-            for model in models:
-                check_adopted(model)
-        last = self.placement.num_stages - 1
-        loss, has_head = None, not shards_vocabulary(self.args)
-        if self.loss is not None:
-            loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
-        asked = OF_LABELS
-        if loss is not None:
-            width = loss.asks.widths.get(loss.asks.candidates, 0)
-            if last in self.placement.stages(self.rank):
-                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
-            has_head &= not loss.asks.has_values
-            asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
-        stages: dict[int, MegatronStage] = {
-            stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
-                model,
-                config,
-                is_first=stage == 0,
-                is_last=stage == last,
-                tp_size=mpu.get_tensor_model_parallel_world_size(),
-                fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, model, asked) if has_head and stage == last else None,
-                loss=loss if stage == last else None,
-            )
-            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
-        }
+        stages = agreed(partial(self._stages_of, models, config), self.names)
         # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
         # the rank.
         self.connect(stages)
@@ -149,6 +123,36 @@ class Session(Run):
                 assert self.costs is not None  # since `settle`
                 self._planner = self._planner_by(self.costs)
                 self._can_plan.set()
+
+    def _stages_of(self, models: Sequence[torch.nn.Module], config: Any) -> dict[int, MegatronStage]:
+        """Return the rank's model chunks as stages. Raises `EppError` for a model that cannot run in slices."""
+        if self.args.epp_schedule != "stock":
+            for model in models:
+                check_adopted(model)
+        last = self.placement.num_stages - 1
+        loss, has_head = None, not shards_vocabulary(self.args)
+        if self.loss is not None:
+            loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
+        asked = OF_LABELS
+        if loss is not None:
+            width = loss.asks.widths.get(loss.asks.candidates, 0)
+            if last in self.placement.stages(self.rank):
+                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
+            has_head &= not loss.asks.has_values
+            asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
+        return {
+            stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
+                model,
+                config,
+                is_first=stage == 0,
+                is_last=stage == last,
+                tp_size=mpu.get_tensor_model_parallel_world_size(),
+                fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
+                block_loss=block_loss(self.args, model, asked) if has_head and stage == last else None,
+                loss=loss if stage == last else None,
+            )
+            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
+        }
 
     def _prior(self, note: Callable[[str], None]) -> PipelineCosts:
         """Return costs by formula or from a file, with measured bytes; `note` is called with each step before it starts."""

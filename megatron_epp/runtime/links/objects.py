@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_epp.plan.errors import EppError, Names
 from megatron_epp.plan.tree import LARGEST_MESH, tree_of
 
 GroupOptions = Callable[[], Any]
@@ -105,6 +106,36 @@ def from_each[T](item: T) -> list[T]:
     everyone: list[T] = [item] * dist.get_world_size()
     dist.all_gather_object(everyone, item)
     return everyone
+
+
+class AgreedError(EppError):
+    """Error of one or several ranks, which all ranks of the job raise."""
+
+
+def raise_for(problems: Sequence[str]) -> None:
+    """Raise `AgreedError` if some rank has a problem; `problems` are those of all ranks, empty where there is none."""
+    if of_ranks := {rank: problem for rank, problem in enumerate(problems) if problem}:
+        same = len(of_ranks) == len(problems) and len(set(of_ranks.values())) == 1
+        raise AgreedError(problems[0] if same else "; ".join(f"rank {rank}: {text}" for rank, text in of_ranks.items()))
+
+
+def agreed[T](make: Callable[[], T], names: Names) -> T:
+    """Return what a function makes on this rank. A collective call of the default process group.
+
+    Args:
+        make: the function.
+        names: of settings, in errors.
+
+    Raises:
+        AgreedError: it has raised an `EppError` on some rank.
+    """
+    result, problem = None, ""
+    try:
+        result = make()
+    except EppError as error:
+        problem = error.text(names)
+    raise_for(from_each(problem))
+    return cast(T, result)
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
