@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-RANK = 2
+RANK = 8
 
 
 class Adapted(nn.Module):
@@ -43,6 +43,7 @@ PARTS: dict[str, Callable[[int, int], str]] = {
     "some": lambda number, count: "frozen" if number % 2 else "adapted",
     "last": lambda number, count: "frozen" if number <= count // 2 else "adapted",
     "first": lambda number, count: "adapted" if number == 1 else "frozen",
+    "later": lambda number, count: "frozen" if number <= count // 2 else "trained",
     "layers": lambda number, count: "trained",
     "head": lambda number, count: "frozen",
 }
@@ -92,4 +93,4 @@ def _spec(part: str) -> Any:
     return replace(get_gpt_layer_local_spec(normalization="RMSNorm"), module=layer)
 
 
-adapters, some, last, first, layers, head = map(_spec, PARTS)
+adapters, some, last, first, later, layers, head = map(_spec, PARTS)
