@@ -279,8 +279,8 @@ class Profile:
 
 
 def _training(part: ModelPart, share: float, most: float) -> ModelPart:
-    # By blocks a loss has no weight gradient of its own: it is one product of three.
-    weight = part.weight if not part.workspace_bytes else part.backward.scaled(1 / 3)
+    # By blocks a loss has no weight gradient of its own: its backward has that product and another one more than its forward.
+    weight = part.weight if not part.workspace_bytes else part.backward.without(part.forward).scaled(0.5)
     return replace(
         part,
         backward=part.backward.without(weight.scaled(1 - share)),
