@@ -362,7 +362,7 @@ _COSTS = (
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(
-        "Parameters that train, where others are frozen, as beside adapters: only they have gradients and optimizer states, "
+        "Parameters that train, where others are frozen, as next to adapters: only they have gradients and optimizer states, "
         "and backwards of frozen matrices are one product (default: all)."
     ),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
