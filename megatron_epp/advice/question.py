@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import MICROSECONDS, with_latents
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
+from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
@@ -157,6 +158,11 @@ class Question:
     def bytes_per_value(self) -> int:
         return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
 
+    @property
+    def trained_share(self) -> float:
+        """Share of the model's parameters that train."""
+        return float(self.flags.get(TRAINED_SHARE, 1.0))
+
     def shape(self, config: Configuration) -> ModelShape:
         """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
         return shape_of(
@@ -172,7 +178,8 @@ class Question:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
         measured = self.measured.get(config.sharing)
         shape, rates = self.shape(config), self.rates(config)
-        return analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
+        found = analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
+        return found.training(self.trained_share)
 
     def costs(self, config: Configuration) -> PipelineCosts:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
@@ -254,5 +261,5 @@ class Question:
         rate = rates.exchange_bytes
         if group > in_node:
             rate = min(rate, in_node * rates.message_bytes)
-        moved_bytes = parameters * (REDUCED_BYTES + self.bytes_per_value) * (1 - 1 / group)
+        moved_bytes = self.trained_share * parameters * (REDUCED_BYTES + self.bytes_per_value) * (1 - 1 / group)
         return MICROSECONDS * moved_bytes / rate

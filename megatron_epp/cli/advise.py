@@ -138,7 +138,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     lengths = [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
-    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *OPTIMIZER_FLAGS)]
+    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *OPTIMIZER_FLAGS, "trained_parameters")]
     flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
     flags |= {
         "context": question.context,

@@ -24,7 +24,8 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
-from megatron_epp.cost.parameters import summary
+from megatron_epp.cost.optimizer import TRAINED_SHARE
+from megatron_epp.cost.parameters import summary, trained_share
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
@@ -102,8 +103,8 @@ def add_shape(costs: argparse._ArgumentGroup) -> None:
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
-    """Add the flags that change the bytes of gradients and of the optimizer's states."""
-    add(group, *OPTIMIZER_FLAGS)
+    """Add the flags that change the bytes of gradients and of the optimizer's states, and the number of what trains."""
+    add(group, *OPTIMIZER_FLAGS, "trained_parameters")
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +120,11 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "bf16": None if args.bytes_per_value is None else args.bytes_per_value == 2,
         "sequence_parallel": args.sequence_parallel or None,
     }
-    return flags | {name: value for name, value in given.items() if value is not None}
+    flags |= {name: value for name, value in given.items() if value is not None}
+    if (trained := getattr(args, "trained_parameters", None)) is not None:
+        with of_model(args):
+            flags[TRAINED_SHARE] = trained_share(flags, trained)
+    return flags
 
 
 def tell_sharing(args: argparse.Namespace) -> None:
@@ -204,13 +209,16 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         with of_model(args):
             check_formulas(flags)
             shape = shape_of(flags | {"seq_length": args.context or longest})
-        return analytic_profile(shape, _rates(args, shape)), shape.num_layers
+        return analytic_profile(shape, _rates(args, shape)).training(flags.get(TRAINED_SHARE, 1.0)), shape.num_layers
     stored = load_costs(args.costs)
     if isinstance(stored, PipelineCosts):
+        if args.trained_parameters is not None:
+            raise EppError(f"--costs {args.costs} has costs of stages as they have trained: leave --trained-parameters out")
         return stored, sum(stored.num_layers)
     with naming(f"--costs {args.costs}"), of_model(args):
         if flags.get("epp_latents") == "on":
             stored = with_latents(stored, shape := shape_of(flags), _rates(args, shape))
+        stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 
 

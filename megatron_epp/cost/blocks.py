@@ -21,6 +21,8 @@ INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", 
 start, whose other half another stage has; layers of multi-token prediction; final norm, logits and loss."""
 KINDS = (INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD)
 _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
+_IDLE_US = 1.0
+"""Time of a backward that computes nothing, before it is measured. Assumed: an order of plans needs some."""
 _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
 
 
@@ -260,6 +262,22 @@ class StageCosts:
         none = self.changed(**{name: NO_TIME}).blocks
         found = {at: replace(none[at], **{name: (layer, inner, ends)[group]}) for group, at in last.items()}  # type: ignore[arg-type]
         return replace(self, blocks=tuple(found.get(at, block) for at, block in enumerate(none)))
+
+    def without_backward(self) -> StageCosts:
+        """Return the stage with backwards that compute no gradient, for which forwards keep only caches of slices."""
+        blocks = []
+        for block in self.blocks:
+            kept = 0.0 if block.kv is None else block.kv.bytes_per_token
+            modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, kept))
+            sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), kept)
+            unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
+            nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)
+            times = dict.fromkeys(("backward", "weight", "exchange"), NO_TIME)
+            kv = block.kv and replace(block.kv, gradient_bytes_per_token=0.0, many_gradient_bytes_per_token=0.0)
+            changes: dict[str, Any] = {**sizes, **unknown, **nothing, **times}
+            blocks.append(replace(block, recompute=modes, kv=kv, **changes))
+        blocks[0] = replace(blocks[0], backward=Line(_IDLE_US))
+        return replace(self, blocks=tuple(blocks))
 
     def changed(self, *kinds: str, **changes: Any) -> StageCosts:
         """Return the stage with other fields of its blocks of these kinds (none for all); a head is added if it has none."""

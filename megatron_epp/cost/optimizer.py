@@ -8,7 +8,7 @@ later).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_epp.cost.memory import Static
@@ -23,6 +23,8 @@ DTYPE_FLAGS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_av
 _PRECISE = "use_precision_aware_optimizer"
 FLAGS = ("optimizer", _PRECISE, *DTYPE_FLAGS, "optimizer_cpu_offload", "optimizer_offload_fraction")
 """Flags of Megatron's optimizer that commands take, with underscores."""
+TRAINED_SHARE = "epp_trained_share"
+"""Name among Megatron's flags for the share of a model's parameters that train."""
 _FP32_BYTES = 4
 
 type Sharing = Literal["elements", "matrices", "parameters", "none"]
@@ -46,6 +48,14 @@ class Parameters:
     largest: float = 0.0
     largest_other: float = 0.0
 
+    @property
+    def count(self) -> float:
+        return self.matrices + self.experts + self.others
+
+    def share(self, share: float) -> Parameters:
+        """Return a share of each kind; the largest matrices may be among them as a whole."""
+        return replace(self, matrices=share * self.matrices, experts=share * self.experts, others=share * self.others)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
@@ -61,6 +71,7 @@ class OptimizerBytes:
             whole matrices and whole others (its layer-wise one without a layout of its buffers); none: all.
         holders: ranks that hold the same weights: data-parallel replicas times context-parallel ranks.
         expert_holders: ranks that hold the same experts.
+        trained_share: share of the parameters that train, which alone have gradients and states.
     """
 
     weight: float
@@ -70,6 +81,7 @@ class OptimizerBytes:
     sharing: Sharing
     holders: int
     expert_holders: int
+    trained_share: float = 1.0
 
     @staticmethod
     def of_flags(flags: Mapping[str, Any], weight_bytes: float | None = None) -> OptimizerBytes:
@@ -77,7 +89,7 @@ class OptimizerBytes:
 
         Args:
             flags: names with underscores, types by the names of `DTYPE_BYTES`. Flags that are absent or None have Megatron's
-                defaults, except that the distributed optimizer is used.
+                defaults, except that the distributed optimizer is used. ``epp_trained_share`` is `trained_share`.
             weight_bytes: of a weight; by default as ``bf16`` and ``fp16`` say.
 
         Raises:
@@ -107,17 +119,23 @@ class OptimizerBytes:
             sharing=_sharing(given, kind),
             holders=holders,
             expert_holders=max(1, holders * tensor // sharing_experts),
+            trained_share=given.get(TRAINED_SHARE, 1.0),
         )
 
-    def static(self, parameters: Parameters) -> Static:
-        """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has."""
-        count = parameters.matrices + parameters.experts + parameters.others
-        matrices = self._most(parameters.matrices, self.holders, parameters.largest, ("matrices", "parameters"))
-        experts = self._most(parameters.experts, self.expert_holders, parameters.largest, ("matrices", "parameters"))
-        others = self._most(parameters.others, self.holders, parameters.largest_other, ("parameters",))
+    def static(self, parameters: Parameters, trained: Parameters | None = None) -> Static:
+        """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has.
+
+        Args:
+            parameters: that it holds.
+            trained: those of them that train; by default `trained_share` of each kind.
+        """
+        trained = parameters.share(self.trained_share) if trained is None else trained
+        matrices = self._most(trained.matrices, self.holders, trained.largest, ("matrices", "parameters"))
+        experts = self._most(trained.experts, self.expert_holders, trained.largest, ("matrices", "parameters"))
+        others = self._most(trained.others, self.holders, trained.largest_other, ("parameters",))
         return Static(
-            weights=int(count * self.weight),
-            gradients=int(count * self.gradient),
+            weights=int(parameters.count * self.weight),
+            gradients=int(trained.count * self.gradient),
             optimizer=int((matrices + experts) * self.matrix_state + others * self.state),
         )
 

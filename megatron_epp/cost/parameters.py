@@ -30,6 +30,11 @@ def parameters_of(flags: Flags) -> int:
     return ends + sum(count * _layer(flags, *kinds) for kinds, count in Counter(kinds_of_layers(flags)).items())
 
 
+def trained_share(flags: Flags, trained: int) -> float:
+    """Return the share of a model's parameters that train, at most 1, given their number; arguments as of `parameters_of`."""
+    return min(1.0, trained / parameters_of(flags))
+
+
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
     experts or none.

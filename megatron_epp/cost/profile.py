@@ -44,6 +44,7 @@ from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
 _OF_PART = tuple(one.name for one in fields(PartCosts))
+_PARTS = ("layer", "attention", "embedding", "head", "prediction")
 FORM = Form("profile", "megatron-epp/profile", 1)
 
 
@@ -162,6 +163,17 @@ class Profile:
             context_exchange_us=self.context_exchange_us,
         )
 
+    def training(self, share: float) -> Profile:
+        """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'
+        gradients. It counts for every part alike, whichever parameters they are.
+        """
+        if share == 1.0:
+            return self
+        on_rank = self.num_layers * self.layer.parameters + self.embedding.parameters + self.head.parameters
+        least = share * on_rank
+        parts: dict[str, Any] = {name: _training(getattr(self, name), share, least) for name in _PARTS}
+        return replace(self, **parts)
+
     def _shards(self, shares: Sequence[float]) -> VocabularyShards:
         """Divide the head over shards.
 
@@ -264,6 +276,17 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` for any other text."""
         return FORM.read(Profile, text, _check)
+
+
+def _training(part: ModelPart, share: float, most: float) -> ModelPart:
+    # By blocks a loss has no weight gradient of its own: its backward has that product and another one more than its forward.
+    weight = part.weight if not part.workspace_bytes else part.backward.without(part.forward).scaled(0.5)
+    return replace(
+        part,
+        backward=part.backward.without(weight.scaled(1 - share)),
+        weight=part.weight.scaled(share),
+        largest_weight=min(part.largest_weight, most),
+    )
 
 
 def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -131,6 +132,11 @@ class Run:
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
         self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
         self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
+        trains = {number: any(one.requires_grad for one in stage.model.parameters()) for number, stage in stages.items()}
+        everyone = self.links.control.from_each([number for number, does in trains.items() if does])
+        first = min(itertools.chain(*everyone), default=self.placement.num_stages)
+        for number, stage in stages.items():
+            stage.has_gradient = number >= first
 
     def use_communicators(self) -> None:
         """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""

@@ -109,6 +109,9 @@ class Stage(Protocol):
     """A pipeline stage as the executor needs it."""
 
     relay: KVRelay
+    has_gradient: bool
+    """False if no parameter of this stage or of one before it trains: its forwards are without gradients, and no backward runs.
+    """
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""

@@ -209,14 +209,15 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
-        if hidden is not None and not self.plan.forward_only:
+        forward_only = not self._differentiates(stage)
+        if hidden is not None and not forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
         (table, view, group), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
-        relay, forward_only = self.stages[stage].relay, self.plan.forward_only
-        context = ChunkContext(chunk, table, relay, view, recompute, forward_only, loss_group=group)
+        context = ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, forward_only, loss_group=group)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
-        with self.recorder.action(action), saving, context.relay.running(context.view, False):
+        running = context.relay.running(context.view, False)
+        with self.recorder.action(action), saving, running, torch.set_grad_enabled(not forward_only):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -238,16 +239,20 @@ class Executor:
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
-        running = context.relay.running(context.view, True, context.recompute.attention_layers)
         self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
-        with self.recorder.action(action), running:
-            self.stages[stage].backward(context, output, grad, key in self._split)
+        with self.recorder.action(action):
+            if self._differentiates(stage):
+                with context.relay.running(context.view, True, context.recompute.attention_layers):
+                    self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]
-        if leaf is None:
+        if stage == 0:
             return
-        del self._leaves[key]
-        gradient = leaf.gradient
+        if leaf is None:  # no stage before this one trains either: it waits for a message, and does not read it
+            shape, dtype, device = self.stages[stage].message(self.plan.padded_tokens(chunk))
+            gradient: Tensor | None = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            gradient = self._leaves.pop(key).gradient
         if gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
@@ -258,7 +263,8 @@ class Executor:
     def _weight(self, action: Action) -> None:
         self._announce(action)
         with self.recorder.action(action):
-            self.stages[action.stage].weight(action.chunk)
+            if self._differentiates(action.stage):
+                self.stages[action.stage].weight(action.chunk)
 
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
@@ -285,6 +291,10 @@ class Executor:
         self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.
+
+    def _differentiates(self, stage: int) -> bool:
+        """Return True if backwards of a stage compute gradients. Of a stage that does not train they are in the plan, too."""
+        return not self.plan.forward_only and self.stages[stage].has_gradient
 
     def _announce(self, action: Action) -> None:
         """Tell the stage if an action is the last that gives its parameters a gradient."""

@@ -5,6 +5,8 @@ Plans are switched on by one environment variable and the plugin, as the framewo
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from scripts.bench.rl.engine import command, is_installed
@@ -15,6 +17,8 @@ from tests.support.mcore.jobs.training_steps import BATCHES, MICROBATCHES
 pytestmark = pytest.mark.callers
 LEARNING = 4
 """First batches of a training, which run in the caller's order."""
+UNDER_A_CAP = "memory_cap_gb=0.0015"
+"""Settings of plans with which layers recompute."""
 LAYOUTS = [
     pytest.param(2, 1, id="PP 2"),
     pytest.param(4, 1, id="PP 2 x DP 2"),
@@ -36,6 +40,15 @@ def test_a_training_step_has_the_gradients_and_losses_of_megatrons_schedule(
     assert_equal_training(framework, processes, expert_parallel=expert_parallel)
 
 
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=if_installed(name)) for name in ("swift", "bridge")])
+@pytest.mark.parametrize(("processes", "settings"), [(2, UNDER_A_CAP), (4, "1")], ids=["PP 2, capped", "PP 2 x DP 2"])
+def test_adapters_as_the_framework_adds_them_have_the_gradients_of_megatrons_schedule(
+    framework: str, processes: int, settings: str
+) -> None:
+    output = assert_equal_training(framework, processes, settings, has_adapters=True)
+    assert (settings != "1") == any(float(share) > 0 for share in re.findall(r"([\d.]+)% of layers recompute", output))
+
+
 @if_installed("swift")
 @pytest.mark.parametrize("processes", [pytest.param(2, id="PP 2"), pytest.param(4, id="PP 2 x DP 2")])
 def test_a_step_of_swifts_dpo_sends_hidden_states_of_two_models_by_plans_and_has_the_same_gradients_and_losses(
@@ -44,15 +57,19 @@ def test_a_step_of_swifts_dpo_sends_hidden_states_of_two_models_by_plans_and_has
     assert_equal_training("swift", processes, has_preferences=True)
 
 
-def assert_equal_training(framework: str, processes: int, **given: object) -> None:
+def assert_equal_training(framework: str, processes: int, settings: str = "1", **given: object) -> str:
     """Check on all ranks that batches have equal gradients and losses, in other orders of microbatches once costs are learnt.
 
     Args:
         framework: a job of `training_steps`.
         processes: ranks, of two stages.
+        settings: of plans, in the environment.
         given: arguments of the job.
+
+    Returns:
+        what the ranks wrote.
     """
-    finished = job(processes, f"training_steps:{framework}", env={"MEGATRON_EPP": "1"}, stages=2, **given)
+    finished = job(processes, f"training_steps:{framework}", env={"MEGATRON_EPP": settings}, stages=2, **given)
     ranks = of_ranks(finished)
     assert len(ranks) == processes
     assert all(rank["installed"] for rank in ranks)
@@ -70,3 +87,4 @@ def assert_equal_training(framework: str, processes: int, **given: object) -> No
         orders = [batch["order"] for batch in rank["batches"]]
         assert all(planned == stock for planned, stock in orders[:LEARNING])
         assert any(planned != stock for planned, stock in orders[LEARNING:])
+    return finished.output

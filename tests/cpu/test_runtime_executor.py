@@ -192,3 +192,35 @@ def test_evaluation_drops_everything_at_once_and_builds_no_graph():
     assert meter.peak_bytes == 0
     for stage in stages.values():
         assert stage.alive == {"F0": set(), "F1": set(), "F2": set()}
+
+
+class UntrainedStage(CountingStage):
+    """Refuses to compute gradients."""
+
+    has_gradient = False
+
+    def forward(self, context, hidden):
+        assert context.forward_only
+        assert not torch.is_grad_enabled()
+        return super().forward(context, hidden)
+
+    def backward(self, context, output, grad, keep_weights):
+        raise AssertionError("nothing here trains")
+
+    weight = backward
+
+
+def test_stages_before_the_first_that_trains_keep_nothing_and_pass_their_backwards_on():
+    plan = one_rank_two_stages()
+    stages = stages_of(plan, CountingStage) | {0: stages_of(plan, UntrainedStage)[0]}
+    with SavedTensors(parameter for stage in stages.values() for parameter in stage.part.parameters()) as meter:
+        Executor(plan, 0, stages).run()
+        of_both = meter.peak_bytes
+    assert all(parameter.grad is None for parameter in stages[0].part.parameters())
+    expected = stages_of(plan)
+    Executor(plan, 0, expected).run()
+    for ours, theirs in zip(stages[1].part.parameters(), expected[1].part.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    with SavedTensors(parameter for stage in expected.values() for parameter in stage.part.parameters()) as meter:
+        Executor(plan, 0, stages_of(plan)).run()
+    assert 0 < of_both < meter.peak_bytes

@@ -128,6 +128,7 @@ FLAGS = {
     "on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     "muon": "--optimizer muon",
     "sgd": "--optimizer sgd",
+    "adapters": "--trained-parameters 40000000",
 }
 SIZES = {"tensor": 2, "context": 2, "pipeline": 2, "data": 4}
 

@@ -174,6 +174,7 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_communicator_figures.py": (),
     "pure/test_cost_balance.py": ("test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster",),
+    "pure/test_cost_frozen.py": (),
     "pure/test_cost_head.py": ("test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence",),
     "pure/test_cost_launches.py": (),
     "pure/test_cost_library.py": (),

@@ -35,6 +35,8 @@ class Layer(nn.Module):
 class GpuStage:
     """Implements `runtime.executor.Stage`: the only stage of its pipeline. Its input is a fixed row for every token."""
 
+    has_gradient = True
+
     def __init__(self, plan, dtype, preference="auto"):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer() for _ in range(plan.num_layers[0])).to(DEVICE, dtype)

@@ -97,6 +97,8 @@ class EmulatedRank:
 class WaitingStage:
     """Implements `runtime.context.Stage` by timed waits: its hidden states are the time at which they were produced."""
 
+    has_gradient = True
+
     def __init__(self, stage: int, rank: EmulatedRank) -> None:
         self.stage, self.rank, self.relay = stage, rank, KVRelay()
         self._inputs: dict[int, Tensor] = {}

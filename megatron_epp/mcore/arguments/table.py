@@ -26,6 +26,7 @@ from megatron_epp.mcore.arguments.flag import (
     SWITCH,
     WHOLE,
     Flag,
+    Number,
     planner,
 )
 from megatron_epp.plan.errors import Names
@@ -360,6 +361,10 @@ _COSTS = (
         "different nodes, and ranks that share a layer are in one)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
+    Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(
+        "Parameters that train, where others are frozen, as next to adapters: only they have gradients and optimizer states, "
+        "and backwards of frozen matrices are one product (default: all)."
+    ),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
         "What `megatron-epp profile` wrote, or a training run with learnt costs (default: formulas)."
     ),

@@ -123,8 +123,8 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Digest of the shapes and types of a model chunk's parameters, in their order."""
-    text = ";".join(f"{list(parameter.shape)} {parameter.dtype}" for parameter in model.parameters())
+    """Digest of the shapes and types of a model chunk's parameters, in their order, and of which of them are frozen."""
+    text = ";".join(f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}" for one in model.parameters())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -324,6 +324,8 @@ def message_bytes(stage: MegatronStage) -> float:
 
 def measure_offloadable_share(stage: MegatronStage) -> float:
     """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute modes."""
+    if not stage.has_gradient:
+        return 1.0  # it keeps nothing
     shares = []
     for recompute in (NO_RECOMPUTE, *(Recompute(**{name: stage.num_layers}) for name in MODES)):
         with SavedTensors(stage.parameters) as saved:
@@ -343,7 +345,7 @@ def run_other_size(stage: MegatronStage) -> None:
     in evaluation and in the first forward of layers that recompute, they are other functions.
     """
     chunk = Chunk((Segment(0, 0, bytes_chunk(stage).num_tokens + stage.token_multiple),))
-    for recompute in (NO_RECOMPUTE, Recompute(full=stage.num_layers)):
+    for recompute in (NO_RECOMPUTE, Recompute(full=stage.num_layers)) if stage.has_gradient else ():
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
         del output, context

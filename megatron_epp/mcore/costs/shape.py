@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, Profile, Rates, analytic_profile
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
@@ -75,6 +77,35 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
     return analytic_profile(model_shape(args), _rates())
+
+
+def trained_share(stage: Any) -> float | None:
+    """Return the share of a stage's parameters that train; None if no backward of it computes gradients."""
+    counts = [(weight.numel(), weight.numel() * weight.requires_grad) for weight in stage.model.parameters()]
+    held, trained = (sum(column) for column in zip(*counts, strict=True)) if counts else (1, 1)
+    return trained / held if stage.has_gradient else None
+
+
+def costs_of_stages(
+    profile: Profile,
+    layers: Sequence[float],
+    shares: Sequence[float | None],
+    optimizer: OptimizerBytes | None = None,
+    **more: Any,
+) -> PipelineCosts:
+    """Return the costs of a pipeline by a profile, whose stages train a share of their parameters (`trained_share`).
+
+    Other arguments are those of `Profile.costs`.
+    """
+
+    def of(share: float) -> PipelineCosts:
+        held = None if optimizer is None else replace(optimizer, trained_share=share)
+        return profile.training(share).costs(layers, optimizer=held, **more)
+
+    costs = {share: of(share or 0.0) for share in {*shares, 1.0}}
+    stages = (costs[share].stages[number] for number, share in enumerate(shares))
+    found = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
+    return replace(costs[1.0], stages=tuple(found))
 
 
 def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:

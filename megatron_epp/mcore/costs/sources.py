@@ -22,7 +22,14 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
 from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.shape import for_run, model_shape, optimizer_bytes, parameters_of
+from megatron_epp.mcore.costs.shape import (
+    costs_of_stages,
+    for_run,
+    model_shape,
+    optimizer_bytes,
+    parameters_of,
+    trained_share,
+)
 from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -64,19 +71,22 @@ def pipeline_costs(
         split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
     profile = for_run(args, given)
-    layers = _by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
-    base = profile.costs(layers, replicas=args.data_parallel_size, vocabulary_shares=vocabulary_shares(args))
+    layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
+    trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
+    sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
+    product = profile.costs(layers, **sharing).stages[-1].line_of_ends("weight")
+    base = costs_of_stages(profile, layers, trained, **sharing)
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))
     with _undisturbed(stages.values()):
         note("measuring bytes")
         found = _with_largest_workspaces(
-            {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
+            {number: _measured_bytes(args, stage, base.stages[number], product) for number, stage in stages.items()}
         )
         if args.epp_warm_up == "on" or (args.epp_warm_up == "auto" and torch.cuda.is_initialized()):
             note("warming up layers")
             for stage in stages.values():
                 run_other_size(stage)
-        costs = replace(base, stages=_by_stage(found, links))
+        costs = replace(base, stages=by_stage(found, links))
         if args.epp_offload == "on":
             note("measuring what can go to the host")
             share = min(gathered(min(map(measure_offloadable_share, stages.values())), links))
@@ -93,9 +103,13 @@ def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> 
     return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
 
-def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
-    base = _with_workspace(base, 0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
-    found = measure_bytes(stage, base)
+def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts, product: Line) -> StageCosts:
+    blocks = stage.block_loss
+    base = _with_workspace(base, 0) if blocks is None else _by_blocks(base, product, blocks.workspace_bytes)
+    if stage.has_gradient:
+        found = measure_bytes(stage, base)
+    else:  # there is nothing to count
+        found = _with_kv(base, **_sums(args, base)).without_backward()
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
         (received, *_) = found.ends
         found = found.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
@@ -144,14 +158,14 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
     }
 
 
-def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
+def _by_blocks(costs: StageCosts, product: Line, workspace_bytes: int) -> StageCosts:
     """Return the costs of a last stage that computes its loss by blocks.
 
-    Its backward has one more matrix product, which takes as long as the one for the weight's gradient, and its weight gradient
-    cannot be split off. Times of a profile that assumes blocks already stay as they are.
+    Its backward has one more matrix product (`product`), which takes as long as that for the gradient of a weight that trains,
+    and its weight gradient cannot be split off. Times of a profile that assumes blocks already stay as they are.
     """
-    (layer, inner, ends), again = costs.lines("backward"), costs.line_of_ends("weight")
-    costs = costs.changed(INPUT, HEAD, weight=Line()).with_lines("backward", layer, inner, ends + again)
+    layer, inner, ends = costs.lines("backward")
+    costs = costs.changed(INPUT, HEAD, weight=Line()).with_lines("backward", layer, inner, ends + product)
     return _with_workspace(costs, workspace_bytes)
 
 
@@ -166,7 +180,7 @@ def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
     return replace(costs, hidden_bytes_per_token=token_bytes)
 
 
-def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
+def by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
     """Gather one value per stage of the pipeline from all ranks, in the order of stages."""
     everyone = {number: value for values in gathered(mine, links) for number, value in values.items()}
     return tuple(everyone[number] for number in sorted(everyone))
@@ -183,17 +197,20 @@ def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgett
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     """Return the bytes of this rank's weights, gradient buffers and optimizer states."""
     optimizer = optimizer_bytes(args)
-    static = optimizer.static(parameters_of(stage.model.parameters()))
+    weights = [*stage.model.parameters()]
+    static = optimizer.static(parameters_of(weights), parameters_of(one for one in weights if one.requires_grad))
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
-    weights, gradients = int(copied * optimizer.weight), copied * torch.float32.itemsize
-    return replace(static, weights=static.weights + weights, gradients=static.gradients + gradients, buffers=buffers)
+    gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
+    held, gradients = static.weights + int(copied * optimizer.weight), static.gradients + gradients
+    return replace(static, weights=held, gradients=gradients, buffers=buffers)
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Bytes of the largest gradient that autograd creates before it is added to its buffer. Fused layers create none."""
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
-    return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
+    made = (weight for weight in stage.model.parameters() if weight.requires_grad and id(weight) not in inside)
+    return max((weight.nbytes for weight in made), default=0)
 
 
 def _with_device_memory(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:

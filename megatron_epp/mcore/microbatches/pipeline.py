@@ -25,8 +25,8 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.microbatches import advice
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.shape import formulas, optimizer_bytes
-from megatron_epp.mcore.costs.sources import gathered, with_host_link
+from megatron_epp.mcore.costs.shape import costs_of_stages, formulas, optimizer_bytes, trained_share
+from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
@@ -209,11 +209,11 @@ class MicrobatchPipeline(Run):
     def _by_formula(self, note: Callable[[str], None]) -> PipelineCosts:
         """Return costs by formula, with the measured link to the host if plans offload. A collective call."""
         note("counting layers")
-        everyone = gathered({number: len(layers_of(stage.model)) for number, stage in self.stages.items()}, self.links)
-        by_stage = {stage: count for found in everyone for stage, count in found.items()}
-        counts = tuple(by_stage[stage] for stage in sorted(by_stage))
+        mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}
+        counts, trained = zip(*by_stage(mine, self.links), strict=True)
         optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
-        costs = of_whole_microbatches(formulas(self.args).costs(counts, optimizer=optimizer, replicas=replicas))
+        found = costs_of_stages(formulas(self.args), counts, trained, optimizer, replicas=replicas)
+        costs = of_whole_microbatches(found)
         if self.args.epp_offload != "on":
             return costs
         note("measuring what can go to the host")

@@ -17,7 +17,7 @@ from megatron_epp.mcore.microbatches.call import Call, checked_step
 from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
-from megatron_epp.mcore.model.recompute import run_again
+from megatron_epp.mcore.model.recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
@@ -37,9 +37,12 @@ class MicrobatchStage:
         shards: ranks that share the tokens of the hidden states, by sequence and context parallelism.
     """
 
+    has_gradient = True
+
     def __init__(self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int) -> None:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
+        begin_graphs(model)
         add_to_gradients(model)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0

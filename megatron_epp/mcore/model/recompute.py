@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
-from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded, ReceiveLeaf
 
 
 def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
@@ -93,6 +93,29 @@ class _Layer:
         if (normed := self._now.normed) is not None:
             normed.until(output[0])
             self._now.normed = None
+
+
+def begin_graphs(model: torch.nn.Module) -> None:
+    """Have every block of layers begin with hidden states that require a gradient, if it trains anything or runs a chunk.
+
+    Where the embedding does not train, as below adapters, they require none. A layer that recomputes, by a plan or by
+    Megatron's settings, would then give its parameters no gradient: autograd sees a function whose inputs require none. And
+    the relay frees the keys and values of slices where attention has a backward.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):
+            module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+
+
+def _with_gradient(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if not (torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.is_floating_point()) or hidden.requires_grad:
+        return None
+    runs_chunk = isinstance(kwargs.get("packed_seq_params"), ChunkParams)
+    if not (runs_chunk or any(parameter.requires_grad for parameter in block.parameters())):
+        return None  # a frozen tower needs no backward
+    entered = ReceiveLeaf().enter(hidden)
+    return (args, kwargs | {"hidden_states": entered}) if "hidden_states" in kwargs else ((entered, *args[1:]), kwargs)
 
 
 def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

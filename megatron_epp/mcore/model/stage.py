@@ -20,7 +20,7 @@ from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.predictions import ChunkPredictions
-from megatron_epp.mcore.model.recompute import recompute_by_mode
+from megatron_epp.mcore.model.recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError
@@ -84,6 +84,7 @@ class MegatronStage:
 
     problem = ""
     """What is wrong with the loss of the last iteration; empty for nothing, and always without a loss of the user's."""
+    has_gradient = True
     more_weights: tuple[Tensor, ...] = ()
     """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
 
@@ -117,6 +118,7 @@ class MegatronStage:
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
+        begin_graphs(model)
         add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         if self.token_multiple > 1:

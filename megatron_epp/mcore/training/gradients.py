@@ -57,6 +57,8 @@ def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
                 dist.all_gather_into_tensor(part, mine.clone(), group=group)
     gradients = {}
     for name, p in parameters(model):
+        if not p.requires_grad:
+            continue
         buffer = next(b for b in whole if p in b.param_index_map)
         start, end, _ = buffer.param_index_map[p]
         gradients[name] = whole[buffer][start:end].view(p.shape)

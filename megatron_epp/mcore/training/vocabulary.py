@@ -121,7 +121,8 @@ class RankVocabulary:
         return Shard(weight.detach(), self._shard.vocabulary.start, self._block_tokens, accumulate)
 
     def take_gradient(self, compute: Callable[[], Tensor]) -> None:
-        give_gradient(self._shard.weight, compute)
+        if self._shard.weight.requires_grad:
+            give_gradient(self._shard.weight, compute)
 
     def spread(self, chunk: int) -> Tensor:
         assert self._last is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,11 +99,12 @@ class Samples:
         return Samples(self.tokens[rank::ranks], self.advantages[rank::ranks], self.old_logprobs[rank::ranks])
 
 
-def pipeline_stage(size: Size, **more: Any) -> Any:
+def pipeline_stage(size: Size, change: Callable[[Any], object] | None = None, **more: Any) -> Any:
     """Build this rank's stage, wrapped by Megatron's data parallelism. Parallel state and random numbers are set up.
 
     Args:
         size: of the model.
+        change: called with the model before it is wrapped, as what adds adapters.
         more: settings of its configuration.
     """
     from megatron.core import parallel_state
@@ -146,6 +147,8 @@ def pipeline_stage(size: Size, **more: Any) -> Any:
     for module in bare.modules():
         if isinstance(module, DotProductAttention):  # which has no kernel for packed sequences without Transformer Engine
             module.forward = packed_attention
+    if change is not None:
+        change(bare)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=False)
     return DistributedDataParallel(config, settings, bare)
 

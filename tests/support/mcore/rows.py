@@ -572,6 +572,50 @@ _HYBRID_LATENTS = Row(
 )
 
 
+# ---- parts that do not train -----------------------------------------------------------------------------------------
+
+_AGAIN = "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5"
+_TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
+_BACK = {"pp": 2, "virtual": 2, "placement": "v", "split": True}
+FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("adapters", {"pp": 2}, _AGAIN, ""),
+    ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
+    ("some", {"pp": 2}, "--epp-slices 3 --epp-costs learn", ""),
+    ("layers", {"pp": 2, "split": True}, _AGAIN, ""),
+)
+"""Part that trains, layout, and flags of plans and of both runs."""
+MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("adapters", _BACK, "--epp-slices 4", ""),
+    ("adapters", {"pp": 2}, _TIGHT, ""),
+    ("adapters", {"pp": 2, "cp": 2}, "--epp-slices 3", ""),
+    ("adapters", {"pp": 2, "dp": 2}, "--epp-slices 3 --use-distributed-optimizer", ""),
+    ("adapters", {"pp": 2}, "--epp-slices 3", "--mtp-num-layers 1"),
+    ("last", {"pp": 2}, _TIGHT, ""),
+    ("last", {"pp": 2, "virtual": 2}, _AGAIN, ""),
+    ("later", _BACK, "--epp-slices 4", ""),
+    ("last", {"pp": 2, "cp": 2}, "--epp-slices 3 --epp-costs learn", ""),
+    ("later", {"pp": 2}, "--epp-layout 2.5,1.5 --epp-slices 3 --epp-recompute 1", ""),
+    ("first", {"pp": 2, "split": True}, _AGAIN, ""),
+    ("head", {"pp": 2}, _AGAIN, ""),
+    ("head", {"pp": 2, "split": True}, "--epp-slices 3", "--mtp-num-layers 1"),
+    ("layers", {"pp": 2, "tp": 2, "sp": True, "split": True}, "--epp-slices 3", ""),
+)
+
+
+def _check_frozen(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
+def _frozen(number: int, part: str, cell: dict[str, Any], plan: str, both: str, is_slow: bool) -> Row:
+    both = f"--spec tests.support.mcore.adapters {part} {both}"
+    return Row(
+        name=f"of the model only a part trains: {part}, {Cell(**cell)}, {number}",
+        case=case(cell, "llama", plan, both=both),
+        check=_check_frozen,
+        is_slow=is_slow,
+    )
+
+
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
 
 LOOKAHEAD = 1
@@ -608,6 +652,8 @@ ROWS = (
     _HYBRID_EXPERTS,
     _HYBRID_LATENTS,
     *_learnt(),
+    *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
+    *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)),
     *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),
     *(_chosen(f"{choices} (full)", choices, 3, is_slow=True) for choices in full_rows()),

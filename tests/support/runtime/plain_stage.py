@@ -95,6 +95,8 @@ def linear(module, gradients, x):
 class PlainStage:
     """Implements `runtime.executor.Stage`."""
 
+    has_gradient = True
+
     def __init__(self, part, batch, reentrant=False):
         self.part, self.batch, self.reentrant = part, batch, reentrant
         self.relay, self.weights = KVRelay(), WeightGradients()

@@ -69,9 +69,9 @@ class Loop:
 
 
 def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Return the largest norm of a difference over the norm of what is wanted. Raises ValueError without any tensor."""
+    """Return the largest norm of a difference over the norm of what is wanted; 0 without any tensor, as of a frozen stage."""
     pairs = zip(found, wanted, strict=True)
-    return max(float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)) for ours, theirs in pairs)
+    return max((float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)) for ours, theirs in pairs), default=0.0)
 
 
 def begin(
@@ -243,6 +243,8 @@ def compared(
     pixels: int = 0,
     host_link: Sequence[float] | None = None,
     us_per_token: Mapping[str, float] | None = None,
+    part: str | None = None,
+    recomputes: bool = False,
 ) -> dict[str, Any]:
     """Run microbatches once by stock, then several times by plans, and evaluate with both.
 
@@ -254,8 +256,15 @@ def compared(
         pixels: bytes of a microbatch beside its tokens.
         host_link: latency in us and us per byte of copies to the host: this machine's are too slow for such tiny layers.
         us_per_token: times of a layer in place of those that are learnt.
+        part: of the model that trains, as of `adapters.freeze`; None for all.
+        recomputes: the model recomputes all layers by its own configuration, but for the run by stock.
     """
     loop = begin(lengths, stages, inside=inside)
+    if part is not None:
+        from tests.support.mcore.adapters import freeze
+
+        for model in loop.models:
+            freeze(model, part)
     loop.batches = partial(loop.batches, pixels=pixels)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -264,6 +273,9 @@ def compared(
 
     schedule = get_forward_backward_func()
     stock = loop.run(schedule)
+    if recomputes:
+        config = loop.models[0].config
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     if host_link is not None:
         from megatron_epp.mcore.costs import sources
 
@@ -277,7 +289,7 @@ def compared(
         with SavedTensors(parameters) as saved:
             results, gradients = loop.run(planned)
         runs.append({"worst": apart(gradients, stock[1]), "results": results, "peak_bytes": saved.peak_bytes})
-    found = {"rank": dist.get_rank(), "runs": runs, "stock": stock[0]}
+    found = {"rank": dist.get_rank(), "runs": runs, "stock": stock[0], "num_gradients": len(stock[1])}
     with torch.no_grad():
         found["evaluated"] = loop.run(planned, forward_only=True)[0]
         for name, one in (("collected", planned), ("collected by stock", schedule)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -55,12 +56,30 @@ def whole_step(data: Any, model: Any, per_token: bool) -> tuple[Tensor, Any]:
 
 
 def grpo(
-    replicas: int = 1, tensor_parallel: int = 1, stages: int | None = None, per_token: bool = True, **settings: Any
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    stages: int | None = None,
+    per_token: bool = True,
+    part: str | None = None,
+    plans: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards."""
+    """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards.
+
+    Args:
+        replicas, tensor_parallel, stages, settings: as of `begin`.
+        per_token: losses are.
+        part: of the model that trains, as of `adapters.freeze`; None for all.
+        plans: more settings of `wrap_samples`.
+    """
     loop = begin(
         LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=per_token, **settings
     )
+    if part is not None:
+        from tests.support.mcore.adapters import freeze
+
+        for model in loop.models:
+            freeze(model, part)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -76,7 +95,7 @@ def grpo(
     names = [sorted(chunk.state_dict()) for chunk in chunks]
 
     def gradients() -> list[Tensor]:
-        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters() if p.requires_grad]
 
     def whole(forward_only: bool = False) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         for chunk in chunks:
@@ -89,7 +108,7 @@ def grpo(
 
     expected, results = whole()
     loss = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
-    schedule = megatron_epp.wrap_samples(loss=loss, **SETTINGS)
+    schedule = megatron_epp.wrap_samples(loss=loss, **SETTINGS | dict(plans or {}))
     reports, worst = [], 0.0
     for _ in range(2):
         for chunk in chunks:
@@ -117,6 +136,7 @@ def grpo(
         "divisor": reports[0].divisor,
         "ahead": (left, len(schedule._ahead)),
         "chunks": reports[0].num_chunks,
+        "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
     }
 

@@ -6,6 +6,7 @@ Jobs of `tests/callers`: the functions `swift` and `bridge`. The frameworks' fol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ class Trainer:
         """Return what a training step reports, the gradients, and the order in which its microbatches ran."""
         self.ran.clear()
         losses = self.step(iter([dict(one) for one in batch]))  # the forward steps take columns out of their microbatches
-        gradients = [one.main_grad.clone() for model in self.models for one in model.parameters()]
+        gradients = [one.main_grad.clone() for model in self.models for one in model.parameters() if one.requires_grad]
         return {"losses": losses, "gradients": gradients, "order": list(self.ran)}
 
 
@@ -79,13 +80,20 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     }
 
 
-def begun(stages: int, expert_parallel: int, *, loss_per_token: bool = True) -> tuple[engine.Size, Any]:
+def begun(
+    stages: int,
+    expert_parallel: int,
+    *,
+    loss_per_token: bool = True,
+    change: Callable[[Any], object] | None = None,
+) -> tuple[engine.Size, Any]:
     """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
 
     Args:
         stages: of the pipeline.
         expert_parallel: replicas that share experts.
         loss_per_token: the loss is a sum over tokens, as both have it for fine-tuning.
+        change: as of `engine.pipeline_stage`.
     """
     from megatron_epp.mcore import entry
 
@@ -99,7 +107,18 @@ def begun(stages: int, expert_parallel: int, *, loss_per_token: bool = True) -> 
     with_fixed_times(US_PER_TOKEN)
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
     size = engine.Size(stages=stages, **shared)
-    return size, engine.pipeline_stage(size, calculate_per_token_loss=loss_per_token)
+    return size, engine.pipeline_stage(size, change, calculate_per_token_loss=loss_per_token)
+
+
+def filled(model: Any) -> None:
+    """Fill what trains of a model with numbers, since adapters begin with a matrix of zeros, and all but it is frozen."""
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert names
+    assert all("adapter" in name or "lora" in name for name in names)
+    random = torch.Generator().manual_seed(3)
+    for one in model.parameters():
+        if one.requires_grad:
+            one.data.normal_(0.0, 0.05, generator=random)
 
 
 def noted(step: ForwardStep, ran: list[int]) -> ForwardStep:
@@ -136,20 +155,61 @@ def replica_of_all() -> tuple[int, int]:
 # ---- ms-swift --------------------------------------------------------------------------------------------------------
 
 
-def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False) -> dict[str, Any]:
+def with_swifts_adapters(model: Any) -> None:
+    """Put ms-swift's adapters beside all matrices of a model's layers, and freeze the rest, by its own function."""
+    with of_swift():
+        from mcore_bridge.tuners import lora, patcher
+        from swift.megatron.utils.utils import prepare_adapter
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    # As where Megatron's own layers are in the place of Transformer Engine's, which it has for Ascend's devices.
+    lora.is_torch_npu_available = patcher.is_torch_npu_available = lambda: True
+    for module in (lora, patcher):
+        for name in [name for name, one in vars(module).items() if name.startswith("TE") and not isinstance(one, type)]:
+            setattr(module, name, type(name, (), {}))
+    lora.TEColumnParallelLinear = ColumnParallelLinear
+    model.prepare_inputs_for_generation = None  # which models of mcore-bridge have
+    prepare_adapter(SimpleNamespace(**OF_ADAPTERS), model)
+    filled(model)
+
+
+OF_ADAPTERS = {
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "modules_to_save": [],
+    "task_type": "causal_lm",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "lora_bias": "none",
+    "lora_dtype": None,
+    "use_rslora": False,
+    "mcore_ref_adapter": None,
+    "ref_adapters": [],
+}
+"""Settings of ms-swift's adapters."""
+
+
+def of_swift() -> AbstractContextManager[None]:
+    """Return a context in which modules of ms-swift can be imported."""
+    engine.reachable("swift")
+    return stand_ins("transformer_engine", "einops", "aiohttp", extensions=True)
+
+
+def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, has_adapters: bool = False) -> dict[str, Any]:
     """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss; see `compared`.
 
     Args:
         stages: of the pipeline; other ranks are replicas.
         expert_parallel: replicas that share experts.
         has_preferences: train by DPO, with another model of reference in each stage; else for the labels.
+        has_adapters: train adapters alone.
     """
     import megatron_epp
     from megatron_epp.mcore import cpu
 
-    size, model = begun(stages, expert_parallel, loss_per_token=not has_preferences)
-    engine.reachable("swift")
-    with stand_ins("transformer_engine", "einops", "aiohttp", extensions=True):
+    change = with_swifts_adapters if has_adapters else None
+    size, model = begun(stages, expert_parallel, loss_per_token=not has_preferences, change=change)
+    with of_swift():
         from swift.megatron.trainers.dpo_trainer import DummyDPOTrainer, MegatronDPOTrainer
         from swift.megatron.trainers.trainer import MegatronTrainer
         from swift.utils import import_external_file
@@ -222,16 +282,31 @@ OF_PREFERENCES = {
 # ---- Megatron-Bridge -------------------------------------------------------------------------------------------------
 
 
-def bridge(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
+def with_bridges_adapters(model: Any) -> None:
+    """Put Megatron-Bridge's adapters beside all matrices of a model's layers, and freeze the rest, by its own class."""
+    with of_bridge():
+        from megatron.bridge.peft import utils
+        from megatron.bridge.peft.lora import LoRA
+    utils.HAVE_TE = False  # which it takes from names that Megatron has without it, too
+    LoRA(dim=4, alpha=8)(model, training=True)
+    filled(model)
+
+
+def of_bridge() -> AbstractContextManager[None]:
+    """Return a context in which modules of Megatron-Bridge can be imported."""
+    engine.reachable("bridge", "megatron.bridge")
+    absent = ("transformer_engine", "modelopt", "megatron.energon", "einops", "tensorboard")
+    return stand_ins(*absent, "transformers.modeling_attn_mask_utils")
+
+
+def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) -> dict[str, Any]:
     """Train by Megatron-Bridge's step, with its forward step for packed sequences and its loss; see `compared`.
 
     Args:
-        stages, expert_parallel: as of `swift`.
+        stages, expert_parallel, has_adapters: as of `swift`.
     """
-    size, model = begun(stages, expert_parallel)
-    engine.reachable("bridge", "megatron.bridge")
-    absent = ("transformer_engine", "modelopt", "megatron.energon", "einops", "tensorboard")
-    with stand_ins(*absent, "transformers.modeling_attn_mask_utils"):
+    size, model = begun(stages, expert_parallel, change=with_bridges_adapters if has_adapters else None)
+    with of_bridge():
         from megatron.bridge.training import gpt_step, train
         from megatron.bridge.training.config import (
             DistributedInitConfig,

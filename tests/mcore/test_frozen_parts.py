@@ -1,0 +1,88 @@
+"""Where only a part of a model trains, its gradients are those of Megatron's schedule without recompute, at every door.
+
+Trainings with ``--epp`` are rows of the matrix (`rows.FROZEN`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.mcore.test_samples import TOLERANCE as OF_SLICES
+from tests.mcore.test_user_microbatches import TOLERANCE, worst_of
+from tests.mcore.test_user_weights_and_offload import PLANNED, TIMES
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
+from tests.support.mcore.jobs.samples import LENGTHS
+
+SLOW = pytest.mark.slow
+TIGHT: dict[str, Any] = {"memory_cap_gb": 160_000 / 2**30}
+"""Room for some of the microbatches that are in flight, unless their layers recompute."""
+WIDER: dict[str, Any] = {"memory_cap_gb": 220_000 / 2**30}
+"""The same where all layers have gradients and states of an optimizer."""
+APART: dict[str, Any] = {"split_weight_gradient": True}
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "stages", "settings"),
+    [
+        pytest.param("adapters", 2, 2, TIGHT, id="adapters in all layers"),
+        pytest.param("some", 2, 2, TIGHT, id="adapters in some layers", marks=SLOW),
+        pytest.param("layers", 2, 2, WIDER | APART, id="a frozen embedding, weights apart", marks=SLOW),
+        pytest.param("adapters", 2, 4, TIGHT, id="two stages per rank", marks=SLOW),
+    ],
+)
+def test_layers_that_recompute_under_a_cap_give_adapters_their_gradients(
+    part: str, ranks: int, stages: int, settings: dict[str, Any]
+) -> None:
+    lengths = UNEVEN if ranks == stages else EVEN
+    finished = job(
+        ranks, "frameworks:compared", stages=stages, lengths=lengths, settings=settings, us_per_token=TIMES, part=part
+    )
+    found = of_ranks(finished)
+    assert worst_of(found) < TOLERANCE
+    assert all(one["num_gradients"] > 0 for one in found)
+    _, planned, *_ = [float(figures[0]) for figures in PLANNED.findall(finished.output)]
+    assert planned > 0.0
+
+
+@pytest.mark.parametrize("part", ["adapters", pytest.param("layers", marks=SLOW)])
+def test_megatrons_own_recompute_gives_adapters_their_gradients(part: str) -> None:
+    found = of_ranks(job(2, "frameworks:compared", stages=2, lengths=UNEVEN, part=part, recomputes=True))
+    assert worst_of(found) < TOLERANCE
+    assert all(one["num_gradients"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "frozen", "settings"),
+    [
+        pytest.param("last", 4, 2, APART, id="adapters on the last two stages"),
+        pytest.param("head", 2, 1, TIGHT, id="the output layer alone", marks=SLOW),
+        pytest.param("first", 2, 0, TIGHT, id="a stage behind the adapters", marks=SLOW),
+    ],
+)
+def test_stages_of_which_nothing_trains_run(part: str, ranks: int, frozen: int, settings: dict[str, Any]) -> None:
+    found = of_ranks(job(ranks, "frameworks:compared", stages=ranks, lengths=UNEVEN, settings=settings, part=part))
+    assert worst_of(found) < TOLERANCE
+    assert [one["num_gradients"] > 0 for one in found][:frozen] == [False] * frozen
+    assert all(run["peak_bytes"] == 0 for one in found[:frozen] for run in one["runs"])  # it keeps nothing for a backward
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "plans"),
+    [
+        pytest.param("adapters", 2, {"recompute": 1}, id="adapters in all layers"),
+        pytest.param("last", 4, {}, id="adapters on the last two stages"),
+        pytest.param("some", 2, {}, id="adapters in some layers", marks=SLOW),
+        pytest.param("last", 2, {"offload": "on", "memory_cap_gb": 0.0006, "host_memory_gb": 1}, id="offload", marks=SLOW),
+        pytest.param("layers", 2, {"recompute": 1}, id="a frozen embedding", marks=SLOW),
+    ],
+)
+def test_slices_of_samples_give_what_trains_its_gradients(part: str, ranks: int, plans: dict[str, Any]) -> None:
+    found = of_ranks(job(ranks, "samples:grpo", part=part, plans=plans))
+    for one in found:
+        assert one["worst"] <= OF_SLICES
+        assert one["afterwards"] == 0.0
+        assert one["chunks"] > len(LENGTHS)
+    assert any(one["num_gradients"] > 0 for one in found)
