@@ -23,7 +23,8 @@ class Rates:
         message_bytes: per second between stages.
         saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
         attention_tile: tokens of a tile of attention's pairs.
-        exchange_bytes: per second among the ranks that share a layer.
+        exchange_bytes: per second among the ranks that share a layer, inside a node.
+        devices_per_node: neighbours that exchange so; with all others a rank exchanges at `message_bytes`. No limit by default.
         host_latency_us: of a copy between device and host.
         host_bytes: per second between device and host, either way; 0 where there is no such link.
         host_sharing: devices in a row of a node that share that link.
@@ -42,6 +43,7 @@ class Rates:
     launch_forward_us: float = 0.0
     launch_backward_us: float = 0.0
     exchange_bytes: float = math.inf
+    devices_per_node: float = math.inf
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
     host_sharing: int = 1

@@ -19,7 +19,7 @@ from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ModelShape
+from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
@@ -76,25 +76,16 @@ class Cluster:
     device_memory_gb: float | None
     devices_per_node: int = DEVICES_PER_NODE
 
-    def linked(self, devices: int, sharing: int, shape: ModelShape) -> Rates:
-        """Rates with the links between the ranks of a run.
+    def linked(self, devices: int) -> Rates:
+        """Rates with the links between the ranks of a run of so many devices.
 
         Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
         Stages are assumed to be on different nodes, unless there is only one node.
-
-        Args:
-            devices: of the run, in all.
-            sharing: neighbouring devices that share a layer, with its experts.
-            shape: of the model, with its parallel sizes.
         """
         rates, node = self.rates, self.devices_per_node
         if devices <= node:
             return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
-        if sharing <= node or not shape.exchanged_bytes_per_token:
-            return rates
-        inside = shape.tensor_exchanged_bytes_per_token / shape.exchanged_bytes_per_token
-        abroad = (1 - inside) * (1 - node / sharing)
-        return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
+        return replace(rates, devices_per_node=node)
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -201,7 +192,7 @@ def load_cluster(name: str) -> Cluster:
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
             raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
-    known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
+    known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node"}
     if unknown := sorted(set(entries) - known):
         there = ("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
         told = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
@@ -263,6 +254,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
             Remedy("change", "expert_parallel"),
             Remedy("change", "num_experts"),
         )
+    of_an_expert = whole("expert_tensor_parallel_size", whole("tensor_model_parallel_size", 1))
     if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
         passed = flags.get("moe_router_topk", 2)
         raise EppError(f"a token cannot pass {passed} of {experts} experts", Remedy("lower", "experts_per_token"))
@@ -301,8 +293,18 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         sequence_parallel=bool(flags.get("sequence_parallel")),
         context_parallel=context_ranks,
         expert_parallel=expert_ranks,
+        expert_tensor_parallel=None if experts is None else of_an_expert,
+        expert_dispatcher=_dispatcher(flags),
+        expert_groups=some("moe_router_num_groups") or 1,
+        chosen_groups=some("moe_router_group_topk") or some("moe_router_num_groups") or 1,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def _dispatcher(flags: dict[str, Any]) -> str:
+    """Return the dispatcher that Megatron's flags choose; any without times of its own counts as the plain one."""
+    backend = flags.get("moe_flex_dispatcher_backend") or "deepep"
+    return backend if flags.get("moe_token_dispatcher_type") == "flex" and backend in DISPATCHERS else ALLTOALL
 
 
 def _latent(flags: dict[str, Any]) -> dict[str, Any]:

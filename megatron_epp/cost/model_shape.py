@@ -4,8 +4,49 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_epp.plan.errors import EppError, Remedy
+
+ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
+"""How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
+
+
+class Exchange(NamedTuple):
+    """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward.
+
+    Attributes:
+        num_bytes: that it sends to the others, where every copy is sent by itself.
+        ranks: of the group.
+        spacing: from one rank of the group to the next, in devices.
+        copies: of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts.
+        groups, chosen: a token's experts are in `chosen` of `groups` equal groups of neighbouring experts.
+    """
+
+    num_bytes: float
+    ranks: int
+    spacing: int
+    copies: int = 0
+    groups: int = 1
+    chosen: int = 1
+
+    def split(self, devices_per_node: float) -> tuple[float, float]:
+        """Bytes that stay inside nodes of so many devices, and bytes that leave them."""
+        inside = max(1.0, min(self.ranks, devices_per_node / self.spacing))
+        if self.ranks == 1:
+            return 0.0, 0.0
+        if not self.copies:
+            abroad = self.num_bytes * (self.ranks - inside) / (self.ranks - 1)
+            return self.num_bytes - abroad, abroad
+        nodes = self.ranks / inside
+        one_copy = self.num_bytes / (self.copies * (1 - 1 / self.ranks))
+        to_ranks, to_nodes = (one_copy * self._reached(count) for count in (self.ranks, nodes))
+        return to_ranks * (1 - 1 / inside), to_nodes * (1 - 1 / nodes)
+
+    def _reached(self, parts: float) -> float:
+        """Mean number of equal parts of the group that have an expert of a token, whose experts are drawn at random."""
+        parts = min(parts, self.chosen * max(1.0, parts / self.groups))
+        return parts * (1 - (1 - 1 / parts) ** self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +77,9 @@ class ModelShape:
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
         context_parallel: ranks that share the tokens (the heads, inside attention).
         expert_parallel: ranks that share the experts.
+        expert_tensor_parallel: ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron.
+        expert_dispatcher: one of `DISPATCHERS`.
+        expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are.
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
@@ -65,6 +109,10 @@ class ModelShape:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    expert_dispatcher: str = ALLTOALL
+    expert_groups: int = 1
+    chosen_groups: int = 1
     loss_block_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -198,7 +246,12 @@ class ModelShape:
     @property
     def expert_parameters_on_rank(self) -> float:
         """Expert parameters of a layer that one rank holds."""
-        return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
+        return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.ranks_of_an_expert)
+
+    @property
+    def ranks_of_an_expert(self) -> int:
+        """Number of ranks that share an expert. They are neighbours; those with other experts follow."""
+        return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -212,7 +265,8 @@ class ModelShape:
         into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
         if self.latent_rank is not None:
             into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self.expansion_parameters)
-        return max(into_mlp, into_attention) / self.tensor_parallel
+        sharing = self.ranks_of_an_expert if self.num_experts else self.tensor_parallel
+        return max(into_mlp / sharing, into_attention / self.tensor_parallel)
 
     @property
     def hidden_bytes_per_token(self) -> float:
@@ -258,7 +312,12 @@ class ModelShape:
 
     @property
     def routed_bytes_per_token(self) -> float:
-        """Bytes of a token's copies that are the inputs and outputs of its experts."""
+        """Bytes of a token's copies that are the inputs and outputs of its experts, which all ranks of an expert have."""
+        return self._copied_bytes_per_token * self.ranks_of_an_expert
+
+    @property
+    def _copied_bytes_per_token(self) -> float:
+        """Bytes of a token's copies on their way to and from their experts."""
         if self.num_experts is None:
             return 0.0
         return 2 * self.experts_per_token * self.hidden_size * self.bytes_per_value / self.ranks
@@ -291,31 +350,52 @@ class ModelShape:
         return 2 * self.hidden_bytes_per_token + inner
 
     @property
-    def attention_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
-        tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel
+    def attention_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of attention and its projections.
+
+        Tensor-parallel ranks, neighbours, reduce the residual stream (as reduce-scatter and all-gather, or both in one).
+        Context-parallel ones send queries, keys, values and the output to the ranks of their heads.
+        """
         width = self.query_width + self.output_width + self.cached_width * self.kv_copies
         heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
-        return 2 * tensor * residual + heads
+        return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property
-    def mlp_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` for the MLP or the experts."""
-        tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
-        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
-        return 2 * tensor * residual + expert * self.routed_bytes_per_token
+    def mlp_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of the MLP, or of the experts.
 
-    @property
-    def tensor_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` sent between tensor-parallel ranks."""
-        return 4 * (1 - 1 / self.tensor_parallel) * self.hidden_size * self.bytes_per_value / self.context_parallel
-
-    @property
-    def exchanged_bytes_per_token(self) -> float:
-        """Bytes that a rank sends in a layer's forward, and again in its backward, to the ranks that share the layer.
-
-        Tensor parallelism: attention and the MLP each reduce the residual stream (as reduce-scatter and all-gather, or both
-        in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:
-        a token's copies go to their experts and back.
+        The MLP, and the expert of all tokens, reduce the residual stream. A token's copies go to the ranks of their experts and
+        back; where several share an expert, each gathers the copies of all, and their results are added up.
         """
-        return self.attention_exchanged_bytes_per_token + self.mlp_exchanged_bytes_per_token
+        if self.num_experts is None:
+            return (self._reduced,)
+        sharing, copies, limit = self.ranks_of_an_expert, self._copied_bytes_per_token, (self.expert_groups, self.chosen_groups)
+        to_experts = Exchange((1 - 1 / self.expert_parallel) * copies, self.expert_parallel, sharing)
+        if self.expert_dispatcher != ALLTOALL:
+            to_experts = Exchange(*to_experts[:3], self.experts_per_token, *limit)
+        gathered = Exchange((sharing - 1) * copies, sharing, 1)
+        return (*[self._reduced] * (self.shared_ffn_hidden_size > 0), gathered, to_experts)
+
+    @property
+    def _reduced(self) -> Exchange:
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        return Exchange(2 * (1 - 1 / self.tensor_parallel) * residual, self.tensor_parallel, 1)
+
+    @property
+    def tensor_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of a layer between tensor-parallel ranks."""
+        return self._reduced, *([self._reduced] if self.num_experts is None else self.mlp_exchanges[:-1])
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of a layer's forward, and again of its backward, with the ranks that share the layer."""
+        return self.attention_exchanges + self.mlp_exchanges
+
+    @property
+    def neighbours(self) -> int:
+        """Number of neighbouring devices among which a layer is shared, its experts included, as Megatron numbers ranks.
+
+        Expert parallelism has an order of its own over tensor- and context-parallel ranks and replicas: ranks of one expert are
+        neighbours, then those of others.
+        """
+        return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
+from megatron_epp.cost.model_shape import DISPATCHERS
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.data.documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
@@ -283,6 +284,13 @@ _PIPELINE = (
     ),
     Flag("expert_parallel", "--expert-model-parallel-size", "--expert-parallel", COUNT).described(
         "Expert-parallel ranks, which share the experts (default: 1)."
+    ),
+    Flag("expert_tensor_parallel", "--expert-tensor-parallel-size", "--expert-tensor-parallel", COUNT).described(
+        "Ranks that share an expert; with 1, expert-parallel ranks are neighbours (default: as many as tensor-parallel ones)."
+    ),
+    Flag("expert_dispatcher", "", "--expert-dispatcher", choices=DISPATCHERS).described(
+        "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts. Training "
+        "with --epp takes alltoall alone (default: what Megatron's flags in the model's file choose, or alltoall)."
     ),
     Flag("pipeline_parallel", "--pipeline-model-parallel-size", "--pipeline-parallel --pipeline-size", COUNT).described(
         "Pipeline ranks, which share the layers (default: 1)."

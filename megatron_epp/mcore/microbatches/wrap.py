@@ -146,6 +146,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
         context_parallel_size=mpu.get_context_parallel_world_size(),
         expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=mpu.get_expert_tensor_parallel_world_size(),
         sequence_parallel=config.sequence_parallel,
         use_distributed_optimizer=any(_is_sharded(model) for model in models),
         nccl_communicator_config_path=None,
