@@ -150,7 +150,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
     exchange = exchange_line(shape.exchanges, rates)
-    moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
+    moved = Line(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     made = expansion_line(shape, rates)  # attention's, of which a recomputed layer that keeps attention's output makes none
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
@@ -164,7 +164,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
                 launch_forward + overhead + linear.without(made) + moved.scaled(2) + exchange,
                 hidden + shape.attention_result_bytes_per_token,
             ),
-            "mlp": ModeCosts(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+            "mlp": ModeCosts(_mlp_again(shape, rates), attended, kept - hidden),
         },
         bytes_per_token=kept,
         attended_bytes_per_token=attended,
@@ -201,7 +201,7 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
-    moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
+    moved = Line(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,

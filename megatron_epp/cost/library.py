@@ -283,10 +283,16 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         **latent,
         vocab_size=vocabulary,
         gated_mlp=gated,
-        rotates=flags.get("position_embedding_type") == "rope" and bool(flags.get("no_rope_fusion")),
+        rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
+        qk_norm=bool(flags.get("qk_layernorm")),
+        norm_statistics=1 if flags.get("normalization") == "RMSNorm" else 2,
+        output_gate=bool(flags.get("attention_output_gate")),
+        fuses_activation=_is_on(flags, "bias_swiglu_fusion", "no_bias_swiglu_fusion"),
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
         shared_ffn_hidden_size=some("moe_shared_expert_intermediate_size") if experts is not None else 0,
+        shared_gate=experts is not None and bool(flags.get("moe_shared_expert_gate")),
+        router_bytes=0.0 if experts is None else _router_bytes(flags, whole("num_experts"), whole("moe_router_topk", 2)),
         predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
@@ -299,6 +305,28 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         chosen_groups=some("moe_router_group_topk") or some("moe_router_num_groups") or 1,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
+    """Return whether a kernel is fused: Megatron's parsed arguments have its name, a file has the switch that turns it off."""
+    return flags.get(name) is not False and not flags.get(switch)
+
+
+def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
+    """Return the bytes that a router keeps of a token, and those of the permutation of its copies.
+
+    Scores are in fp32, positions take 8 bytes. A loss that balances experts has scores and choices of its own.
+    """
+    is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
+    scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
+    kept = 12 * chosen + scored
+    balancing, coefficient = flags.get("moe_router_load_balancing_type", "aux_loss"), flags.get("moe_aux_loss_coeff") or 0
+    if balancing != "none" and (coefficient if isinstance(coefficient, int | float) else any(coefficient)):
+        kept += 8 * chosen + 4 * experts + 4 * is_sigmoid
+    if (groups := flags.get("moe_router_num_groups")) and (limit := flags.get("moe_router_group_topk")):
+        kept += experts + 8 * limit + 8 * groups * (chosen // limit)
+    weight = 4 if flags.get("moe_router_dtype") in ("fp32", "fp64") or not (flags.get("bf16") or flags.get("fp16")) else 2
+    return float(kept + 8 * experts + 8 * chosen + weight * chosen)
 
 
 def _dispatcher(flags: dict[str, Any]) -> str:
