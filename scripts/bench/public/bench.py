@@ -1,4 +1,5 @@
-"""Public measurements of training next to plans with the same sizes and recompute, and next to what `advise` finds best.
+"""Public measurements of training next to plans with the same sizes and recompute: sixteen rows of several models and machines,
+and one long sequence, for which `advise` also searches better sizes.
 
 Nothing is fitted to them: they show how far times by formula are off, and in which part.
 
@@ -21,6 +22,9 @@ from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
 from megatron_epp.report.table import table
+from scripts.bench.public.rows import ROWS
+from scripts.bench.public.steps import compared as planned_step
+from scripts.bench.public.steps import rows_of
 
 GIB = 2**30
 KERNELS = (
@@ -188,6 +192,13 @@ def main() -> None:
     parser.add_argument("--no-advice", action="store_true", help="leave out the search for the best sizes")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
+    steps = [planned_step(row) for row in ROWS]
+    if args.json:
+        for step in steps:
+            figures = {"planned_s": step.planned_s, "again_s": step.again_s, "error": step.error}
+            print(json.dumps({"row": step.row.number, "name": step.row.name, "measured_s": step.row.measured_s} | figures))
+    else:
+        print("\n".join((*rows_of(steps), "")))
     for one in FOUND:
         found = compared(one)
         if args.json:
