@@ -17,11 +17,20 @@ from megatron_epp.advice.question import Configuration, Question, Sharing
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import OPTIMIZER_FLAGS, SHAPE_FLAGS, add_optimizer, add_shape, cap_of, flags_of, of_model
+from megatron_epp.cli.inputs import (
+    OPTIMIZER_FLAGS,
+    SHAPE_FLAGS,
+    add_optimizer,
+    add_shape,
+    cap_of,
+    cluster_of,
+    flags_of,
+    of_model,
+)
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
-from megatron_epp.cost.library import check_formulas, find, load_cluster, load_costs, load_flags, shipped
+from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
@@ -57,6 +66,7 @@ def add_arguments(parser: Parser) -> None:
     rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
     add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
     share = f"{100 * DEVICE_SHARE:.0f}%%"
+    add(machine, "attention_kernel")
     held = f"what one device may hold, in 2^30 bytes (default: {share} of the cluster's device memory)"
     add(machine, "cap_bytes", help=held)
     batch = parser.add_argument_group("batch", "sequences are drawn from the lengths")
@@ -146,6 +156,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     flags |= {
         "context": question.context,
         "cluster": args.cluster,
+        "attention_kernel": args.attention_kernel,
         "devices": question.devices,
         "stages": config.pipeline,
         "layout": ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers),
@@ -178,7 +189,8 @@ def _is_as_shipped(model: str | None, question: Question) -> bool:
 
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that parsed flags ask. Raises `EppError`."""
-    cluster = load_cluster(args.cluster)
+    cluster = cluster_of(args)
+    assert cluster is not None  # there is a default
     sample = sampled(args.lengths, args, args.global_batch_size)
     context = args.context or max(sample)
     flags = flags_of(args)

@@ -93,7 +93,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(costs, "costs_file")
     add_model(costs)
     add(costs, "latents", default=None)
-    add(costs, "cluster", "devices", "rates", "data_parallel")
+    add(costs, "cluster", "attention_kernel", "devices", "rates", "data_parallel")
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
 
 
@@ -250,8 +250,18 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster | None:
-    """Return the cluster that the flags name. Raises `EppError` for a bad file."""
-    return None if args.cluster is None else load_cluster(args.cluster)
+    """Return the cluster that the flags name, with their attention kernel. Raises `EppError` for a bad file."""
+    if args.cluster is None:
+        return None
+    cluster = load_cluster(args.cluster)
+    if args.attention_kernel is None:
+        return cluster
+    if not cluster.rates.attention_kernel:
+        raise EppError(
+            f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and cluster {cluster.name} has its "
+            "own and names no attention_kernel: leave it out"
+        )
+    return replace(cluster, rates=replace(cluster.rates, attention_kernel=args.attention_kernel))
 
 
 def _rates(args: argparse.Namespace) -> Rates:
@@ -261,6 +271,8 @@ def _rates(args: argparse.Namespace) -> Rates:
     if cluster is None:
         if args.devices is not None:
             raise EppError("--devices says how the devices of a --cluster are linked: name one, or leave it out")
+        if args.attention_kernel is not None:
+            raise EppError("--attention-kernel is of a --cluster of H100s or H200s: name one, or leave it out")
         return RATES[args.rates or "h100"]
     if args.devices is None:
         return cluster.rates

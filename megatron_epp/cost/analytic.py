@@ -298,11 +298,12 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
     latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
     """
     forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
-    ranks = shape.ranks
-    seconds = 4 * (forward / ranks) / rates.attention_forward_flops, 10 * (backward / ranks) / rates.attention_backward_flops
+    ranks, heads = shape.ranks, shape.num_attention_heads
+    speed = rates.attention_speed(forward / heads)
+    seconds = 4 * (forward / ranks) / speed.forward_flops, 10 * (backward / ranks) / speed.backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
-    tile, made_us = rates.attention_tile / 2, expansion_line(shape, rates).per_token_us
+    made_us = expansion_line(shape, rates).per_token_us
     return (
-        Line(0.0, tile * forward_us, forward_us, per_read_us=made_us),
-        Line(0.0, tile * backward_us + made_us, backward_us, per_read_us=3 * made_us),
+        Line(0.0, speed.forward_pairs * forward_us, forward_us, per_read_us=made_us),
+        Line(0.0, speed.backward_pairs * backward_us + made_us, backward_us, per_read_us=3 * made_us),
     )

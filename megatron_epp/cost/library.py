@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
@@ -188,17 +189,20 @@ def load_cluster(name: str) -> Cluster:
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if not isinstance(base, str) or base not in RATES:
         raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}{nearest(str(base), RATES)}")
-    sharing = RATES[base].host_sharing if sharing is None else sharing
+    sharing, kernel = RATES[base].host_sharing if sharing is None else sharing, entries.pop("attention_kernel", "")
+    if kernel and kernel not in KERNELS:
+        text = f"{path}: attention_kernel is {shown(kernel)}; it must be one of {', '.join(KERNELS)}"
+        raise EppError(text + nearest(str(kernel), KERNELS))
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
             raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
-    known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node"}
+    known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node", "attention_kernel"}
     if unknown := sorted(set(entries) - known):
-        there = ("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
+        there = ("attention_kernel", "device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
         told = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
         raise EppError(f"{path}: unknown {told}; known are {', '.join(there)}")
     numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
-    rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
+    rates = replace(RATES[base], name=path.stem, host_sharing=sharing, attention_kernel=kernel, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
     return Cluster(path.stem, rates, memory_gb, node)
 

@@ -6,6 +6,7 @@ from it. Flags of one command alone, such as ``--json``, stay with the command.
 
 from __future__ import annotations
 
+from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
@@ -366,6 +367,10 @@ _COSTS = (
         "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too, and if ranks of several "
         "nodes share a layer, a part of their exchanges is slower, as `megatron-epp advise` assumes (default: stages are on "
         "different nodes, and ranks that share a layer are in one)."
+    ),
+    Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
+        "Attention kernel, whose published rates on an H100 plans take by length and width of heads, for a --cluster that "
+        "names one (default: the cluster's; cudnn of h100x8 and h200x8)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("costs_file", "", "--costs", metavar="FILE").described(

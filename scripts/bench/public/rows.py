@@ -30,7 +30,6 @@ class Row:
         per_chunk: sequences in a microbatch.
         slices: of every sequence; 0 for whole sequences.
         dispatcher: of experts.
-        kernel: of attention.
         again: parts that are recomputed in every layer.
         left_out: what the plan does not have, in words.
     """
@@ -47,7 +46,6 @@ class Row:
     per_chunk: int = 1
     slices: int = 0
     dispatcher: str = "alltoall"
-    kernel: str = "cudnn"
     again: tuple[str, ...] = ()
     left_out: str = ""
 
@@ -115,7 +113,6 @@ _GPT13: dict[str, Any] = {
     "config": Configuration(1, 1, 4, 2, layers=(6,) * 4),
     "sequences": 8,
     "cluster": "a100x8",
-    "kernel": "flash-attention-2",
 }
 ROWS = (
     Row(
