@@ -96,15 +96,15 @@ def _with_experts(question: Question, config: Configuration) -> list[Configurati
     experts = question.flags.get("num_experts")
     if not experts:
         return [config]
-    room = min(question.cluster.devices_per_node // config.tensor, config.context * config.data)
+    (sharing,) = _sizes(question, "expert_tensor", [1])
+    room = min(question.cluster.devices_per_node, config.tensor * config.context * config.data) // sharing
     sizes = _sizes(question, "expert", [size for size in _powers(room) if experts % size == 0])
-    holders = config.context * config.data
-    return [replace(config, expert=size) for size in sizes if holders % size == 0 and _in_whole_groups(config, size)]
+    return [replace(config, expert=size, expert_tensor=sharing) for size in sizes if _in_whole_groups(config, size * sharing)]
 
 
-def _in_whole_groups(config: Configuration, expert: int) -> bool:
-    """True if context-parallel ranks share experts among themselves, or all of them share with whole other replicas."""
-    return config.context % expert == 0 or (expert % config.context == 0 and config.data % (expert // config.context) == 0)
+def _in_whole_groups(config: Configuration, ranks: int) -> bool:
+    """True if so many ranks of a replica share experts among themselves, or all of them share with whole other replicas."""
+    return config.ranks % ranks == 0 or (ranks % config.ranks == 0 and config.data % (ranks // config.ranks) == 0)
 
 
 def _sizes(question: Question, name: str, usual: list[int]) -> list[int]:

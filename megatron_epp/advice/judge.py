@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
-from megatron_epp.cost.analytic import MICROSECONDS
+from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
@@ -206,13 +206,13 @@ def plain(question: Question, config: Configuration, shares: Sequence[Share]) ->
 def _parts(question: Question, config: Configuration, made: Plan, times_us: Sequence[float]) -> Parts:
     """Compute the parts of a step from the plan of the slowest replica; only ratios of the replicas' times count."""
     mean = sum(times_us) / len(times_us) / max(times_us)
-    shape, rates, ranks = question.shape(config), question.rates(config), made.num_ranks
+    shape, ranks = question.shape(config), made.num_ranks
     makespan_us = made.predicted.makespan_us
     busy = sum(busy_us(made, rank) for rank in range(ranks)) / ranks
     recompute_us = sum(map(sum, made.recompute_us)) / ranks
     passes = 2 * shape.num_layers / config.pipeline
-    moved_bytes = sum(made.lengths) * shape.exchanged_bytes_per_token * passes
-    exchange_us = min(busy - recompute_us, MICROSECONDS * moved_bytes / rates.exchange_bytes)
+    token_us = exchange_line(shape.exchanges, question.rates).per_token_us
+    exchange_us = min(busy - recompute_us, sum(made.lengths) * token_us * passes)
     return Parts(
         compute_us=mean * (busy - recompute_us - exchange_us),
         exchange_us=mean * exchange_us,

@@ -16,8 +16,8 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.search import Sample
 
-type Sharing = tuple[int, int, int]
-"""Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
+type Sharing = tuple[int, int, int, int]
+"""Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
 REDUCED_BYTES = 4
 """Bytes of a parameter's gradient in the reduction, which is in fp32."""
 
@@ -28,7 +28,8 @@ class Configuration:
 
     Attributes:
         tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
-        expert: ranks that share experts; they are among the context- and data-parallel ones.
+        expert: ranks that share experts; they are among the tensor-, context- and data-parallel ones.
+        expert_tensor: ranks that share an expert.
         virtual: stages on each rank.
         placement: of the stages if a rank has several, a value of ``--epp-placement``.
         layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
@@ -40,6 +41,7 @@ class Configuration:
     pipeline: int
     data: int
     expert: int = 1
+    expert_tensor: int = 1
     virtual: int = 1
     placement: Literal["looped", "v"] = "looped"
     layers: tuple[float, ...] = ()
@@ -50,9 +52,14 @@ class Configuration:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
-    def sharing(self) -> tuple[int, int, int]:
-        """Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
-        return self.tensor, self.context, self.expert
+    def ranks(self) -> int:
+        """Ranks of a stage of one replica."""
+        return self.tensor * self.context
+
+    @property
+    def sharing(self) -> Sharing:
+        """The sizes that determine the ranks that share a layer."""
+        return self.tensor, self.context, self.expert, self.expert_tensor
 
     @property
     def kinds(self) -> int:
@@ -79,8 +86,8 @@ class Configuration:
 
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of replicas that share experts; context-parallel ranks share them first."""
-        size = max(1, self.expert // self.context)
+        """Groups of replicas that share experts; tensor- and context-parallel ranks share them first."""
+        size = max(1, self.expert * self.expert_tensor // self.ranks)
         return tuple(tuple(range(first, first + size)) for first in range(0, self.data, size))
 
     @property
@@ -88,6 +95,7 @@ class Configuration:
         """Name such as ``TP 2 CP 1 PP 4 DP 8``, followed by sizes other than the default."""
         words = [f"TP {self.tensor} CP {self.context} PP {self.pipeline} DP {self.data}"]
         words += [f"EP {self.expert}"] * (self.expert > 1)
+        words += [f"ETP {self.expert_tensor}"] * (self.expert_tensor > 1)
         words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
         words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1 or self.shards_vocabulary)
         return " ".join(words)
@@ -109,6 +117,8 @@ class Configuration:
         }
         if self.expert > 1:
             flags["expert_model_parallel_size"] = self.expert
+        if model.get("num_experts") and self.expert_tensor != self.tensor:
+            flags["expert_tensor_parallel_size"] = self.expert_tensor
         if any(count % 1 for count in self.layers):
             return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
         if len(set(self.layers)) > 1:
@@ -165,26 +175,28 @@ class Question:
 
     def shape(self, config: Configuration) -> ModelShape:
         """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
-        return shape_of(
-            self.flags | config.settings(self.flags) | {"seq_length": self.context, "expert_model_parallel_size": config.expert}
-        )
+        return shape_of(self.flags | config.settings(self.flags) | self._expert_sizes(config) | {"seq_length": self.context})
 
-    def rates(self, config: Configuration) -> Rates:
-        """Rates of the cluster, with the links between the configuration's ranks."""
-        sharing = config.tensor * max(config.context, config.expert)
-        return self.cluster.linked(self.devices, sharing, self.shape(config))
+    def _expert_sizes(self, config: Configuration) -> dict[str, int]:
+        """Sizes of expert parallelism as Megatron's flags; a model's own are replaced by those that are not said, too."""
+        return {"expert_model_parallel_size": config.expert, "expert_tensor_parallel_size": config.expert_tensor}
+
+    @property
+    def rates(self) -> Rates:
+        """Rates of the cluster, with the links between ranks."""
+        return self.cluster.linked(self.devices)
 
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
         measured = self.measured.get(config.sharing)
-        shape, rates = self.shape(config), self.rates(config)
-        found = analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
-        return found.training(self.trained_share)
+        shape, rates = self.shape(config), self.rates
+        profile = analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
+        return profile.training(self.trained_share)
 
     def costs(self, config: Configuration) -> PipelineCosts:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
         profile = self.profile(config)
-        sizes = {"data_parallel_size": config.data, "expert_model_parallel_size": config.expert}
+        sizes = {"data_parallel_size": config.data} | self._expert_sizes(config)
         costs = profile.costs(
             config.layers,
             optimizer=OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes),
@@ -250,7 +262,8 @@ class Question:
             ends = (rank == config.rank_of[0]) + last
             dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / config.tensor
             dense_us = self._ring_us(dense, holders, config.tensor)
-            expert_us = self._ring_us(count * experts, holders // config.expert, config.tensor * config.expert)
+            sharing = config.expert * config.expert_tensor
+            expert_us = self._ring_us(count * experts, max(1, holders * config.tensor // sharing), sharing)
             slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us
 

@@ -17,6 +17,7 @@ _SIZES = (
     "context_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 _EXAMPLES = {
     "train_iters": 1000,

@@ -153,9 +153,9 @@ def why_slower(question: Question, entry: Judged, best: Judged) -> str:
 def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     """Words for a part of a configuration's step, before its share of the step and after it."""
     config, made = entry.config, entry.plan
-    sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert))
+    sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
-    crosses = config.tensor * max(config.context, config.expert) > question.cluster.devices_per_node
+    crosses = question.shape(config).neighbours > question.cluster.devices_per_node
     ranks, chunks, fair_tokens = config.tensor * config.context, len(made.chunks), question.tokens // config.data
     room_bytes = min(cap - static for cap, static in zip(made.cap_bytes, made.static_bytes, strict=True))
     return {

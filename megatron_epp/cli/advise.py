@@ -13,15 +13,24 @@ from typing import Any
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Judged
-from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.advice.question import Configuration, Question, Sharing
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import OPTIMIZER_FLAGS, SHAPE_FLAGS, add_optimizer, add_shape, cap_of, flags_of, of_model
+from megatron_epp.cli.inputs import (
+    OPTIMIZER_FLAGS,
+    SHAPE_FLAGS,
+    add_optimizer,
+    add_shape,
+    cap_of,
+    cluster_of,
+    flags_of,
+    of_model,
+)
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
-from megatron_epp.cost.library import check_formulas, find, load_cluster, load_costs, load_flags, shipped
+from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
@@ -43,6 +52,8 @@ the lengths of your own documents, with tensor parallelism left at 2
     --tensor-parallel 2
 """
 _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
+_NAMES = {name: name.partition("_")[0] for name in _SIZES} | {"expert_tensor_parallel": "expert_tensor"}
+"""Fields of `Configuration` by settings of sizes that may be given."""
 """Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens", "relays_latents")
 """Model settings in which a pipeline may differ from the model that was measured."""
@@ -55,6 +66,7 @@ def add_arguments(parser: Parser) -> None:
     rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
     add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
     share = f"{100 * DEVICE_SHARE:.0f}%%"
+    add(machine, "attention_kernel")
     held = f"what one device may hold, in 2^30 bytes (default: {share} of the cluster's device memory)"
     add(machine, "cap_bytes", help=held)
     batch = parser.add_argument_group("batch", "sequences are drawn from the lengths")
@@ -70,6 +82,7 @@ def add_arguments(parser: Parser) -> None:
     for setting in _SIZES:
         what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
         add(fixed, setting, help=what[0].lower() + what[1:])
+    add(fixed, "expert_tensor_parallel", help="ranks that share an expert (default: 1, with which the others are neighbours)")
     parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
     add(
@@ -143,12 +156,14 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     flags |= {
         "context": question.context,
         "cluster": args.cluster,
+        "attention_kernel": args.attention_kernel,
         "devices": question.devices,
         "stages": config.pipeline,
         "layout": ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers),
         "tensor_parallel": config.tensor,
         "context_parallel": config.context,
         "expert_parallel": config.expert if config.expert > 1 else None,
+        "expert_tensor_parallel": config.settings(question.flags).get("expert_tensor_parallel_size"),
         "sequence_parallel": config.tensor > 1,
         "data_parallel": config.data,
         "token_multiple": config.tensor * config.context,
@@ -174,14 +189,16 @@ def _is_as_shipped(model: str | None, question: Question) -> bool:
 
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that parsed flags ask. Raises `EppError`."""
-    cluster = load_cluster(args.cluster)
+    cluster = cluster_of(args)
+    assert cluster is not None  # there is a default
     sample = sampled(args.lengths, args, args.global_batch_size)
     context = args.context or max(sample)
     flags = flags_of(args)
     with of_model(args):
         check_formulas(flags)
-    if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
-        raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
+    for name, ranks in (("expert", args.expert_parallel), ("expert-tensor", args.expert_tensor_parallel)):
+        if flags.get("num_experts") is None and (ranks or 1) > 1:
+            raise EppError(f"--{name}-parallel {ranks} is for a model with --experts: leave it out")
     asked = Question(
         flags=flags,
         cluster=cluster,
@@ -189,7 +206,7 @@ def question_of(args: argparse.Namespace) -> Question:
         cap_bytes=cap_of(args.memory_cap_gb, cluster),
         lengths=drawn(sample, args.global_batch_size, args.seed),
         context=context,
-        fixed={name.partition("_")[0]: value for name in _SIZES if (value := getattr(args, name)) is not None},
+        fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
         documents=args.documents,
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
         options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight, seed=args.seed),
@@ -201,22 +218,23 @@ def question_of(args: argparse.Namespace) -> Question:
     return replace(asked, measured=measured, costs_files=files)
 
 
-def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Profile]:
-    """Read a profile and its tensor-, context- and expert-parallel sizes. Raises `EppError` if it is not of this model."""
+def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
+    """Read a profile and the sizes that share a layer in it. Raises `EppError` if it is not of this model."""
     profile = load_costs(name)
     shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
     if not isinstance(profile, Profile) or not isinstance(shape, dict):
         raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
     with naming(f"--costs {name}: origin.shape"):
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
-    wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert)))
+        sharing = whole(shape.get("expert_tensor_parallel") or (tensor if shape.get("num_experts") else 1), 1)
+    wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(
                 f"--costs {name} was measured with {key} {shown(value)}, and the model here has {wanted[key]}: measure it, or "
                 "give the model that was measured"
             )
-    return (tensor, context, expert), profile
+    return (tensor, context, expert, sharing), profile
 
 
 _PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"

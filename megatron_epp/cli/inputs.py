@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.library import (
     RATES,
@@ -24,6 +24,7 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
+from megatron_epp.cost.model_shape import ALLTOALL
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.cost.parameters import summary, trained_share
 from megatron_epp.mcore.arguments.parser import add, names_of
@@ -54,7 +55,14 @@ SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
 """Settings of the flags that `add_shape` adds."""
 OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
 """Settings of the flags that `add_optimizer` adds."""
-_SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
+_SHARING = (
+    "tensor_parallel",
+    "sequence_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "expert_dispatcher",
+)
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
     "hidden_size": 4096,
@@ -86,7 +94,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(costs, "costs_file")
     add_model(costs)
     add(costs, "latents", default=None)
-    add(costs, "cluster", "devices", "rates", "data_parallel")
+    add(costs, "cluster", "attention_kernel", "devices", "rates", "data_parallel")
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
 
 
@@ -120,6 +128,9 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "bf16": None if args.bytes_per_value is None else args.bytes_per_value == 2,
         "sequence_parallel": args.sequence_parallel or None,
     }
+    if dispatcher := getattr(args, ROWS["expert_dispatcher"].short_dest, None):
+        is_plain = dispatcher == ALLTOALL
+        given |= {"moe_token_dispatcher_type": ALLTOALL if is_plain else "flex", "moe_flex_dispatcher_backend": dispatcher}
     flags |= {name: value for name, value in given.items() if value is not None}
     if (trained := getattr(args, "trained_parameters", None)) is not None:
         with of_model(args):
@@ -136,7 +147,7 @@ def tell_sharing(args: argparse.Namespace) -> None:
     given, names = load_flags(args.model), names_of(args.parser)
     if is_config(args.model):
         tell(f"{PROGRAM}: model {args.model}: {summary(given)}")
-    for setting in ("tensor_parallel", "context_parallel", "expert_parallel"):
+    for setting in ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"):
         ranks = given.get(ROWS[setting].dest)
         if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
             what, flag = setting.replace("_parallel", " parallelism"), names[setting]
@@ -209,7 +220,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         with of_model(args):
             check_formulas(flags)
             shape = shape_of(flags | {"seq_length": args.context or longest})
-        return analytic_profile(shape, _rates(args, shape)).training(flags.get(TRAINED_SHARE, 1.0)), shape.num_layers
+        return analytic_profile(shape, _rates(args)).training(flags.get(TRAINED_SHARE, 1.0)), shape.num_layers
     stored = load_costs(args.costs)
     if isinstance(stored, PipelineCosts):
         if args.trained_parameters is not None:
@@ -217,7 +228,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         return stored, sum(stored.num_layers)
     with naming(f"--costs {args.costs}"), of_model(args):
         if flags.get("epp_latents") == "on":
-            stored = with_latents(stored, shape := shape_of(flags), _rates(args, shape))
+            stored = with_latents(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 
@@ -247,18 +258,30 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster | None:
-    """Return the cluster that the flags name. Raises `EppError` for a bad file."""
-    return None if args.cluster is None else load_cluster(args.cluster)
+    """Return the cluster that the flags name, with their attention kernel. Raises `EppError` for a bad file."""
+    if args.cluster is None:
+        return None
+    cluster = load_cluster(args.cluster)
+    if args.attention_kernel is None:
+        return cluster
+    if not cluster.rates.attention_kernel:
+        raise EppError(
+            f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and cluster {cluster.name} has its "
+            "own and names no attention_kernel: leave it out"
+        )
+    return replace(cluster, rates=replace(cluster.rates, attention_kernel=args.attention_kernel))
 
 
-def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
+def _rates(args: argparse.Namespace) -> Rates:
     if args.cluster is not None and args.rates is not None:
         raise EppError("--cluster and --rates both name a machine; give one of them")
     cluster = cluster_of(args)
     if cluster is None:
         if args.devices is not None:
             raise EppError("--devices says how the devices of a --cluster are linked: name one, or leave it out")
+        if args.attention_kernel is not None:
+            raise EppError("--attention-kernel is of a --cluster of H100s or H200s: name one, or leave it out")
         return RATES[args.rates or "h100"]
     if args.devices is None:
         return cluster.rates
-    return cluster.linked(args.devices, shape.tensor_parallel * max(shape.context_parallel, shape.expert_parallel), shape)
+    return cluster.linked(args.devices)

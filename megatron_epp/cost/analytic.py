@@ -10,14 +10,14 @@ diagonal are half empty: half a tile of pairs more for every token. So both curv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ModelShape
+from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import Line, ModeCosts
 from megatron_epp.plan import EppError
@@ -119,14 +119,12 @@ def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
 _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
 
 
-def context_exchange_us(shape: ModelShape, rates: Rates, devices_per_node: float = math.inf) -> tuple[float, ...]:
+def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
     """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
 
     Args:
         shape: of the model, with its tensor- and context-parallel ranks.
         rates: of the machine.
-        devices_per_node: ranks that reach each other at `Rates.exchange_bytes`; all others do at `Rates.message_bytes`. No
-            limit by default.
 
     Returns:
         microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of
@@ -135,15 +133,8 @@ def context_exchange_us(shape: ModelShape, rates: Rates, devices_per_node: float
     ranks = shape.context_parallel
     if ranks == 1 or ranks & (ranks - 1):
         return ()
-    found = []
-    for power in range(ranks.bit_length()):
-        part = replace(shape, context_parallel=1 << power)
-        inside = part.tensor_exchanged_bytes_per_token
-        around = part.exchanged_bytes_per_token - inside
-        abroad = around * max(0.0, 1 - devices_per_node / part.ranks)
-        seconds = (inside + around - abroad) / rates.exchange_bytes + abroad / rates.message_bytes
-        found.append(MICROSECONDS * seconds)
-    return tuple(found)
+    parts = (replace(shape, context_parallel=1 << power) for power in range(ranks.bit_length()))
+    return tuple(exchange_line(part.exchanges, rates).per_token_us for part in parts)
 
 
 def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
@@ -158,8 +149,8 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     overhead = Line(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
-    exchange = exchange_line(shape.exchanged_bytes_per_token, rates)
-    moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
+    exchange = exchange_line(shape.exchanges, rates)
+    moved = Line(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     made = expansion_line(shape, rates)  # attention's, of which a recomputed layer that keeps attention's output makes none
     hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
@@ -167,13 +158,13 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear.without(made),
-        exchange=exchange_line(shape.tensor_exchanged_bytes_per_token, rates),
+        exchange=exchange_line(shape.tensor_exchanges, rates),
         recompute={
             "selective": ModeCosts(
                 launch_forward + overhead + linear.without(made) + moved.scaled(2) + exchange,
                 hidden + shape.attention_result_bytes_per_token,
             ),
-            "mlp": ModeCosts(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+            "mlp": ModeCosts(_mlp_again(shape, rates), attended, kept - hidden),
         },
         bytes_per_token=kept,
         attended_bytes_per_token=attended,
@@ -209,8 +200,8 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
     overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
-    exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
-    moved = Line(0.0, MICROSECONDS * shape.attended_bytes_per_token / rates.memory_bytes)
+    exchange = exchange_line(shape.attention_exchanges, rates)
+    moved = Line(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
@@ -226,10 +217,9 @@ def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
     """Time of recomputing the forward of a layer's MLP and norms."""
     linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
-    exchanged_s = shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes
     launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)
-    moved = Line(rates.layer_overhead_us / 2, MICROSECONDS * (moved_bytes / rates.memory_bytes + exchanged_s))
-    return launch + linear + moved
+    moved = Line(rates.layer_overhead_us / 2, MICROSECONDS * moved_bytes / rates.memory_bytes)
+    return launch + linear + moved + exchange_line(shape.mlp_exchanges, rates)
 
 
 def _launches(rates: Rates, factor: float) -> tuple[Line, Line]:
@@ -279,9 +269,17 @@ def _linear(parameters_per_token: float, rates: Rates) -> Line:
     return Line(rates.saturation_tokens * per_token_us, per_token_us)
 
 
-def exchange_line(bytes_per_token: float, rates: Rates) -> Line:
-    """Time of exchanging so many bytes per token between ranks that share a layer."""
-    return Line(0.0, MICROSECONDS * bytes_per_token / rates.exchange_bytes)
+def exchange_line(exchanges: Iterable[Exchange], rates: Rates) -> Line:
+    """Time of exchanging a token's bytes with the ranks that share a layer, one exchange after the other.
+
+    A dispatcher that sends one copy to a node spreads it there while the next ones arrive: the slower link counts.
+    """
+    seconds = 0.0
+    for exchange in exchanges:
+        inside, abroad = exchange.split(rates.devices_per_node)
+        links = inside / rates.exchange_bytes, abroad / rates.message_bytes
+        seconds += max(links) if exchange.copies else sum(links)
+    return Line(0.0, MICROSECONDS * seconds)
 
 
 def expansion_line(shape: ModelShape, rates: Rates) -> Line:
@@ -300,11 +298,12 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
     latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
     """
     forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
-    ranks = shape.ranks
-    seconds = 4 * (forward / ranks) / rates.attention_forward_flops, 10 * (backward / ranks) / rates.attention_backward_flops
+    ranks, heads = shape.ranks, shape.num_attention_heads
+    speed = rates.attention_speed(forward / heads)
+    seconds = 4 * (forward / ranks) / speed.forward_flops, 10 * (backward / ranks) / speed.backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
-    tile, made_us = rates.attention_tile / 2, expansion_line(shape, rates).per_token_us
+    made_us = expansion_line(shape, rates).per_token_us
     return (
-        Line(0.0, tile * forward_us, forward_us, per_read_us=made_us),
-        Line(0.0, tile * backward_us + made_us, backward_us, per_read_us=3 * made_us),
+        Line(0.0, speed.forward_pairs * forward_us, forward_us, per_read_us=made_us),
+        Line(0.0, speed.backward_pairs * backward_us + made_us, backward_us, per_read_us=3 * made_us),
     )

@@ -82,7 +82,7 @@ def fit_profile(
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
     formula = analytic_profile(shape, rates)
-    exchange = exchange_line(shape.exchanged_bytes_per_token, rates)
+    exchange = exchange_line(shape.exchanges, rates)
     layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
     profile = replace(
         formula,
@@ -124,7 +124,7 @@ def fit_profile(
 
 def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart:
     """Attention's part of a layer. No time of it exceeds the layer's."""
-    exchange = exchange_line(shape.attention_exchanged_bytes_per_token, rates)
+    exchange = exchange_line(shape.attention_exchanges, rates)
     forward, backward, weight = (
         fits[f"projections {name}"].line.within(fits[f"linear {name}"].line) for name in ("forward", "backward", "weight")
     )
@@ -147,8 +147,7 @@ def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: 
     """
     parts = MODES[mode].runs_again
     parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
-    exchanged = {PROJECTIONS: shape.attention_exchanged_bytes_per_token, MLP: shape.mlp_exchanged_bytes_per_token}
-    share, num_bytes = (sum(each[part] for part in each if part in parts) for each in (parameters, exchanged))
-    line = linear.scaled(share / shape.parameters_per_token)
-    line += exchange_line(num_bytes, rates)
+    exchanged = {PROJECTIONS: shape.attention_exchanges, MLP: shape.mlp_exchanges}
+    line = linear.scaled(sum(parameters[part] for part in parameters if part in parts) / shape.parameters_per_token)
+    line += exchange_line((one for part in exchanged if part in parts for one in exchanged[part]), rates)
     return line + attention if MODES[mode].repeats_attention else line

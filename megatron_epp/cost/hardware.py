@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megatron_epp.cost.attention import Speed, speed_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -23,7 +25,9 @@ class Rates:
         message_bytes: per second between stages.
         saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
         attention_tile: tokens of a tile of attention's pairs.
-        exchange_bytes: per second among the ranks that share a layer.
+        attention_kernel: one of `attention.KERNELS`, whose published rates on an H100 replace these three; empty for none.
+        exchange_bytes: per second among the ranks that share a layer, inside a node.
+        devices_per_node: neighbours that exchange so; with all others a rank exchanges at `message_bytes`. No limit by default.
         host_latency_us: of a copy between device and host.
         host_bytes: per second between device and host, either way; 0 where there is no such link.
         host_sharing: devices in a row of a node that share that link.
@@ -39,12 +43,21 @@ class Rates:
     message_bytes: float
     saturation_tokens: float = 0.0
     attention_tile: float = 0.0
+    attention_kernel: str = ""
     launch_forward_us: float = 0.0
     launch_backward_us: float = 0.0
     exchange_bytes: float = math.inf
+    devices_per_node: float = math.inf
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
     host_sharing: int = 1
+
+    def attention_speed(self, channels: float) -> Speed:
+        """Rates of attention for heads of so many channels."""
+        if self.attention_kernel:
+            return speed_of(self.attention_kernel, channels)
+        tile = self.attention_tile / 2
+        return Speed(self.attention_forward_flops, self.attention_backward_flops, tile, tile)
 
 
 H100 = Rates(
@@ -65,12 +78,11 @@ H100 = Rates(
 """An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host.
 
 Peaks are from NVIDIA's datasheet of the H100 SXM; the shares of them that a training sustains are assumed:
-989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 %, between the 35 % of FlashAttention-2 and the
-75 % of FlashAttention-3 there (arXiv 2407.08608; its figures have 335, 539 and 616 TFLOP/s for FlashAttention-2, cuDNN and
-FlashAttention-3 forward, with causal masks, heads of 128 and 16K tokens, and 322, 516 and 561 backward, so with the latter two
-long sequences take less time than is planned: `python -m scripts.bench.public`); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink
-each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer and the
-half-saturation of matrix products are assumed too. `megatron-epp profile` measures all of them but memory and the exchange.
+989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 % where no kernel is named, between the 35 % of
+FlashAttention-2 and the 75 % of FlashAttention-3 (published rates: `megatron_epp/cost/attention.py`; the shipped clusters of
+H100 and H200 name cuDNN); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s
+of PCIe each way, 63 %. Latencies, the overhead of a layer and the half-saturation of matrix products are assumed too.
+`megatron-epp profile` measures all of them but memory and the exchange.
 """
 
 H100_NODE = replace(H100, launch_forward_us=600.0, launch_backward_us=850.0)

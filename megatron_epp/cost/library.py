@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ModelShape
+from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
@@ -76,25 +77,16 @@ class Cluster:
     device_memory_gb: float | None
     devices_per_node: int = DEVICES_PER_NODE
 
-    def linked(self, devices: int, sharing: int, shape: ModelShape) -> Rates:
-        """Rates with the links between the ranks of a run.
+    def linked(self, devices: int) -> Rates:
+        """Rates with the links between the ranks of a run of so many devices.
 
         Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
         Stages are assumed to be on different nodes, unless there is only one node.
-
-        Args:
-            devices: of the run, in all.
-            sharing: neighbouring devices that share a layer, with its experts.
-            shape: of the model, with its parallel sizes.
         """
         rates, node = self.rates, self.devices_per_node
         if devices <= node:
             return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
-        if sharing <= node or not shape.exchanged_bytes_per_token:
-            return rates
-        inside = shape.tensor_exchanged_bytes_per_token / shape.exchanged_bytes_per_token
-        abroad = (1 - inside) * (1 - node / sharing)
-        return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
+        return replace(rates, devices_per_node=node)
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -197,17 +189,20 @@ def load_cluster(name: str) -> Cluster:
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if not isinstance(base, str) or base not in RATES:
         raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}{nearest(str(base), RATES)}")
-    sharing = RATES[base].host_sharing if sharing is None else sharing
+    sharing, kernel = RATES[base].host_sharing if sharing is None else sharing, entries.pop("attention_kernel", "")
+    if kernel and kernel not in KERNELS:
+        text = f"{path}: attention_kernel is {shown(kernel)}; it must be one of {', '.join(KERNELS)}"
+        raise EppError(text + nearest(str(kernel), KERNELS))
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
             raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
-    known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
+    known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node", "attention_kernel"}
     if unknown := sorted(set(entries) - known):
-        there = ("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
+        there = ("attention_kernel", "device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
         told = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
         raise EppError(f"{path}: unknown {told}; known are {', '.join(there)}")
     numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
-    rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
+    rates = replace(RATES[base], name=path.stem, host_sharing=sharing, attention_kernel=kernel, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
     return Cluster(path.stem, rates, memory_gb, node)
 
@@ -263,6 +258,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
             Remedy("change", "expert_parallel"),
             Remedy("change", "num_experts"),
         )
+    of_an_expert = whole("expert_tensor_parallel_size", whole("tensor_model_parallel_size", 1))
     if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
         passed = flags.get("moe_router_topk", 2)
         raise EppError(f"a token cannot pass {passed} of {experts} experts", Remedy("lower", "experts_per_token"))
@@ -291,18 +287,56 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         **latent,
         vocab_size=vocabulary,
         gated_mlp=gated,
-        rotates=flags.get("position_embedding_type") == "rope" and bool(flags.get("no_rope_fusion")),
+        rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
+        qk_norm=bool(flags.get("qk_layernorm")),
+        norm_statistics=1 if flags.get("normalization") == "RMSNorm" else 2,
+        output_gate=bool(flags.get("attention_output_gate")),
+        fuses_activation=_is_on(flags, "bias_swiglu_fusion", "no_bias_swiglu_fusion"),
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
         shared_ffn_hidden_size=some("moe_shared_expert_intermediate_size") if experts is not None else 0,
+        shared_gate=experts is not None and bool(flags.get("moe_shared_expert_gate")),
+        router_bytes=0.0 if experts is None else _router_bytes(flags, whole("num_experts"), whole("moe_router_topk", 2)),
         predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),
         context_parallel=context_ranks,
         expert_parallel=expert_ranks,
+        expert_tensor_parallel=None if experts is None else of_an_expert,
+        expert_dispatcher=_dispatcher(flags),
+        expert_groups=some("moe_router_num_groups") or 1,
+        chosen_groups=some("moe_router_group_topk") or some("moe_router_num_groups") or 1,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
+    """Return whether a kernel is fused: Megatron's parsed arguments have its name, a file has the switch that turns it off."""
+    return flags.get(name) is not False and not flags.get(switch)
+
+
+def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
+    """Return the bytes that a router keeps of a token, and those of the permutation of its copies.
+
+    Scores are in fp32, positions take 8 bytes. A loss that balances experts has scores and choices of its own.
+    """
+    is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
+    scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
+    kept = 12 * chosen + scored
+    balancing, coefficient = flags.get("moe_router_load_balancing_type", "aux_loss"), flags.get("moe_aux_loss_coeff") or 0
+    if balancing != "none" and (coefficient if isinstance(coefficient, int | float) else any(coefficient)):
+        kept += 8 * chosen + 4 * experts + 4 * is_sigmoid
+    if (groups := flags.get("moe_router_num_groups")) and (limit := flags.get("moe_router_group_topk")):
+        kept += experts + 8 * limit + 8 * groups * (chosen // limit)
+    weight = 4 if flags.get("moe_router_dtype") in ("fp32", "fp64") or not (flags.get("bf16") or flags.get("fp16")) else 2
+    return float(kept + 8 * experts + 8 * chosen + weight * chosen)
+
+
+def _dispatcher(flags: dict[str, Any]) -> str:
+    """Return the dispatcher that Megatron's flags choose; any without times of its own counts as the plain one."""
+    backend = flags.get("moe_flex_dispatcher_backend") or "deepep"
+    return backend if flags.get("moe_token_dispatcher_type") == "flex" and backend in DISPATCHERS else ALLTOALL
 
 
 def _latent(flags: dict[str, Any]) -> dict[str, Any]:

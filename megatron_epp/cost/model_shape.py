@@ -4,8 +4,49 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_epp.plan.errors import EppError, Remedy
+
+ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
+"""How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
+
+
+class Exchange(NamedTuple):
+    """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward.
+
+    Attributes:
+        num_bytes: that it sends to the others, where every copy is sent by itself.
+        ranks: of the group.
+        spacing: from one rank of the group to the next, in devices.
+        copies: of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts.
+        groups, chosen: a token's experts are in `chosen` of `groups` equal groups of neighbouring experts.
+    """
+
+    num_bytes: float
+    ranks: int
+    spacing: int
+    copies: int = 0
+    groups: int = 1
+    chosen: int = 1
+
+    def split(self, devices_per_node: float) -> tuple[float, float]:
+        """Bytes that stay inside nodes of so many devices, and bytes that leave them."""
+        inside = max(1.0, min(self.ranks, devices_per_node / self.spacing))
+        if self.ranks == 1:
+            return 0.0, 0.0
+        if not self.copies:
+            abroad = self.num_bytes * (self.ranks - inside) / (self.ranks - 1)
+            return self.num_bytes - abroad, abroad
+        nodes = self.ranks / inside
+        one_copy = self.num_bytes / (self.copies * (1 - 1 / self.ranks))
+        to_ranks, to_nodes = (one_copy * self._reached(count) for count in (self.ranks, nodes))
+        return to_ranks * (1 - 1 / inside), to_nodes * (1 - 1 / nodes)
+
+    def _reached(self, parts: float) -> float:
+        """Mean number of equal parts of the group that have an expert of a token, whose experts are drawn at random."""
+        parts = min(parts, self.chosen * max(1.0, parts / self.groups))
+        return parts * (1 - (1 - 1 / parts) ** self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +67,25 @@ class ModelShape:
         relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
-        rotates: attention rotates queries and keys by their positions, without a fused kernel. Only measurements count that.
+        rotates: attention rotates queries and keys by their positions, without a fused kernel.
+        qk_norm: queries and keys pass a norm; of latent attention, the latents do.
+        norm_statistics: fp32 numbers that a norm keeps of what it normalizes (1 for RMSNorm, 2 for LayerNorm).
+        output_gate: attention's output is multiplied by a gate of its own.
+        fuses_activation: the nonlinearity of a gated MLP is one kernel.
         num_experts: MLPs a router chooses from; None means one, without a router.
         experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
         shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
+        shared_gate: the output of that expert is multiplied by a gate.
+        router_bytes: kept of a token by the router and by the permutation of copies, over all ranks that share the tokens.
         predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
         context_parallel: ranks that share the tokens (the heads, inside attention).
         expert_parallel: ranks that share the experts.
+        expert_tensor_parallel: ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron.
+        expert_dispatcher: one of `DISPATCHERS`.
+        expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are.
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
@@ -56,15 +106,25 @@ class ModelShape:
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
+    qk_norm: bool = False
+    norm_statistics: int = 1
+    output_gate: bool = False
+    fuses_activation: bool = True
     num_experts: int | None = None
     experts_per_token: int = 1
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    router_bytes: float = 0.0
     predictions: int = 0
     bytes_per_value: int = 2
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    expert_dispatcher: str = ALLTOALL
+    expert_groups: int = 1
+    chosen_groups: int = 1
     loss_block_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -91,9 +151,14 @@ class ModelShape:
         return (self.num_query_groups or self.num_attention_heads) * self.head_width
 
     @property
-    def latent_width(self) -> int:
-        """Width of the latents of latent attention, before and after their norms, and of the keys' part that turns."""
-        return 0 if self.latent_rank is None else 2 * (self.latent_rank + (self.query_rank or 0)) + self.rotated_channels
+    def _latents(self) -> int:
+        """Width of the latents of keys and values, and of queries."""
+        return (self.latent_rank or 0) + (self.query_rank or 0)
+
+    @property
+    def _down_width(self) -> int:
+        """Width of what the hidden state is projected to: latents, before their norms, and the keys' part that turns."""
+        return 0 if self.latent_rank is None else self._latents + self.rotated_channels
 
     @property
     def head_width(self) -> int:
@@ -146,7 +211,7 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         if self.latent_rank is None:
-            return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+            return self.hidden_size * ((2 + self.output_gate) * self.query_width + 2 * self.kv_width)
         into_queries = self.hidden_size * self.query_width
         if self.query_rank is not None:
             into_queries = self.query_rank * (self.hidden_size + self.query_width)
@@ -198,7 +263,12 @@ class ModelShape:
     @property
     def expert_parameters_on_rank(self) -> float:
         """Expert parameters of a layer that one rank holds."""
-        return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
+        return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.ranks_of_an_expert)
+
+    @property
+    def ranks_of_an_expert(self) -> int:
+        """Number of ranks that share an expert. They are neighbours; those with other experts follow."""
+        return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -212,7 +282,8 @@ class ModelShape:
         into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
         if self.latent_rank is not None:
             into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self.expansion_parameters)
-        return max(into_mlp, into_attention) / self.tensor_parallel
+        sharing = self.ranks_of_an_expert if self.num_experts else self.tensor_parallel
+        return max(into_mlp / sharing, into_attention / self.tensor_parallel)
 
     @property
     def hidden_bytes_per_token(self) -> float:
@@ -226,18 +297,42 @@ class ModelShape:
 
     @property
     def inner_bytes_per_token(self) -> float:
-        """Bytes of queries, keys, values, attention's output, and the input and output of the MLP's nonlinearity."""
-        return (self._attention_width + self._mlp_width) * self.bytes_per_value / self.ranks
+        """Bytes of queries, keys, values, attention's output, latents before and after norms, and the input and output of the
+        MLP's nonlinearity.
+        """
+        return (self._attention_width + self._down_width + self._mlp_width) * self.bytes_per_value / self.ranks
 
     @property
     def _attention_width(self) -> int:
-        """Width of queries, keys, values, attention's output and latents."""
-        return self.query_width + self.output_width + self.cached_width + self.latent_width
+        """Width of queries, keys, values, attention's output and the latents that they are made of."""
+        return self.query_width + self.output_width + self.cached_width + self._latents
 
     @property
     def _mlp_width(self) -> int:
         """Width of the input and output of the nonlinearity of the MLP, or of a token's experts."""
         return self._gates * (self.ffn_hidden_size * self.experts_per_token + self.shared_ffn_hidden_size)
+
+    @property
+    def _attention_rest_bytes_per_token(self) -> float:
+        """Bytes that attention keeps besides `_attention_width`: what its norms read and their statistics, angles, a gate.
+
+        A norm before a linear layer keeps its input of residual width, which counts with the layer. Keys of one head are on
+        several ranks where these are more than the heads.
+        """
+        values, statistics = 0, 0
+        key_heads = self.kv_heads_per_tensor_rank * self.tensor_parallel
+        if self.qk_norm and self.latent_rank is not None:
+            values += self._latents
+            statistics += 1 + (self.query_rank is not None)
+        elif self.qk_norm:
+            values += self.query_width + key_heads * self.head_width
+            statistics += self.num_attention_heads + key_heads
+        if self.rotates:  # a cosine and a sine of queries, and again of keys, on each tensor-parallel rank
+            values += 4 * (self.rotated_channels or self.head_width) * self.tensor_parallel
+        if self.output_gate:
+            values += self.output_width  # what enters the projection
+            statistics += self.output_width  # the gate
+        return (values * self.bytes_per_value + 4 * self.norm_statistics * statistics) / self.ranks
 
     @property
     def attention_result_bytes_per_token(self) -> float:
@@ -248,8 +343,17 @@ class ModelShape:
 
     @property
     def mlp_bytes_per_token(self) -> float:
-        """Bytes kept by the MLP, or by a token's experts: input and output of the nonlinearity, and routed copies."""
-        return self._mlp_width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
+        """Bytes kept by the MLP, or by the router and a token's experts: input and output of the nonlinearity, and the inputs
+        of experts. Their outputs are not kept, since the router's weights are applied to the nonlinearity's.
+        """
+        inside = self._mlp_width
+        if self.gated_mlp and not self.fuses_activation:  # both factors, and where experts are weighted the product
+            inside += (2 + (self.num_experts is not None)) * self.ffn_hidden_size * self.experts_per_token
+            inside += 2 * self.shared_ffn_hidden_size
+        rest = self.routed_bytes_per_token / 2 + self.router_bytes / self.ranks
+        if self.shared_gate:
+            rest += self.hidden_bytes_per_token + self.bytes_per_value / self.ranks
+        return inside * self.bytes_per_value / self.ranks + rest
 
     @property
     def mlp_parameters_per_token(self) -> int:
@@ -258,24 +362,56 @@ class ModelShape:
 
     @property
     def routed_bytes_per_token(self) -> float:
-        """Bytes of a token's copies that are the inputs and outputs of its experts."""
+        """Bytes of a token's copies that are the inputs and outputs of its experts, which all ranks of an expert have."""
+        return self._copied_bytes_per_token * self.ranks_of_an_expert
+
+    @property
+    def _copied_bytes_per_token(self) -> float:
+        """Bytes of a token's copies on their way to and from their experts."""
         if self.num_experts is None:
             return 0.0
         return 2 * self.experts_per_token * self.hidden_size * self.bytes_per_value / self.ranks
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), the inner ones, routed
-        copies, and one fp32 number per head (log-sum-exp). Context-parallel ranks keep attention's output by heads and tokens.
+        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), attention's and the MLP's,
+        and one fp32 number per head (log-sum-exp). Context-parallel ranks keep attention's output by heads and tokens. Masks of
+        dropout are left out.
+
+        What a layer of Megatron keeps is compared with this on CPU, tensor by tensor, with what kernels keep on a GPU in the
+        place of torch's norms, rotation and attention.
         """
         repeated = self.cached_width * (self.kv_copies - 1) + (self.output_width if self.context_parallel > 1 else 0)
-        inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
-        return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
+        width = self._attention_width + repeated
+        attention = (width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
+        return 2 * self._normed_bytes_per_token + attention + self._attention_rest_bytes_per_token + self.mlp_bytes_per_token
+
+    @property
+    def _normed_bytes_per_token(self) -> float:
+        """Bytes of the input and output of a norm of residual width, and of its statistics."""
+        return 2 * self.hidden_bytes_per_token + self._statistics_bytes_per_token
+
+    @property
+    def _statistics_bytes_per_token(self) -> float:
+        shared = self.tensor_parallel if self.sequence_parallel else 1
+        return 4 * self.norm_statistics / (shared * self.context_parallel)
+
+    @property
+    def moved_bytes_per_token(self) -> float:
+        """Bytes of `layer_bytes_per_token` that memory moves, and of the outputs of experts, which nothing keeps. The
+        statistics of norms of residual width are left out, as too few.
+        """
+        return self.layer_bytes_per_token + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
+
+    @property
+    def attention_moved_bytes_per_token(self) -> float:
+        """Bytes of `moved_bytes_per_token` for attention with its norm and projections."""
+        return self.attended_bytes_per_token - self._statistics_bytes_per_token
 
     @property
     def attended_bytes_per_token(self) -> float:
         """Bytes of `layer_bytes_per_token` held after attention's backward: without the MLP and its norm's input and output."""
-        return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
+        return self.layer_bytes_per_token - self.mlp_bytes_per_token - self._normed_bytes_per_token
 
     @property
     def weight_bytes_per_token(self) -> float:
@@ -287,35 +423,56 @@ class ModelShape:
     @property
     def attention_weight_bytes_per_token(self) -> float:
         """Bytes of `weight_bytes_per_token` for attention's projections."""
-        inner = self._attention_width * self.bytes_per_value / self.ranks
+        inner = (self._attention_width + self._down_width) * self.bytes_per_value / self.ranks
         return 2 * self.hidden_bytes_per_token + inner
 
     @property
-    def attention_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
-        tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel
+    def attention_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of attention and its projections.
+
+        Tensor-parallel ranks, neighbours, reduce the residual stream (as reduce-scatter and all-gather, or both in one).
+        Context-parallel ones send queries, keys, values and the output to the ranks of their heads.
+        """
         width = self.query_width + self.output_width + self.cached_width * self.kv_copies
         heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
-        return 2 * tensor * residual + heads
+        return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property
-    def mlp_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` for the MLP or the experts."""
-        tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
-        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
-        return 2 * tensor * residual + expert * self.routed_bytes_per_token
+    def mlp_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of the MLP, or of the experts.
 
-    @property
-    def tensor_exchanged_bytes_per_token(self) -> float:
-        """Bytes of `exchanged_bytes_per_token` sent between tensor-parallel ranks."""
-        return 4 * (1 - 1 / self.tensor_parallel) * self.hidden_size * self.bytes_per_value / self.context_parallel
-
-    @property
-    def exchanged_bytes_per_token(self) -> float:
-        """Bytes that a rank sends in a layer's forward, and again in its backward, to the ranks that share the layer.
-
-        Tensor parallelism: attention and the MLP each reduce the residual stream (as reduce-scatter and all-gather, or both
-        in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:
-        a token's copies go to their experts and back.
+        The MLP, and the expert of all tokens, reduce the residual stream. A token's copies go to the ranks of their experts and
+        back; where several share an expert, each gathers the copies of all, and their results are added up.
         """
-        return self.attention_exchanged_bytes_per_token + self.mlp_exchanged_bytes_per_token
+        if self.num_experts is None:
+            return (self._reduced,)
+        sharing, copies, limit = self.ranks_of_an_expert, self._copied_bytes_per_token, (self.expert_groups, self.chosen_groups)
+        to_experts = Exchange((1 - 1 / self.expert_parallel) * copies, self.expert_parallel, sharing)
+        if self.expert_dispatcher != ALLTOALL:
+            to_experts = Exchange(*to_experts[:3], self.experts_per_token, *limit)
+        gathered = Exchange((sharing - 1) * copies, sharing, 1)
+        return (*[self._reduced] * (self.shared_ffn_hidden_size > 0), gathered, to_experts)
+
+    @property
+    def _reduced(self) -> Exchange:
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        return Exchange(2 * (1 - 1 / self.tensor_parallel) * residual, self.tensor_parallel, 1)
+
+    @property
+    def tensor_exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of a layer between tensor-parallel ranks."""
+        return self._reduced, *([self._reduced] if self.num_experts is None else self.mlp_exchanges[:-1])
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Exchanges of a layer's forward, and again of its backward, with the ranks that share the layer."""
+        return self.attention_exchanges + self.mlp_exchanges
+
+    @property
+    def neighbours(self) -> int:
+        """Number of neighbouring devices among which a layer is shared, its experts included, as Megatron numbers ranks.
+
+        Expert parallelism has an order of its own over tensor- and context-parallel ranks and replicas: ranks of one expert are
+        neighbours, then those of others.
+        """
+        return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)

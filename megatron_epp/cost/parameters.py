@@ -82,8 +82,7 @@ def _layer(flags: Flags, mixer: str, mlp: str) -> int:
     shape, gates = shape_of({**flags, "num_layers": 1}), 3 if flags.get("swiglu") else 2
     found = 0
     if mixer == _ATTENTION:
-        output_gate = shape.hidden_size * shape.output_width if flags.get("attention_output_gate") else 0
-        found = shape.attention_parameters + output_gate
+        found = shape.attention_parameters
     elif mixer:
         found = {_DELTA: _gated_delta, _STATES: _mamba}[mixer](flags)
     if mlp == "-":

@@ -12,7 +12,6 @@ from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import H100, analytic_profile
-from megatron_epp.cost.analytic import context_exchange_us
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment, check, from_json, lower, simulate, to_json
 from megatron_epp.plan.check.launches import blocked
@@ -26,8 +25,7 @@ RANKS = 16
 def costs_of(context_parallel: int = RANKS, node: int = 8):
     """Costs with exchanges that take longer between nodes than inside one."""
     shape = shape_of(load_flags("llama3-8b") | {"context_parallel_size": context_parallel, "seq_length": 16384})
-    costs = analytic_profile(shape, H100).costs([16, 16], state_bytes_per_parameter=7.5)
-    return replace(costs, context_exchange_us=context_exchange_us(shape, H100, node))
+    return analytic_profile(shape, replace(H100, devices_per_node=node)).costs([16, 16], state_bytes_per_parameter=7.5)
 
 
 def problem_of(cap: int = UNLIMITED_BYTES) -> Problem:

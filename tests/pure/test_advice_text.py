@@ -67,10 +67,15 @@ def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, reason):
 
 
 def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_leave_a_node():
-    configs = Configuration(2, 1, 1, 2), Configuration(2, 2, 1, 1, expert=2)
-    near, far = (entry(config=config, exchange_us=500.0) for config in configs)
-    assert "exchange within TP 2 takes 40%" in why_slower(QUESTION, near, BEST)
-    assert "exchange within TP 2 x CP 2 x EP 2 across nodes takes 40%" in why_slower(QUESTION, far, BEST)
+    experts = replace(QUESTION, flags=FLAGS | {"num_experts": 4})
+    for sizes, text in (
+        (Configuration(2, 1, 1, 2), "TP 2 takes"),
+        (Configuration(2, 2, 1, 1, expert=2), "TP 2 x CP 2 x EP 2 across nodes takes"),
+        (Configuration(2, 1, 1, 2, expert=2), "TP 2 x EP 2 takes"),  # experts' ranks are neighbours
+        (Configuration(2, 1, 1, 2, expert=2, expert_tensor=2), "TP 2 x EP 2 x ETP 2 across nodes takes"),
+    ):
+        asked = experts if sizes.expert > 1 else QUESTION
+        assert f"exchange within {text} 40%" in why_slower(asked, entry(config=sizes, exchange_us=500.0), BEST)
 
 
 def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():

@@ -13,6 +13,7 @@ from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, H100_NODE, analytic_profile
+from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import Cluster, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
@@ -153,18 +154,27 @@ def test_fixed_sizes_are_not_searched():
 def test_experts_are_shared_inside_a_node():
     experts = MODEL | {"num_experts": 4, "moe_router_topk": 2}
     configs, _ = candidates(replace(question(), flags=experts))
-    assert {config.expert for config in configs} == {1, 2}
-    assert all(config.expert == 1 for config in configs if config.tensor == 2)
-    shared = next(config for config in configs if config.expert == 2 and config.context == 1 and config.data == 4)
+    assert {config.expert for config in configs if config.tensor == 2} == {config.expert for config in configs} == {1, 2}
+    assert {config.expert_tensor for config in configs} == {1}
+    shared = next(config for config in configs if config.expert == 2 and config.ranks == 1 and config.data == 4)
     assert shared.lockstep_groups == ((0, 1), (2, 3))
+    inside = next(config for config in configs if config.expert == 2 and config.ranks == 2 and config.data == 2)
+    assert inside.lockstep_groups == ((0,), (1,))
+    assert inside.settings(experts).get("expert_tensor_parallel_size", inside.tensor) == 1
+    whole, _ = candidates(replace(question(fixed={"tensor": 2, "expert_tensor": 2}), flags=experts))
+    assert {config.expert for config in whole} == {1}  # two ranks of an expert fill a node of two
 
 
 def test_ranks_on_several_nodes_exchange_slower():
     asked = question()
-    inside, across = (asked.rates(Configuration(1, context, 1, 1, layers=(8,))).exchange_bytes for context in (2, 4))
-    assert inside == H100.exchange_bytes
-    assert H100.message_bytes < across < inside
-    assert asked.rates(Configuration(2, 1, 2, 1, layers=(4, 4))).exchange_bytes == H100.exchange_bytes
+
+    def rate_of(config: Configuration) -> float:
+        exchanges = asked.shape(config).exchanges
+        return 1e6 * sum(one.num_bytes for one in exchanges) / exchange_line(exchanges, asked.rates).per_token_us
+
+    assert rate_of(Configuration(1, 2, 1, 1)) == pytest.approx(H100.exchange_bytes)
+    assert rate_of(Configuration(2, 1, 2, 1)) == pytest.approx(H100.exchange_bytes)
+    assert H100.message_bytes < rate_of(Configuration(1, 4, 1, 1)) < H100.exchange_bytes
 
 
 def test_what_holds_weights_alone_reduces_nothing_and_more_parameters_take_longer():
@@ -280,6 +290,10 @@ def test_plans_are_made_with_what_training_is_to_do(capsys):
         (["--devices", "12"], "--devices 12 is not a multiple of 8, the devices of a node of h100x8: give 8 or 16"),
         (["--devices", "8", "--tensor-parallel", "3"], "give a multiple of 3"),
         (["--devices", "8", "--expert-parallel", "2"], "a model with --experts"),
+        (
+            ["--devices", "8", "--expert-tensor-parallel", "2"],
+            "--expert-tensor-parallel 2 is for a model with --experts: leave",
+        ),
         (["--devices", "8", "--costs", "llama3-8b-h100"], "was measured with ffn_hidden_size 14336"),
     ],
 )

@@ -143,6 +143,8 @@ def test_commands_count_alike(model: str, optimizer: str):
     layout = Layout.of_layers(even_layers(8, 2), Placement("looped", 2, 1))
     tail = f"--lengths 4096 --context 4096 --cluster h100x8 {model} {optimizer}"
     ranks = "--stages 2 --tensor-parallel 2 --sequence-parallel --context-parallel 2 --data-parallel 4"
+    if "--expert" in model:
+        ranks += " --expert-tensor-parallel 1"  # as `advise` has it
     found = {name: costs_of(parsed(f"{name} {tail} {ranks}"), (4096,), layout) for name in ("plan", "memory", "compare")}
     question = question_of(parsed(f"advise {tail} --devices 32 --global-batch-size 8"))
     experts = 4 if question.flags.get("num_experts") else 1

@@ -123,9 +123,9 @@ def test_a_token_pays_for_its_own_experts_and_memory_for_all_of_them():
 
 
 def test_ranks_that_share_a_layer_pay_for_what_they_exchange():
-    assert SHAPE.exchanged_bytes_per_token == 0
+    assert not any(exchange.num_bytes for exchange in SHAPE.exchanges)
     tensor = replace(SHAPE, tensor_parallel=4, sequence_parallel=True)
-    assert tensor.exchanged_bytes_per_token == 4 * 0.75 * 64 * 2
+    assert sum(exchange.num_bytes for exchange in tensor.exchanges) == 4 * 0.75 * 64 * 2
     free = replace(H100, exchange_bytes=math.inf)
     cost = analytic_profile(tensor, H100).layer.forward.per_token_us - analytic_profile(tensor, free).layer.forward.per_token_us
     assert cost == pytest.approx(1e6 * 384 / H100.exchange_bytes)

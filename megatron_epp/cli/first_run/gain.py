@@ -61,7 +61,8 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
         int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
     )
     data = max(1, launch.devices // (tensor * context * pipeline))
-    config = Configuration(tensor, context, pipeline, data, expert)
+    sharing = int(flags.get("expert_tensor_parallel_size") or tensor)
+    config = Configuration(tensor, context, pipeline, data, expert, sharing if flags.get("num_experts") else 1)
     return replace(config, layers=question.layers(config, "even"))
 
 

@@ -6,9 +6,11 @@ from it. Flags of one command alone, such as ``--json``, stay with the command.
 
 from __future__ import annotations
 
+from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
+from megatron_epp.cost.model_shape import DISPATCHERS
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.data.documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
@@ -285,6 +287,13 @@ _PIPELINE = (
     Flag("expert_parallel", "--expert-model-parallel-size", "--expert-parallel", COUNT).described(
         "Expert-parallel ranks, which share the experts (default: 1)."
     ),
+    Flag("expert_tensor_parallel", "--expert-tensor-parallel-size", "--expert-tensor-parallel", COUNT).described(
+        "Ranks that share an expert; with 1, expert-parallel ranks are neighbours (default: as many as tensor-parallel ones)."
+    ),
+    Flag("expert_dispatcher", "", "--expert-dispatcher", choices=DISPATCHERS).described(
+        "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts. Training "
+        "with --epp takes alltoall alone (default: what Megatron's flags in the model's file choose, or alltoall)."
+    ),
     Flag("pipeline_parallel", "--pipeline-model-parallel-size", "--pipeline-parallel --pipeline-size", COUNT).described(
         "Pipeline ranks, which share the layers (default: 1)."
     ),
@@ -359,6 +368,10 @@ _COSTS = (
         "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too, and if ranks of several "
         "nodes share a layer, a part of their exchanges is slower, as `megatron-epp advise` assumes (default: stages are on "
         "different nodes, and ranks that share a layer are in one)."
+    ),
+    Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
+        "Attention kernel, whose published rates on an H100 plans take by length and width of heads, for a --cluster that "
+        "names one (default: the cluster's; cudnn of h100x8 and h200x8)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(

@@ -50,7 +50,7 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
             "micro_batch_size": 1,
             "pipeline_model_parallel_size": stages,
             "tensor_model_parallel_size": tensor,
-            "expert_tensor_parallel_size": tensor,
+            "expert_tensor_parallel_size": shape.ranks_of_an_expert,
             "expert_model_parallel_size": expert,
             "data_parallel_size": data_parallel * context,
             "world_size": stages * tensor * context * data_parallel,

@@ -11,11 +11,14 @@ import torch
 
 from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import with_latents
+from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import lays_out_whole_matrices
 from megatron_epp.mcore.model.block_loss import block_tokens_of
+from megatron_epp.runtime.attention import kernels
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -76,7 +79,7 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
 
 def formulas(args: argparse.Namespace) -> Profile:
     """Return the costs of the run's model by formula."""
-    return analytic_profile(model_shape(args), _rates())
+    return analytic_profile(shape := model_shape(args), _rates(args, shape))
 
 
 def trained_share(stage: Any) -> float | None:
@@ -110,9 +113,29 @@ def costs_of_stages(
 
 def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:
     """Return the costs of the run's model: measured, or by formula if nothing is."""
-    return formulas(args) if measured is None else with_latents(measured, model_shape(args), _rates())
+    if measured is None:
+        return formulas(args)
+    return with_latents(measured, shape := model_shape(args), _rates(args, shape))
 
 
-def _rates() -> Rates:
+def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
     # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
-    return H100_NODE if torch.cuda.is_initialized() else CPU
+    return replace(H100_NODE, attention_kernel=_kernel(args, shape)) if torch.cuda.is_initialized() else CPU
+
+
+_KERNELS = {
+    kernels.TRANSFORMER_ENGINE: CUDNN,
+    kernels.FLASH_ATTN_3: FLASH_3,
+    kernels.FLASH_ATTN: FLASH_2,
+    kernels.TORCH_FLASH: FLASH_2,
+}
+"""Names of kernels with published rates; torch's own is FlashAttention-2."""
+
+
+def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
+    """Return the name of the attention kernel that the run will take; empty for one without published rates."""
+    width = shape.value_head_width if shape.value_head_width != shape.head_width else 0
+    heads = shape.num_attention_heads // shape.ranks, shape.kv_heads_on_rank
+    case = kernels.AttentionCase("cuda", args.params_dtype, shape.head_width, *heads, width)
+    chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
+    return "" if chosen is None else _KERNELS.get(chosen, "")

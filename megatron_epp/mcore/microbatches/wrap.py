@@ -115,8 +115,25 @@ def uninstall() -> None:
     _installed.clear()
 
 
-_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Sizes of latent attention."""
+_OF_SHAPE = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "qk_layernorm",
+    "normalization",
+    "attention_output_gate",
+    "moe_aux_loss_coeff",
+    "moe_router_dtype",
+    "moe_router_group_topk",
+    "moe_router_load_balancing_type",
+    "moe_router_num_groups",
+    "moe_router_score_function",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+)
+"""Fields of a model's shape that Megatron's flags and its configuration call alike."""
 
 
 def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
@@ -146,6 +163,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
         context_parallel_size=mpu.get_context_parallel_world_size(),
         expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=mpu.get_expert_tensor_parallel_world_size(),
         sequence_parallel=config.sequence_parallel,
         use_distributed_optimizer=any(_is_sharded(model) for model in models),
         nccl_communicator_config_path=None,
@@ -156,7 +174,7 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
         num_attention_heads=config.num_attention_heads,
         group_query_attention=not config.multi_latent_attention,
         multi_latent_attention=config.multi_latent_attention,
-        **{name: getattr(config, name, None) for name in _OF_LATENTS},
+        **{name: getattr(config, name, None) for name in _OF_SHAPE},
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         swiglu=config.gated_linear_unit,

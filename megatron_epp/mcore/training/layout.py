@@ -59,6 +59,7 @@ _FLAGS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 """Flags on which the choice depends, besides the data; a resumed run warns if they differ."""
 

@@ -87,7 +87,7 @@ class _Bench:
         self.channels = shape.query_width // shape.num_attention_heads
         self.heads = max(1, shape.num_attention_heads // ranks)
         self.kv_heads = max(1, shape.kv_width // self.channels // ranks)
-        self.gated, self.rotates = shape.gated_mlp, shape.rotates
+        self.gated, self.rotates, self.qk_norm = shape.gated_mlp, shape.rotates, shape.qk_norm and shape.latent_rank is None
         self.query = self.heads * self.channels
         ffn = shape.ffn_hidden_size * shape.experts_per_token // ranks
         self.qkv = self._weight(self.query + 2 * self.kv_heads * self.channels, self.hidden)
@@ -136,9 +136,16 @@ class _Bench:
         qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
         cached = self.kv_heads * self.channels
         query, key, value = qkv.split((self.query, cached, cached), dim=1)
+        if self.qk_norm:
+            query, key = self._normed(query), self._normed(key)
         if self.rotates:
             query, key = self._rotated(query), self._rotated(key)
         return x + functional.linear(_Attended.apply(query, key, value), self.out)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Normalize every head."""
+        heads = x.view(x.shape[0], -1, self.channels)
+        return functional.rms_norm(heads, (self.channels,), self.norm[: self.channels]).flatten(1)
 
     def _rotated(self, x: Tensor) -> Tensor:
         """Rotate the channels of every head by angles that grow with the position, one torch function after the other."""

@@ -19,7 +19,6 @@ import numpy as np
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs, analytic_profile, on_device
-from megatron_epp.cost.analytic import context_exchange_us
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
@@ -57,11 +56,9 @@ class Case:
         cluster = load_cluster(CLUSTER)
         ranks = {"context_parallel_size": self.context_parallel, "seq_length": CONTEXT}
         shape = shape_of(load_flags(MODEL) | ranks)
-        exchanges = context_exchange_us(shape, cluster.rates, cluster.devices_per_node)
-        rates = replace(cluster.rates, exchange_bytes=1e6 * shape.exchanged_bytes_per_token / exchanges[-1])
+        rates = replace(cluster.rates, devices_per_node=cluster.devices_per_node)
         layers = [shape.num_layers // PIPELINE] * PIPELINE
-        costs = on_device(analytic_profile(shape, rates).costs(layers, state_bytes_per_parameter=STATE_BYTES))
-        return replace(costs, context_exchange_us=exchanges)
+        return on_device(analytic_profile(shape, rates).costs(layers, state_bytes_per_parameter=STATE_BYTES))
 
 
 def plans_of(case: Case) -> tuple[Plan, Plan, Plan]:

@@ -1,4 +1,5 @@
-"""Public measurements of training next to plans with the same sizes and recompute, and next to what `advise` finds best.
+"""Public measurements of training next to plans with the same sizes and recompute: sixteen rows of several models and machines,
+and one long sequence, for which `advise` also searches better sizes.
 
 Nothing is fitted to them: they show how far times by formula are off, and in which part.
 
@@ -16,21 +17,13 @@ from typing import Any
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.search import Advice, advise
 from megatron_epp.cli.inputs import cap_of
-from megatron_epp.cost import H100
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
 from megatron_epp.report.table import table
-
-GIB = 2**30
-KERNELS = (
-    ("FlashAttention-2", 335.0, 322.0),
-    ("cuDNN", 539.0, 516.0),
-    ("FlashAttention-3", 616.0, 561.0),
-)
-"""TFLOP/s of kernels in attention on an H100 SXM5, forward and backward, with heads of 128 and sequences of 16K tokens in bf16.
-They are from the figures of the FlashAttention-3 paper (arXiv 2407.08608): forward with a causal mask, backward without one.
-"""
+from scripts.bench.public.rows import ROWS
+from scripts.bench.public.steps import compared as planned_step
+from scripts.bench.public.steps import rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +121,14 @@ def question_of(one: Measured) -> Question:
     return Question(one.flags, cluster, one.devices, cap_of(None, cluster), (one.tokens,), one.tokens, options=options)
 
 
+def _config(one: Measured) -> Configuration:
+    return Configuration(1, one.devices, 1, 1, layers=(int(one.flags["num_layers"]),))
+
+
 def planned(one: Measured) -> Plan:
     """Plan the measured batch with the measured sizes, every layer recomputed, without a memory cap."""
     asked, layers = question_of(one), int(one.flags["num_layers"])
-    config = Configuration(1, one.devices, 1, 1, layers=(layers,))
+    config = _config(one)
     problem = replace(asked.problem(config, asked.lengths), cap_bytes=(UNLIMITED_BYTES,))
     return plan(problem, asked.costs(config), replace(asked.options, recompute=layers))
 
@@ -142,7 +139,9 @@ def compared(one: Measured) -> Compared:
     pairs = one.tokens * (one.tokens + 1) / 2 / one.devices
     width = int(one.flags["num_attention_heads"]) * int(one.flags["kv_channels"])
     forward, backward = 4 * width * pairs * layers, 10 * width * pairs * layers
-    attention_s = 2 * forward / H100.attention_forward_flops + backward / H100.attention_backward_flops
+    layer = question_of(one).profile(_config(one)).layer
+    us_per_pair = 2 * layer.forward.per_pair_us + layer.backward.per_pair_us
+    attention_s = us_per_pair * pairs * one.devices * layers / 1e6
     planned_s = made.predicted.makespan_us / 1e6
     return Compared(
         name=one.name,
@@ -177,8 +176,7 @@ def lines(one: Measured, found: Compared, advice: Advice | None) -> Iterator[str
     yield ""
     yield (
         f"Attention is {found.attention_tflops / 1e3:,.0f} PFLOP of each device. If the rest takes the {found.rest_s:.0f} s "
-        f"that are planned for it, it ran at {found.measured_rate:.0f} TFLOP/s, and the plan has {found.planned_rate:.0f}: "
-        f"{H100.attention_forward_flops / 1e12:.0f} forward and {H100.attention_backward_flops / 1e12:.0f} backward."
+        f"that are planned for it, it ran at {found.measured_rate:.0f} TFLOP/s, and the plan has {found.planned_rate:.0f}."
     )
     yield f"In the measured run: {one.remarks}."
 
@@ -188,6 +186,13 @@ def main() -> None:
     parser.add_argument("--no-advice", action="store_true", help="leave out the search for the best sizes")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
+    steps = [planned_step(row) for row in ROWS]
+    if args.json:
+        for step in steps:
+            figures = {"planned_s": step.planned_s, "again_s": step.again_s, "error": step.error}
+            print(json.dumps({"row": step.row.number, "name": step.row.name, "measured_s": step.row.measured_s} | figures))
+    else:
+        print("\n".join((*rows_of(steps), "")))
     for one in FOUND:
         found = compared(one)
         if args.json:
@@ -195,7 +200,3 @@ def main() -> None:
             continue
         advice = None if args.no_advice else advise(question_of(one), may_offload=True)
         print("\n".join(lines(one, found, advice)))
-    if not args.json:
-        print("\nRates that were published for attention on an H100 (arXiv 2407.08608), TFLOP/s:")
-        rows = [[kernel, f"{forward:.0f}", f"{backward:.0f}"] for kernel, forward, backward in KERNELS]
-        print("\n".join(table(("heads of 128, 16K tokens", "forward", "backward"), rows)))

@@ -1,0 +1,139 @@
+"""Plans of measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.cost import Line, ModelShape, PipelineCosts, Rates
+from megatron_epp.cost.analytic import MICROSECONDS, exchange_line
+from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.library import load_cluster
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.report.table import table
+from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, UP, Row
+
+CLOSE, LARGE = 0.1, 0.2
+"""Errors of plans: of close ones, and of those of which the table says what a slice lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured step and its plan.
+
+    Attributes:
+        row: as it was measured.
+        planned_s: by the plan.
+        again_s: of it, recompute on a rank.
+        reduction_s: that reducing gradients and gathering weights takes, which recipes overlap and the plan leaves out.
+        optimizer_s: that the optimizer needs to read and write its states, which the plan leaves out.
+    """
+
+    row: Row
+    planned_s: float
+    again_s: float
+    reduction_s: float
+    optimizer_s: float
+
+    @property
+    def rest_ms(self) -> float:
+        """Time that a slice takes longer than planned, forward and backward; the pipeline's ends count as slices."""
+        row = self.row
+        passes = row.slices * row.sequences // row.config.data + row.config.pipeline - 1
+        return 1e3 * (row.measured_s - self.planned_s) / passes
+
+    @property
+    def error(self) -> float:
+        return self.planned_s / self.row.measured_s - 1
+
+
+def question_of(row: Row) -> Question:
+    """Return the question of which the row's sizes are one answer, with the row's dispatcher."""
+    flags = row.flags | {"epp_loss_block_tokens": 0}
+    if row.dispatcher != "alltoall":
+        flags |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
+    lengths = (row.tokens,) * (row.sequences // row.config.data)
+    cluster = load_cluster(row.cluster)
+    return Question(flags, cluster, row.config.devices, UNLIMITED_BYTES, lengths, row.tokens * row.per_chunk)
+
+
+def again_line(row: Row, shape: ModelShape, rates: Rates) -> Line:
+    """Time of the parts of a layer that run again in its backward."""
+    flops, num_bytes, line = 0.0, 0.0, Line()
+    if NORMS in row.again:
+        num_bytes += 4 * shape.hidden_bytes_per_token
+    if ACTIVATION in row.again:
+        num_bytes += 3 * shape.ffn_hidden_size * shape.experts_per_token * shape.bytes_per_value / shape.ranks
+    if EXPERTS in row.again:
+        flops += 2 * shape.mlp_parameters_per_token / shape.ranks
+        num_bytes += 2 * shape.mlp_bytes_per_token
+        line += exchange_line(shape.mlp_exchanges, rates)
+    if UP in row.again:
+        queries = (shape.query_rank or 0) * shape.query_width
+        flops += 2 * (shape.expansion_parameters + queries) / shape.ranks
+        num_bytes += (shape.query_width + shape.kv_bytes_per_token) / shape.ranks
+    return line + Line(0.0, MICROSECONDS * (flops / rates.linear_flops + num_bytes / rates.memory_bytes))
+
+
+def compared(row: Row) -> Step:
+    """Plan a measured step: the same sizes and schedule, no cap, every layer recomputing what the recipe says."""
+    asked, config = question_of(row), row.config
+    shape, rates = asked.shape(config), asked.rates
+    again, costs = again_line(row, shape, rates), asked.costs(config)
+    planner = "interleaved" if config.virtual > 1 else "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
+    options = Options(planner=planner, context=asked.context, recompute=0, slices=row.slices or None)
+    problem = Problem(asked.lengths, config.rank_of, (UNLIMITED_BYTES,) * config.pipeline, token_multiple=config.ranks)
+    made = plan(problem, _recomputing(costs, again), options)
+    layers, states = [0.0] * config.pipeline, [0.0] * config.pipeline
+    for rank, count, stage in zip(config.rank_of, config.layers, costs.stages, strict=True):
+        layers[rank] += count
+        states[rank] += 2 * stage.static.optimizer + stage.static.gradients + stage.static.weights
+    return Step(
+        row=row,
+        planned_s=made.predicted.makespan_us / MICROSECONDS,
+        again_s=again.time_us(sum(asked.lengths) * max(layers), 0) / MICROSECONDS,
+        reduction_s=asked.reduction_us(config) / MICROSECONDS,
+        optimizer_s=max(states) / rates.memory_bytes,
+    )
+
+
+def _recomputing(costs: PipelineCosts, again: Line) -> PipelineCosts:
+    """Costs whose layers' backwards take longer by what runs again."""
+    stages = (stage.changed(LAYER, backward=stage.layers.backward + again) for stage in costs.stages)
+    return replace(costs, stages=tuple(stages))
+
+
+def rows_of(steps: Sequence[Step]) -> Iterator[str]:
+    """Yield a table of measured and planned steps, and the errors' median and largest."""
+    header = ("", "model, sizes, sequences x tokens", "measured", "planned", "off", "recomputed", "not in the plan")
+    lines = []
+    for step in steps:
+        row = step.row
+        left_out = [
+            f"optimizer {step.optimizer_s * 1e3:.0f} ms, reduction {step.reduction_s * 1e3:.0f} ms where nothing hides it"
+        ]
+        if abs(step.error) > LARGE and row.slices:
+            left_out.append(f"all that is measured above the plan is {step.rest_ms:.0f} ms of each slice on a stage")
+        lines.append(
+            [
+                row.number,
+                f"{row.name}, {sizes_of(row.config)}, {row.sequences:,} x {row.tokens:,}",
+                f"{row.measured_s:.2f} s",
+                f"{step.planned_s:.2f} s",
+                f"{step.error:+.0%}",
+                f"{', '.join(row.again)}: {step.again_s:.2f} s" if row.again else "",
+                "; ".join([*left_out, *([row.left_out] if row.left_out else [])]),
+            ]
+        )
+    yield from table(header, lines, left=(0, 1, 5, 6))
+    errors = [abs(step.error) for step in steps]
+    close = sum(one <= CLOSE for one in errors)
+    yield f"Median error {median(errors):.1%}, largest {max(errors):.0%}, {close} of {len(errors)} within {CLOSE:.0%}."
+
+
+def sizes_of(config: Configuration) -> str:
+    """Parallel sizes above 1."""
+    names = {"TP": config.tensor, "CP": config.context, "PP": config.pipeline, "VPP": config.virtual, "DP": config.data}
+    return " ".join(f"{name} {size}" for name, size in (names | {"EP": config.expert}).items() if size > 1)

@@ -1,0 +1,131 @@
+"""Formulas have every tensor that a layer of Megatron keeps for its backward, and no other."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost.library import load_flags, shape_of, shipped
+from tests.support.mcore.forked import job, returned
+
+BYTES_OF_A_CHUNK = 512
+"""Kept of a chunk however long it is: counts of experts' tokens, scalars of losses."""
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 20,
+    "num_experts": 16,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "window_size": "(8,0)",
+}
+_BEARS = (
+    "no_",
+    "moe_",
+    "bf16",
+    "swiglu",
+    "normalization",
+    "position",
+    "rotary",
+    "disable",
+    "add_",
+    "qk_",
+    "group_",
+    "multi_",
+    "rope",
+)
+"""Beginnings of other flags of the shipped models that bear on what a layer keeps."""
+_LEFT_OUT = ("moe_layer_freq", "moe_grouped_gemm", "no_gradient_accumulation_fusion", "no_persist_layer_norm")
+NEEDS_TE = "moonlight-16b-a3b"
+"""Latent attention with norms and without a latent of queries, which Megatron builds with Transformer Engine alone."""
+
+
+def small(flags: dict[str, Any]) -> list[str]:
+    """Flags of a model of the same kind, so small that it runs here."""
+    bears = {name: value for name, value in flags.items() if name.startswith(_BEARS) and name not in _LEFT_OUT}
+    sizes = {name: value for name, value in SMALL.items() if name in flags or name in ("ffn_hidden_size", "kv_channels")}
+    if "kv_lora_rank" in flags:
+        del sizes["kv_channels"]
+    words = [
+        word
+        for name, value in (bears | sizes).items()
+        if value is not False
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    return [*words, *CPU]
+
+
+CPU = ["--hidden-dropout", "0", "--attention-dropout", "0", "--transformer-impl", "local"]
+LLAMA = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "bf16": True,
+}
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+LATENT = {"multi_latent_attention": True, **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim"), 8)}
+LATENT |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 20, "rope_type": "rope", "qk_layernorm": True}
+EXPERTS = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 8, "moe_token_dispatcher_type": "alltoall"}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+ATTENTION = {
+    "all heads": {},
+    "grouped": GROUPED,
+    "qk norms": GROUPED | {"qk_layernorm": True},
+    "biases": GROUPED | {"add_qkv_bias": True},
+    "a gate": GROUPED | {"attention_output_gate": True},
+    "not fused": GROUPED | {"qk_layernorm": True, "no_rope_fusion": True, "no_bias_swiglu_fusion": True},
+    "latents": LATENT,
+}
+MLP = {
+    "dense": {},
+    "biases": {"disable_bias_linear": False},
+    "experts": EXPERTS,
+    "balanced": EXPERTS | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.001},
+    "sigmoid": EXPERTS | SIGMOID | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.001},
+    "groups": EXPERTS | SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "shared": EXPERTS | SHARED,
+    "shared, a gate": EXPERTS | SHARED | {"moe_shared_expert_gate": True},
+}
+CASES = {f"{one}, {other}": small(SIZES | LLAMA | ATTENTION[one] | MLP[other]) for one, other in product(ATTENTION, MLP)}
+CASES |= {"gpt2": small(SIZES), "gpt2, qk norms, not fused": small(SIZES | {"qk_layernorm": True, "no_bias_gelu_fusion": True})}
+CASES |= {name: small(load_flags(name)) for name in shipped("models")}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return dict(zip(CASES, returned(job(1, "activations", cases=list(CASES.values()))), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != NEEDS_TE])
+def test_a_layer_keeps_what_the_formulas_have(found: dict[str, dict[str, Any]], name: str) -> None:
+    figures = found[name]
+    assert "error" not in figures, figures
+    assert figures["measured"] == pytest.approx(figures["planned"], abs=1e-6), "\n".join(figures["tensors"])
+    assert 0 <= figures["constant"] <= BYTES_OF_A_CHUNK
+
+
+def test_one_kind_of_the_shipped_models_is_built_with_transformer_engine_alone(found: dict[str, dict[str, Any]]) -> None:
+    assert "qk_layernorm requires TransformerEngine" in found[NEEDS_TE]["error"]
+
+
+def test_norms_of_queries_and_keys_count_in_a_layer_of_qwen3_8b() -> None:
+    flags = load_flags("qwen3-8b")
+    normed, plain = (shape_of(flags | {"qk_layernorm": norms}).layer_bytes_per_token for norms in (True, False))
+    assert normed - plain == 2 * (32 + 8) * 128 + 4 * (32 + 8)
+    assert (normed - plain) / normed == pytest.approx(0.0756, abs=1e-4)

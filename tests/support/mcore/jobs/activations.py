@@ -1,0 +1,142 @@
+"""Runs one layer of Megatron forward for each of several sets of flags, and compares what autograd keeps with the formulas.
+
+Kernels that a CPU lacks have stand-ins that keep what they keep on a GPU: a norm its input and a statistic or two in fp32, a
+fused rotation nothing but the angles, which are not the layer's, and attention queries, keys, values, its output and one number
+in fp32 of each head. All else is Megatron's own code.
+"""
+
+import torch
+
+ANGLES = {}
+"""Storages of rotary angles by address, which layers share and keep beyond a chunk."""
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, statistics):
+        x = x.contiguous()
+        ctx.save_for_backward(x, *(x.new_zeros(x.shape[:-1], dtype=torch.float32) for _ in range(statistics)))
+        return x * weight
+
+
+class Norm(torch.nn.Module):
+    """Stand-in for a fused norm."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.statistics = 1 if config.normalization == "RMSNorm" else 2
+
+    def forward(self, x):
+        return _Norm.apply(x, self.weight, self.statistics)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value):
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        ctx.save_for_backward(query, key, value, output, query.new_zeros(query.shape[:3], dtype=torch.float32))
+        return output.flatten(2)
+
+
+class Attention(torch.nn.Module):
+    """Stand-in for a kernel of core attention."""
+
+    def __init__(self, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, *_, **__):
+        return _Attention.apply(query, key, value)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, heads, angles):
+        ANGLES[angles.untyped_storage().data_ptr()] = angles
+        ctx.save_for_backward(angles)
+        return heads.clone(memory_format=torch.contiguous_format)
+
+
+def rotated(heads, angles, *_, **__):
+    """Stand-in for a fused rotation."""
+    return _Rotation.apply(heads, angles)
+
+
+def run(cases):
+    """Return for every case its bytes per token by formula and in truth, those of a chunk of any length, and the tensors."""
+    from megatron_epp.mcore import entry
+
+    entry.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    return [_compared(flags, rope_utils, rope_utils._apply_rotary_pos_emb_bshd) for flags in cases]
+
+
+def _compared(flags, rope_utils, unfused):
+    from megatron_epp.cost.library import shape_of
+    from tests.mcore.test_refusals import arguments
+
+    args = arguments(*flags)
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    shape = shape_of({**vars(args), "vocab_size": 128})
+    rope_utils._apply_rotary_pos_emb_bshd = rotated if args.apply_rope_fusion else unfused
+    args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
+    try:
+        few, many = (_kept(args, tokens) for tokens in (64, 128))
+    except RuntimeError as error:
+        return {"error": str(error), "flags": flags}
+    finally:
+        rope_utils._apply_rotary_pos_emb_bshd = unfused
+    small, large = (sum(size for size, _ in kept) for kept in (few, many))
+    return {
+        "flags": flags,
+        "planned": shape.layer_bytes_per_token,
+        "attended": shape.attended_bytes_per_token,
+        "measured": (large - small) / 64,
+        "constant": 2 * small - large,
+        "tensors": [f"{size} bytes: {what}" for size, what in many],
+    }
+
+
+def _kept(args, tokens):
+    """Return bytes and description of every storage that autograd keeps of a layer's forward, but for parameters and angles."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    ANGLES.clear()
+    config = core_transformer_config_from_args(args)
+    latent = args.multi_latent_attention
+    spec = get_gpt_layer_local_spec(args.num_experts, False, args.qk_layernorm, latent, normalization=args.normalization)
+    whole, attention = spec.submodules, spec.submodules.self_attention.submodules
+    names = ["q_layernorm", "kv_layernorm" if latent else "k_layernorm"] if args.qk_layernorm else []
+    for module, name in [(whole, "input_layernorm"), (whole, "pre_mlp_layernorm"), *((attention, name) for name in names)]:
+        setattr(module, name, Norm)
+    if latent and args.q_lora_rank is None:
+        attention.q_layernorm = IdentityOp
+    attention.core_attention = Attention
+    layer = build_module(spec, config=config, layer_number=2).to(args.params_dtype)
+    angles = None
+    if args.position_embedding_type == "rope" and not latent:
+        angles = RotaryEmbedding(config.kv_channels, args.rotary_percent)(tokens)
+        ANGLES[angles.untyped_storage().data_ptr()] = angles
+    weights, found = {one.untyped_storage().data_ptr() for one in layer.parameters()}, {}
+
+    def keep(tensor):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            found.setdefault(memory.data_ptr(), (memory, tensor.dtype, tuple(tensor.shape)))
+        return tensor
+
+    x = torch.randn(tokens, 1, config.hidden_size, dtype=args.params_dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x, attention_mask=None, rotary_pos_emb=angles)
+    return [(memory.nbytes(), f"{dtype} {shape}") for at, (memory, dtype, shape) in found.items() if at not in ANGLES]
