@@ -13,7 +13,6 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
@@ -161,8 +160,8 @@ def rank_vocabulary(
     last_rank: int,
     groups: Groups,
     options: GroupOptions | None,
-) -> RankVocabulary | None:
-    """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
+) -> RankVocabulary:
+    """Return this rank's part of vocabulary parallelism. Every rank of the job must call this.
 
     Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
     its first use.
@@ -172,8 +171,6 @@ def rank_vocabulary(
         groups: makes communicators.
         options: of communicators; None for the backend's defaults.
     """
-    if not shards_vocabulary(args):
-        return None
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
     # Two of the same ranks: NCCL runs the collectives of one communicator one after the other, and with gloo two threads would
