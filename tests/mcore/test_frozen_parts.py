@@ -6,6 +6,7 @@ Trainings with ``--epp`` are rows of the matrix (`rows.FROZEN`).
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from tests.mcore.test_samples import TOLERANCE as OF_SLICES
 from tests.mcore.test_user_microbatches import TOLERANCE, worst_of
 from tests.mcore.test_user_weights_and_offload import PLANNED, TIMES
-from tests.support.mcore.forked import job, of_ranks
+from tests.mcore.test_ways_in import epp_flags
+from tests.support.mcore.forked import job, launch, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
 
@@ -88,6 +90,14 @@ def test_slices_of_samples_give_what_trains_its_gradients(part: str, ranks: int,
         assert one["afterwards"] == 0.0
         assert one["chunks"] > len(LENGTHS)
     assert any(one["num_gradients"] > 0 for one in found)
+
+
+def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_path: Path) -> None:
+    part = "--epp-vocab-parallel", "on", "--spec", "tests.support.mcore.adapters", "adapters"
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *epp_flags(tmp_path, 2), *part)
+    assert finished.returncode != 0
+    assert "--epp-vocab-parallel on is for models of which everything trains" in finished.output
+    assert "Traceback" not in finished.output
 
 
 def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
