@@ -5,14 +5,18 @@ Trainings with ``--epp`` are rows of the matrix (`rows.FROZEN`).
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.mcore.test_samples import TOLERANCE as OF_SLICES
 from tests.mcore.test_user_microbatches import TOLERANCE, worst_of
 from tests.mcore.test_user_weights_and_offload import PLANNED, TIMES
-from tests.support.mcore.forked import job, of_ranks
+from tests.mcore.test_ways_in import epp_flags
+from tests.support.mcore.forked import job, launch, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
 
@@ -86,3 +90,40 @@ def test_slices_of_samples_give_what_trains_its_gradients(part: str, ranks: int,
         assert one["afterwards"] == 0.0
         assert one["chunks"] > len(LENGTHS)
     assert any(one["num_gradients"] > 0 for one in found)
+
+
+def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_path: Path) -> None:
+    part = "--epp-vocab-parallel", "on", "--spec", "tests.support.mcore.adapters", "adapters"
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *epp_flags(tmp_path, 2), *part)
+    assert finished.returncode != 0
+    assert "--epp-vocab-parallel on is for models of which everything trains" in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
+    from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_profile
+    from megatron_epp.mcore.costs.shape import costs_of_stages, trained_share
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 9, bias=False))
+    model[1].requires_grad_(False)
+    shares = [trained_share(Namespace(model=model, has_gradient=has_gradient)) for has_gradient in (False, True)]
+    assert shares == [None, 0.25]
+    shape = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+    profile, adam = analytic_profile(shape, H100), OptimizerBytes.of_flags({"bf16": True})
+    first, second, last = costs_of_stages(profile, [2, 2, 2], [None, 0.25, 1.0], adam).stages
+    whole = profile.costs([2, 2, 2], optimizer=adam).stages
+    assert last == whole[2]
+    assert first.static.weights == whole[0].static.weights
+    assert first.static.gradients == first.static.optimizer == 0
+    assert second.static.optimizer == pytest.approx(0.25 * whole[1].static.optimizer, abs=1)
+    assert first.line("backward").per_token_us == 0.0 < second.line("backward").per_token_us
+    assert second.line("weight") == whole[1].line("weight").scaled(0.25)
+
+
+def test_learnt_costs_of_a_model_are_not_those_of_one_that_trains_less_of_it() -> None:
+    from megatron_epp.mcore.costs.learnt import _digest
+
+    model = torch.nn.Linear(2, 2)
+    trained = _digest(model)
+    model.bias.requires_grad_(False)
+    assert _digest(model) != trained

@@ -38,8 +38,7 @@ class TiedTable:
         # kept here, in fp32.
         table.weight = torch.zeros(shape, dtype=own.dtype, device=own.device)
         self._gradient = torch.zeros(shape, dtype=torch.float32, device=own.device)
-        if own.requires_grad:
-            table.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
+        table.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -72,8 +71,6 @@ class TiedTable:
     def add_gradients(self) -> None:
         """Add the gradient of the first stage's table to the shards' gradients. A collective call of the pipeline's ranks."""
         weight: Any = self._shard.weight
-        if not weight.requires_grad:
-            return
         if self._gradient is None:
             rows = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             self._run([dist.P2POp(dist.irecv, rows, self._ranks[0], self._group)])

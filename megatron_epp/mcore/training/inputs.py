@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import mpu
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossColumns, TrainedTokens
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
-from megatron_epp.mcore.training.vocabulary import RankVocabulary
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
 from megatron_epp.runtime.context import Program, program_of
 from megatron_epp.runtime.loss.scopes import shards_of_loss
 from megatron_epp.runtime.upload import Upload, Uploader
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.training.vocabulary import RankVocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
-from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.run import Run, lockstep_groups
@@ -33,7 +32,6 @@ from megatron_epp.mcore.training.caps import possible_on_device
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.reports import ReportFolder, Reports
-from megatron_epp.mcore.training.vocabulary import RankVocabulary, rank_vocabulary
 from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lazy import load
@@ -47,6 +45,7 @@ from megatron_epp.runtime.trace import Recorder
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
+    from megatron_epp.mcore.training.vocabulary import RankVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,9 @@ class Session(Run):
         # the rank.
         self.connect(stages)
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
-        shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
-        self.vocabulary = rank_vocabulary(*shard)
+        if shards_vocabulary(self.args):
+            shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
+            self.vocabulary = load("megatron_epp.mcore.training.vocabulary:rank_vocabulary")(*shard)
         self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
@@ -130,7 +130,9 @@ class Session(Run):
             for model in models:
                 check_adopted(model)
         last = self.placement.num_stages - 1
-        loss, has_head = None, not shards_vocabulary(self.args)
+        loss, has_head, kind = None, not shards_vocabulary(self.args), MegatronStage
+        if not has_head:
+            kind = load("megatron_epp.mcore.model.headless_stage:HeadlessStage")
         if self.loss is not None:
             loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
         asked = OF_LABELS
@@ -141,7 +143,7 @@ class Session(Run):
             has_head &= not loss.asks.has_values
             asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         return {
-            stage: (HeadlessStage if stage == last and shards_vocabulary(self.args) else MegatronStage)(
+            stage: (kind if stage == last else MegatronStage)(
                 model,
                 config,
                 is_first=stage == 0,

@@ -13,7 +13,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.arguments.vocabulary import FLAG
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
@@ -22,10 +22,10 @@ from megatron_epp.mcore.model.trained_rows import rows_to_compute
 from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.mcore.patches.environment import fuses_own_gradients
-from megatron_epp.plan import Op
+from megatron_epp.plan import EppError, Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
-from megatron_epp.runtime.links.objects import GroupOptions, Groups
+from megatron_epp.runtime.links.objects import GroupOptions, Groups, from_each
 from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, ShardGroups, Targets
 from megatron_epp.runtime.loss.shards import Shard
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
@@ -121,8 +121,7 @@ class RankVocabulary:
         return Shard(weight.detach(), self._shard.vocabulary.start, self._block_tokens, accumulate)
 
     def take_gradient(self, compute: Callable[[], Tensor]) -> None:
-        if self._shard.weight.requires_grad:
-            give_gradient(self._shard.weight, compute)
+        give_gradient(self._shard.weight, compute)
 
     def spread(self, chunk: int) -> Tensor:
         assert self._last is not None
@@ -161,8 +160,8 @@ def rank_vocabulary(
     last_rank: int,
     groups: Groups,
     options: GroupOptions | None,
-) -> RankVocabulary | None:
-    """Return this rank's part of vocabulary parallelism; None if the run has none. Every rank of the job must call this.
+) -> RankVocabulary:
+    """Return this rank's part of vocabulary parallelism. Every rank of the job must call this.
 
     Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
     its first use.
@@ -171,9 +170,14 @@ def rank_vocabulary(
         last_rank: pipeline rank of the last stage.
         groups: makes communicators.
         options: of communicators; None for the backend's defaults.
+
+    Raises:
+        EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
     """
-    if not shards_vocabulary(args):
-        return None
+    if any(from_each(any(not one.requires_grad for model in models for one in model.parameters()))):
+        raise EppError(
+            f"{FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it to off"
+        )
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
     # Two of the same ranks: NCCL runs the collectives of one communicator one after the other, and with gloo two threads would
