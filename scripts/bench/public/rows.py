@@ -231,4 +231,21 @@ ROWS = (
         Row(**_GPT13, number=f"16, {tokens // 1024}K", tokens=tokens, slices=4, measured_s=measured_s, left_out=_FORK)
         for tokens, measured_s in ((4096, 0.602), (8192, 1.044), (16384, 2.183))
     ),
+    Row(
+        **_QWEN,
+        number="17",
+        config=Configuration(4, 1, 8, 8, expert=8, virtual=4, layers=_uneven(94, 32, (2, 2))),
+        tokens=4096,
+        sequences=2048,
+        measured_s=29.0,
+    ),
+    Row(
+        **_QWEN | {"dispatcher": "alltoall"},
+        number="18",
+        config=Configuration(2, 1, 32, 4, expert=8, virtual=3, layers=_uneven(94, 96, (0, 0))),
+        tokens=4096,
+        sequences=2048,
+        measured_s=24.2,
+        again=(NORMS, ACTIVATION),
+    ),
 )
