@@ -11,10 +11,13 @@ from megatron_epp.cost import Line, ModelShape, PipelineCosts, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, exchange_line
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_cluster
+from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.report.table import table
 from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, UP, Row
 
+SLOW_HOST_US = 1080.0, 1480.0
+"""Upper end of the time in which a host launches a dense layer's forward and backward (`python -m scripts.bench.host`)."""
 CLOSE, LARGE = 0.1, 0.2
 """Errors of plans: of close ones, and of those of which the table says what a slice lacks."""
 
@@ -29,6 +32,7 @@ class Step:
         again_s: of it, recompute on a rank.
         reduction_s: that reducing gradients and gathering weights takes, which recipes overlap and the plan leaves out.
         optimizer_s: that the optimizer needs to read and write its states, which the plan leaves out.
+        slow_host_s: of a step with a host that takes `SLOW_HOST_US`, where the plan is far off.
     """
 
     row: Row
@@ -36,13 +40,14 @@ class Step:
     again_s: float
     reduction_s: float
     optimizer_s: float
+    slow_host_s: float | None
 
     @property
     def rest_ms(self) -> float:
-        """Time that a slice takes longer than planned, forward and backward; the pipeline's ends count as slices."""
+        """Time that a chunk takes longer than planned, forward and backward on a stage; the pipeline's ends count as chunks."""
         row = self.row
-        passes = row.slices * row.sequences // row.config.data + row.config.pipeline - 1
-        return 1e3 * (row.measured_s - self.planned_s) / passes
+        chunks = max(1, row.slices) * row.sequences // (row.config.data * row.per_chunk)
+        return 1e3 * (row.measured_s - self.planned_s) / (row.config.virtual * chunks + row.config.pipeline - 1)
 
     @property
     def error(self) -> float:
@@ -82,21 +87,35 @@ def compared(row: Row) -> Step:
     asked, config = question_of(row), row.config
     shape, rates = asked.shape(config), asked.rates
     again, costs = again_line(row, shape, rates), asked.costs(config)
-    planner = "interleaved" if config.virtual > 1 else "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
-    options = Options(planner=planner, context=asked.context, recompute=0, slices=row.slices or None)
-    problem = Problem(asked.lengths, config.rank_of, (UNLIMITED_BYTES,) * config.pipeline, token_multiple=config.ranks)
-    made = plan(problem, _recomputing(costs, again), options)
+    planned_s = planned(row, asked, again).predicted.makespan_us / MICROSECONDS
     layers, states = [0.0] * config.pipeline, [0.0] * config.pipeline
     for rank, count, stage in zip(config.rank_of, config.layers, costs.stages, strict=True):
         layers[rank] += count
         states[rank] += 2 * stage.static.optimizer + stage.static.gradients + stage.static.weights
     return Step(
         row=row,
-        planned_s=made.predicted.makespan_us / MICROSECONDS,
+        planned_s=planned_s,
         again_s=again.time_us(sum(asked.lengths) * max(layers), 0) / MICROSECONDS,
         reduction_s=asked.reduction_us(config) / MICROSECONDS,
         optimizer_s=max(states) / rates.memory_bytes,
+        slow_host_s=_with_slow_host(row, asked, again) if abs(planned_s / row.measured_s - 1) > LARGE else None,
     )
+
+
+def planned(row: Row, asked: Question, again: Line) -> Plan:
+    """Plan a measured step without a memory cap; microbatches are not larger than in the measured run."""
+    config, costs = row.config, asked.costs(row.config)
+    planner = "interleaved" if config.virtual > 1 else "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
+    limit = None if row.slices > 1 else asked.context
+    options = Options(planner=planner, context=asked.context, recompute=0, slices=row.slices or None, chunk_tokens=limit)
+    problem = Problem(asked.lengths, config.rank_of, (UNLIMITED_BYTES,) * config.pipeline, token_multiple=config.ranks)
+    return plan(problem, _recomputing(costs, again), options)
+
+
+def _with_slow_host(row: Row, asked: Question, again: Line) -> float:
+    rates = replace(asked.cluster.rates, launch_forward_us=SLOW_HOST_US[0], launch_backward_us=SLOW_HOST_US[1])
+    slow = replace(asked, cluster=replace(asked.cluster, rates=rates))
+    return planned(row, slow, again).predicted.makespan_us / MICROSECONDS
 
 
 def _recomputing(costs: PipelineCosts, again: Line) -> PipelineCosts:
@@ -114,8 +133,9 @@ def rows_of(steps: Sequence[Step]) -> Iterator[str]:
         left_out = [
             f"optimizer {step.optimizer_s * 1e3:.0f} ms, reduction {step.reduction_s * 1e3:.0f} ms where nothing hides it"
         ]
-        if abs(step.error) > LARGE and row.slices:
-            left_out.append(f"all that is measured above the plan is {step.rest_ms:.0f} ms of each slice on a stage")
+        if step.slow_host_s is not None:
+            left_out.append(f"{step.slow_host_s:.2f} s with a slow host")
+            left_out.append(f"measured above the plan: {step.rest_ms:.1f} ms of each chunk on a stage")
         lines.append(
             [
                 row.number,
