@@ -210,6 +210,7 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
     with naming(f"--costs {name}: origin.shape"):
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
     wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert)))
+    wanted["dense_layers"] = list(wanted["dense_layers"])  # as JSON has them
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(

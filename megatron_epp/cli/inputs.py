@@ -209,7 +209,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
     if isinstance(stored, PipelineCosts):
         return stored, sum(stored.num_layers)
     with naming(f"--costs {args.costs}"), of_model(args):
-        if flags.get("epp_latents") == "on":
+        if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1:
             stored = with_latents(stored, shape := shape_of(flags), _rates(args, shape))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 

@@ -347,7 +347,7 @@ def switched_windows(config: Config) -> Flags:
     """Read windows that `use_sliding_window` turns on: of the layers that the config lists, or from `max_window_layers` on."""
     if not config.switch("use_sliding_window"):
         return {}
-    body, layers = {"sliding_window": 4096} | config.body, config.size("num_hidden_layers")
+    body, layers = {"sliding_window": 4096, **config.body}, config.size("num_hidden_layers")
     if config.get("layer_types") is None:
         first = min(layers, config.size("max_window_layers", default=28, least=0))
         body |= {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (layers - first)}
@@ -385,7 +385,10 @@ def gated_delta(config: Config) -> Flags:
 
 
 SYMBOLS = {
-    **{"mamba": "M", "attention": "*", "mlp": "-", "moe": "E", "linear_attention": "M", "full_attention": "*"},
+    **dict.fromkeys(("mamba", "linear_attention"), "M"),
+    **dict.fromkeys(("attention", "full_attention"), "*"),
+    "mlp": "-",
+    "moe": "E",
     **{symbol: symbol for symbol in "M*-E"},
 }
 """Symbols of a hybrid layer pattern by the config's names, of which two changed, and by those of its oldest pattern."""

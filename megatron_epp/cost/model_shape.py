@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_epp.plan.errors import EppError, Remedy
 
@@ -30,6 +30,8 @@ class ModelShape:
         num_experts: MLPs a router chooses from; None means one, without a router.
         experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
         shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
+        dense_layers: numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others.
+        dense_ffn_hidden_size: width inside that MLP.
         predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
@@ -59,6 +61,8 @@ class ModelShape:
     num_experts: int | None = None
     experts_per_token: int = 1
     shared_ffn_hidden_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_ffn_hidden_size: int = 0
     predictions: int = 0
     bytes_per_value: int = 2
     tensor_parallel: int = 1
@@ -75,6 +79,20 @@ class ModelShape:
                 Remedy("change", "tensor_parallel"),
                 Remedy("change", "context_parallel"),
             )
+
+    @property
+    def dense(self) -> ModelShape | None:
+        """Shape of a layer without experts of a model that has layers of both kinds; None if all layers are alike."""
+        if not self.dense_layers:
+            return None
+        return replace(
+            self,
+            num_experts=None,
+            experts_per_token=1,
+            shared_ffn_hidden_size=0,
+            ffn_hidden_size=self.dense_ffn_hidden_size,
+            dense_layers=(),
+        )
 
     @property
     def query_width(self) -> int:
