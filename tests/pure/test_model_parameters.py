@@ -50,7 +50,8 @@ def test_layers_with_experts_are_read_as_megatron_reads_them(frequency, has):
 
 _SIZES = {
     "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024,
-    "bf16": True, "swiglu": True, "num_experts": 8, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 16, "make_vocab_size_divisible_by": 128,
+    "bf16": True, "swiglu": True, "num_experts": 8, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 16, "make_vocab_size_divisible_by": 128,
 }  # fmt: skip
 
 
