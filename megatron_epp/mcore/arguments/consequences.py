@@ -180,6 +180,10 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
     """Say once in which layouts the optimizer state that a run saves can be loaded; warn where its values would be wrong."""
     if args.rank != 0 or not (args.save and args.use_distributed_optimizer):
         return
+    if args.num_experts:
+        ranks = args.expert_model_parallel_size
+        bound = "2 or more" if ranks > 1 else "1"
+        logger.info("optimizer state saved with --expert-model-parallel-size %d loads only with %s, in any form", ranks, bound)
     if not args.dist_ckpt_optim_fully_reshardable:
         logger.info(
             "--save keeps optimizer state in a form that loads with any number of replicas, and only with the same tensor- and "
