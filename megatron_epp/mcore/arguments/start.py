@@ -258,8 +258,9 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
     is_fixed = not args.num_experts or "opt_param_scheduler" not in saved or args.use_mp_args_from_checkpoint_args
     if not is_fixed and (ranks > 1) != (saved_ranks > 1):  # with several ranks, experts have an optimizer of their own
         yield (
-            f"the optimizer state in {folder} was saved with --expert-model-parallel-size {saved_ranks}, and Megatron cannot load "
-            f"it with {ranks}, in whatever form it was saved: resume with {saved_ranks}, or begin it anew with --no-load-optim"
+            f"the optimizer state in {folder} was saved with --expert-model-parallel-size {saved_ranks}, and Megatron cannot "
+            f"load it with {ranks}, in whatever form it was saved: resume with {saved_ranks}, or begin it anew with "
+            "--no-load-optim"
         )
     schedule = saved.get("opt_param_scheduler")
     if not schedule or args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:

@@ -53,6 +53,9 @@ def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
     """Check the --epp flags, and what Megatron would ask of flags, files and the script when training has begun."""
     if not getattr(args, "epp", False):
+        from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+
+        prepare_epp_args(args)
         return original(args, *rest, **named)
     from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
