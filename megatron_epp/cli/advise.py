@@ -69,7 +69,7 @@ def add_arguments(parser: Parser) -> None:
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:
         what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
-        add(fixed, setting, help=what[0].lower() + what[1:])
+        add(fixed, setting, dest=setting, help=what[0].lower() + what[1:])
     parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
     add(
@@ -231,7 +231,7 @@ _EVERYDAY = (
     "--model",
     "--tensor-parallel",
     "--context-parallel",
-    "--pipeline-parallel",
+    "--stages",
     "--costs",
     "--all",
     "--output",

@@ -177,7 +177,7 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
 def _changes(args: Namespace) -> Iterator[list[Change]]:
     """Yield the changes to try of every setting, from the one that helps least to the one that helps most."""
     ranks = pipeline_ranks(args)
-    if args.layout in (EVEN, BALANCED) and not has_costs_of_stages(args):
+    if args.layout in (None, EVEN, BALANCED) and not has_costs_of_stages(args):
         _, num_layers = costs_source(args, 1)
         yield [{"num_stages": stages} for stages in _doubled(ranks, num_layers)]
     if args.costs is None:

@@ -73,7 +73,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
-    add(pipeline, "layout", default="even")
+    add(pipeline, "layout")
     add(pipeline, "vocab_parallel")
     add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges", "steps")
     add(pipeline, "budget_ms", "plan_limit_s", "seed")

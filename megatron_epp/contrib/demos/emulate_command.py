@@ -18,7 +18,7 @@ from megatron_epp.report.table import format_us
 
 _EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side
-  megatron-epp plan --lengths 60000,900,88 --pipeline-size 8 -o plan.json
+  megatron-epp plan --lengths 60000,900,88 --stages 8 -o plan.json
   megatron-epp emulate plan.json -o measured.json
   megatron-epp show plan.json --measured measured.json --png both.png
 """

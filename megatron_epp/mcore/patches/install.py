@@ -12,10 +12,12 @@ from typing import Any
 
 from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
-from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
+from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.plan.errors import NothingLeftError
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 2048
 """Tokens per rank on which compiled functions are warmed up with `--epp`.
@@ -63,6 +65,8 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
     stock_functions.check_call(args)
     stock_functions.check_script(args)
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("trains with Megatron %s", described())
     with refusals_of_megatron():
         return original(args, *rest, **named)
 
