@@ -129,7 +129,7 @@ def fit_profile(
 
 
 def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
-    """A layer without experts, if the model has some beside layers with them: attention as measured, its MLP by formula."""
+    """Return the layer without experts of a model that has such layers too: attention as measured, its MLP by formula."""
     if (dense := formula.dense_layer) is None:
         return None
     times: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a solver's C library prints, kept out of a command's output, which may be JSON."""
+"""Redirection of what a solver's C library prints, out of a command's output, which may be JSON."""
 
 from __future__ import annotations
 

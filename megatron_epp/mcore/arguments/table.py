@@ -200,7 +200,7 @@ _RUNNING = (
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
         "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
-        "activations between tensor-parallel ranks. For the planner greedy; such steps have not run on GPUs yet."
+        "activations between tensor-parallel ranks. For the planner greedy."
     ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|learn|FILE").described(
         "Where predicted times come from: formulas; the first iterations of training, which are planned by formulas; or a file "
