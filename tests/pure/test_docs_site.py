@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -51,6 +52,23 @@ def test_the_readmes_tour_of_the_code_has_six_links():
     links = re.findall(r"\]\((megatron_epp/[^)]+\.py)\)", tour)
     assert len(links) == 6
     assert all((ROOT / link).is_file() for link in links)
+
+
+def test_installing_brings_what_planning_needs_and_quickstart_no_tools_of_tests(monkeypatch):
+    given = {}
+    setuptools = pytest.importorskip("setuptools", reason="needs setuptools: pip install 'megatron-epp[dev]'")
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / "setup.py"))
+
+    def names(requirements):
+        return {re.match(r"[\w-]+", one)[0] for one in requirements}
+
+    assert names(given["install_requires"]) == {"numpy", "packaging", "pyyaml"}
+    (extras,) = re.findall(r"EPP_EXTRAS:-([\w,]+)", (ROOT / "scripts" / "common.sh").read_text())
+    assert "EPP_EXTRAS" not in (ROOT / "scripts" / "quickstart.sh").read_text()
+    quickstart = set().union(*(names(given["extras_require"][extra]) for extra in extras.split(",")))
+    assert quickstart == {"torch", "megatron-core", "numba", "matplotlib"}
+    assert quickstart | {"selenium", "mkdocs-material", "ruff", "pytest"} <= names(given["extras_require"]["dev"])
 
 
 def test_every_page_is_in_the_navigation():
