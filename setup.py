@@ -9,6 +9,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_epp/__init__.py").read_text())[1]
 README = HERE / "README.md"
 
+PLAN = ["numpy", "packaging", "pyyaml"]  # what planning needs: into an environment that trains it brings nothing
+TRAIN = ["torch>=2.6", "megatron-core[training]>=0.17,<0.20"]
 VIZ = ["matplotlib>=3.8"]
 MILP = ["ortools>=9.15", "scipy>=1.13"]  # CP-SAT for the oracle, HiGHS for InfiniPipe's integer programs
 FAST = ["numba>=0.60"]
@@ -34,15 +36,16 @@ setup(
         "megatron_epp.configs": ["*.yaml", "*/*.yaml", "*/*.json"],
         "megatron_epp.patches": ["*.patch", "README.md"],
     },
-    install_requires=["torch>=2.6", "megatron-core[training]>=0.17,<0.20", "numpy"],
+    install_requires=PLAN,
     extras_require={
+        "train": TRAIN,
         "te": ["transformer-engine[pytorch]"],
         "liger": LIGER,
         "viz": VIZ,
         "milp": MILP,
         "fast": FAST,
         "docs": DOCS,
-        "dev": [*TEST, *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
+        "dev": [*TRAIN, *TEST, *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
     },
     entry_points={
         "console_scripts": ["megatron-epp = megatron_epp.cli.main:main"],

@@ -9,6 +9,7 @@
 #   EPP_CALLERS   the folder (.callers)
 
 set -euo pipefail
+EPP_EXTRAS=dev
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

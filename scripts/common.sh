@@ -2,6 +2,8 @@
 # Sourced by the other scripts: finds a Python 3.12 or newer, makes .venv and installs the package into it.
 # Safe to run again and again: what is already done is not done twice, and what broke half-way is done again.
 #
+# A script that needs more than a training sets EPP_EXTRAS before: the extras of setup.py that are installed.
+#
 # Settings (environment):
 #   EPP_PYTHON   make .venv with this Python (3.12 or newer) instead of the first that is found
 
@@ -9,6 +11,7 @@ set -euo pipefail
 
 EPP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 EPP_VENV="$EPP_ROOT/.venv"
+EPP_EXTRAS="${EPP_EXTRAS:-train,fast,viz}"
 EPP_TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 # Containers often forbid Python to keep bytecode. uv compiles nothing when it installs, so that every process would compile torch
@@ -99,18 +102,20 @@ epp_add_cpu_torch() {
 }
 
 epp_install() {
-    local stamp="$EPP_VENV/.megatron-epp-installed" wanted
+    local stamp="$EPP_VENV/.megatron-epp-installed" stamps wanted
     wanted="$(cd "$EPP_ROOT" && { printf '%s\n' "$EPP_ROOT" && cat setup.py pyproject.toml scripts/constraints.txt; } | cksum)"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+    # What linters and tests need includes all that others do.
+    stamps="$(cat "$stamp-$EPP_EXTRAS" "$stamp-dev" 2>/dev/null || true)"
+    if grep -qxF "$wanted" <<<"$stamps"; then return; fi
     EPP_UV="$(epp_find_uv)"
     epp_say "Installing megatron-epp and what it needs into .venv with ${EPP_UV:-pip} (a minute or two the first time)"
     epp_has_gpu || epp_add_cpu_torch
-    if ! epp_add --editable "${EPP_ROOT}[dev,viz]"; then
+    if ! epp_add --editable "${EPP_ROOT}[$EPP_EXTRAS]"; then
         if [ -z "$EPP_UV" ]; then return 1; fi
         epp_say "uv cannot install it, see above: trying pip"
-        EPP_UV="" epp_add --editable "${EPP_ROOT}[dev,viz]"
+        EPP_UV="" epp_add --editable "${EPP_ROOT}[$EPP_EXTRAS]"
     fi
-    printf '%s\n' "$wanted" >"$stamp"
+    printf '%s\n' "$wanted" >"$stamp-$EPP_EXTRAS"
 }
 
 epp_make_venv

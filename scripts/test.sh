@@ -7,6 +7,7 @@
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest
 
 set -euo pipefail
+EPP_EXTRAS=dev
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

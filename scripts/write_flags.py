@@ -21,7 +21,8 @@ HEAD = """\
 
 Training takes Megatron's own flags and the flags of the first two tables; in YAML they stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first: `megatron-epp COMMAND --help` lists them,
-`--help-all` all of a command's. The tables have every spelling of a flag.
+`--help-all` all of a command's. Commands also take training's names of their flags (`--epp-layout` for
+`--layout`), and older ones.
 """
 REFUSED = """\
 ## Megatron's flags that --epp refuses

@@ -256,11 +256,14 @@ class Question:
         layers = [0.0] * config.pipeline
         for rank, count in zip(config.rank_of, config.layers, strict=True):
             layers[rank] += count
-        experts, slowest_us = shape.expert_parameters_on_rank, 0.0
+        routed, slowest_us = 1 - len(shape.dense_layers) / shape.num_layers, 0.0  # of layers, the mean one has experts
+        experts = routed * shape.expert_parameters_on_rank
+        others = routed * shape.layer_parameters_on_rank - experts
+        others += 0 if shape.dense is None else (1 - routed) * shape.dense.layer_parameters_on_rank
         for rank, count in enumerate(layers):
             last = 1 / config.pipeline if config.shards_vocabulary else rank == config.rank_of[-1]
             ends = (rank == config.rank_of[0]) + last
-            dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / config.tensor
+            dense = count * others + ends * shape.vocabulary_parameters / config.tensor
             dense_us = self._ring_us(dense, holders, config.tensor)
             sharing = config.expert * config.expert_tensor
             expert_us = self._ring_us(count * experts, max(1, holders * config.tensor // sharing), sharing)

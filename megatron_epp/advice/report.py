@@ -21,6 +21,10 @@ _LINES = 6
 """Number of reasons of a kind that are printed unless all are requested."""
 _NEAR = 0.1
 """Share by which plain 1F1B may be slower than the best configuration and still be called close."""
+_NOT_SUBTRACTED = (
+    "Both are without what --epp refuses: FP8 and FP4, --tp-comm-overlap, --moe-token-dispatcher-type flex. What these are "
+    "worth to a training that has them is not subtracted."
+)
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
@@ -39,6 +43,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
             "weights, of which training may hide a part. Waiting is for the slowest replica."
         ),
         _wrapped(_plain_text(advice)),
+        _wrapped(_NOT_SUBTRACTED),
     ]
     limit = None if everything else _LINES
     others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]

@@ -81,8 +81,9 @@ def add_arguments(parser: Parser) -> None:
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:
         what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
-        add(fixed, setting, help=what[0].lower() + what[1:])
-    add(fixed, "expert_tensor_parallel", help="ranks that share an expert (default: 1, with which the others are neighbours)")
+        add(fixed, setting, dest=setting, help=what[0].lower() + what[1:])
+    what = "ranks that share an expert (default: 1, with which the others are neighbours)"
+    add(fixed, "expert_tensor_parallel", dest="expert_tensor_parallel", help=what)
     parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
     add(
@@ -228,6 +229,7 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
         sharing = whole(shape.get("expert_tensor_parallel") or (tensor if shape.get("num_experts") else 1), 1)
     wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
+    wanted["dense_layers"] = list(wanted["dense_layers"])  # as JSON has them
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(
@@ -248,7 +250,7 @@ _EVERYDAY = (
     "--model",
     "--tensor-parallel",
     "--context-parallel",
-    "--pipeline-parallel",
+    "--stages",
     "--costs",
     "--all",
     "--output",

@@ -177,9 +177,11 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
 def _changes(args: Namespace) -> Iterator[list[Change]]:
     """Yield the changes to try of every setting, from the one that helps least to the one that helps most."""
     ranks = pipeline_ranks(args)
-    if args.layout in (EVEN, BALANCED) and not has_costs_of_stages(args):
+    if args.layout in (None, EVEN, BALANCED) and not has_costs_of_stages(args):
         _, num_layers = costs_source(args, 1)
         yield [{"num_stages": stages} for stages in _doubled(ranks, num_layers)]
+        if ranks > 1 and args.layout != EVEN:  # balanced ones take equally long, and the first stages hold more
+            yield [{"layout": EVEN}]
     if args.costs is None:
         cluster, tensor = cluster_of(args), flags_of(args).get("tensor_model_parallel_size") or 1
         devices = _DEVICES_PER_NODE if cluster is None else cluster.devices_per_node

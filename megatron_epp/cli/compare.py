@@ -11,16 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cli.inputs import (
-    EVERYDAY_PROBLEM,
-    add_problem,
-    costs_of,
-    costs_source,
-    has_costs_of_stages,
-    problem_of,
-    tell_sharing,
-)
-from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, chosen_layout, latents_to_try
+from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, problem_of, tell_sharing
+from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, balanced_at, chosen_layout, latents_to_try
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_for, usual
 from megatron_epp.cli.terminal import (
@@ -34,8 +26,6 @@ from megatron_epp.cli.terminal import (
     progress,
     say,
 )
-from megatron_epp.cost import Profile
-from megatron_epp.cost.library import balanced_layers
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
@@ -58,7 +48,7 @@ one planner of a paper against ours
   megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
 """
 BEST = "best"
-"""Value of ``--layout`` with which every planner gets the faster of even and balanced layers."""
+"""Value of ``--layout`` with which each planner gets the faster of even and balanced layers; costs of stages have their own."""
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
 _MOST_SIZES = 5
@@ -87,7 +77,7 @@ class Entry:
     refusal: str
     planning_ms: float
     note: str = ""
-    layers: str = EVEN
+    layers: str = BALANCED
     size: int | None = None
     latents: bool = False
 
@@ -106,13 +96,12 @@ def add_arguments(parser: Parser) -> None:
         type=lambda text: text if text == ALL else planner(text),
         metavar="NAME",
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
-        f"placements with even layers on their own (default: {', '.join(usual())})",
+        f"placements with layers of their own (default: {', '.join(usual())})",
     )
-    parser.set_defaults(layout=BEST)
     for action in parser._actions:
         if action.dest == "layout":
-            action.help = (
-                f"{str(action.help).removesuffix('(default: even)')}(default: the faster of even and balanced, by planner)"
+            action.help = str(action.help).replace(
+                "(default", f"; {BEST}: the faster of even and balanced, by planner (default"
             )
     below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
     add_output(parser, below, type=picture_or_page)
@@ -161,11 +150,10 @@ def compare(args: argparse.Namespace) -> str:
 
 
 def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names: Sequence[str]) -> dict[str, Chosen]:
-    """Return the layouts to try, by name: the given one, or even and balanced layers."""
+    """Return the layouts to try, by name: the given one, balanced layers, or even and balanced ones."""
     if args.layout != BEST:
-        return {args.layout: chosen_layout(args, batches, names)}
-    fixed = has_costs_of_stages(args)  # layers of their own
-    return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, *([] if fixed else [BALANCED]))}
+        return {args.layout or BALANCED: chosen_layout(args, batches, names)}
+    return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, BALANCED)}
 
 
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -268,7 +256,7 @@ def _entry(
     try:
         own = layout_for(name, layout)
         if own != layout and kind == BALANCED:
-            own = _balanced(args, own, lengths)
+            own = balanced_at(args, own, lengths)
         options = options_from(args, planner=name)
         if size is not None:
             options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
@@ -284,16 +272,6 @@ def _entry(
         row = args.context or round_up(max(lengths), args.token_multiple)
         size = row if name in _IN_ROWS else args.chunk_tokens
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note, kind, size, args.latents == "on")
-
-
-def _balanced(args: argparse.Namespace, own: Layout, lengths: tuple[int, ...]) -> Layout:
-    """Return balanced layers at the placement of a schedule; the given layout if its layers cannot be moved."""
-    source, num_layers = costs_source(args, max(lengths))
-    if not own.is_movable or not isinstance(source, Profile):
-        return own
-    ranks = own.placement.rank_of
-    layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=own.shards_vocabulary)
-    return Layout.of_layers(layers, own.placement, shards_vocabulary=own.shards_vocabulary)
 
 
 def _ranked(made: list[Entry], count: int) -> list[Entry]:

@@ -244,13 +244,13 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _megatron() -> Iterator[Finding]:
-    install = f'pip install "megatron-core[training]=={features.RECOMMENDED}"'
+    install = features.INSTALL
     try:
-        version = features.check_megatron()
+        features.check_megatron()
     except EppError as error:
-        yield Finding("megatron-core", PROBLEM, str(error), install)
+        yield Finding("megatron-core", PROBLEM, str(error), install * (install in str(error)))
         return
-    yield Finding("megatron-core", OK, f"{version} ({features.SUPPORTED})")
+    yield Finding("megatron-core", OK, features.described())
     if importlib.util.find_spec("megatron.training") is None:
         yield Finding("megatron.training", PROBLEM, "not found", f"{install}, or put a clone of Megatron-LM on PYTHONPATH")
         return

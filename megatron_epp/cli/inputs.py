@@ -82,7 +82,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
-    add(pipeline, "layout", default="even")
+    add(pipeline, "layout")
     add(pipeline, "vocab_parallel")
     add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges", "steps")
     add(pipeline, "budget_ms", "plan_limit_s", "seed")
@@ -227,7 +227,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
             raise EppError(f"--costs {args.costs} has costs of stages as they have trained: leave --trained-parameters out")
         return stored, sum(stored.num_layers)
     with naming(f"--costs {args.costs}"), of_model(args):
-        if flags.get("epp_latents") == "on":
+        if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1:
             stored = with_latents(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers

@@ -32,23 +32,27 @@ _STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The layout of a command, the search that found it (None if there was none), and the model's depths of multi-token
-    prediction.
+    """The layout of a command, the search that found it (None if there was none), the model's depths of multi-token prediction,
+    and the kind of the layout (even, balanced) if it is of one.
     """
 
     layout: Layout
     choice: LayoutChoice | None = None
     predictions: int = 0
+    kind: str = ""
 
     def lines(self) -> list[str]:
-        """Describe the layout, in lines; none for even layers on one stage per rank, unless they were searched for."""
+        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
         layout, placement = self.layout, self.layout.placement
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks)
-        if is_even and self.choice is None:
+        if is_even and self.choice is None and self.kind != BALANCED:
             return []
         where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
         where += ", the vocabulary over all ranks" * layout.shards_vocabulary
-        lines = [f"layout: stages of {layers_text(layout.halves)} layers, {where}"]
+        kind = f"{self.kind}, " * bool(self.kind)
+        lines = [f"layout: {kind}stages of {layers_text(layout.halves)} layers, {where}"]
+        if is_even and self.choice is None:
+            return lines
         if self.choice is not None:
             found = self.choice
             lines[0] += f"; {format_us(found.makespan_us)} expected, at least {format_us(found.bound_us)} in any order"
@@ -131,11 +135,22 @@ def chosen_layout(
             return Chosen(choice.layout, choice, predictions)
     lengths = tuple(chain.from_iterable(batches))
     layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
+    kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
     if len(layouts) == 1:
-        return Chosen(layouts[0], None, predictions)
+        return Chosen(layouts[0], None, predictions, kind)
     with progress("comparing a vocabulary on the last stage with one over all ranks"):
         choice = fastest(layouts, sample)
-    return Chosen(choice.layout, choice, predictions)
+    return Chosen(choice.layout, choice, predictions, kind)
+
+
+def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:
+    """Return balanced layers at the placement of a schedule; its own layout if its layers cannot be moved."""
+    source, num_layers = costs_source(args, max(lengths))
+    if not layout.is_movable or not isinstance(source, Profile):
+        return layout
+    ranks = layout.placement.rank_of
+    layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=layout.shards_vocabulary)
+    return Layout.of_layers(layers, layout.placement, shards_vocabulary=layout.shards_vocabulary)
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
@@ -149,11 +164,11 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
         shards: the vocabulary is over all ranks.
     """
     ranks = pipeline_ranks(args)
-    if args.layout not in (EVEN, BALANCED):
+    if args.layout not in (None, EVEN, BALANCED):
         given = _given(args, num_layers)
         return replace(given, shards_vocabulary=given.shards_vocabulary or shards)
     layers = even_layers(num_layers, ranks)
-    if args.layout == BALANCED:
+    if args.layout != EVEN:
         layers = balanced_layers(profile, num_layers, ranks, lengths, shards_vocabulary=shards)
     return Layout.of_layers(layers, Placement("looped", ranks, 1), shards_vocabulary=shards)
 
@@ -166,7 +181,7 @@ def _sample(
     planners: Sequence[str],
 ) -> Sample:
     """Return what the search for a layout needs: batches, costs, and the layouts that are allowed."""
-    own = even(num_layers, pipeline_ranks(args)) if args.layout in (AUTO, EVEN, BALANCED) else _given(args, num_layers)
+    own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
@@ -238,7 +253,7 @@ def _wanted(ranks: int, num_layers: int) -> str:
 def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:
     """Return the layout of costs of a whole pipeline."""
     with naming(f"--costs {args.costs}"):
-        if args.layout != EVEN:
+        if args.layout is not None:
             raise EppError("the stages have layers of their own: leave --layout out")
         if len(stored.stages) != ranks:
             raise EppError(f"these are costs of {len(stored.stages)} stages, not of {ranks}: change --stages")

@@ -78,6 +78,9 @@ also:
 """
 _HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
+_TRAINS = ("torch", "megatron", "omegaconf")
+"""Packages that only training and measuring need: of the extra `train`, or of the environment in which a user's Megatron is."""
+_INSTALL = "pip install 'megatron-epp[train]', or use the environment in which Megatron trains; planning needs neither"
 _REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"
 
 
@@ -115,6 +118,9 @@ def _refused(error: Exception, parser: Parser) -> int:
         return ERROR
     if isinstance(error, MemoryError):
         tell_error(f"no memory left{f': {error}' if str(error) else ''}")
+        return ERROR
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _TRAINS:
+        tell_error(f"{parser.prog} needs {error.name}, which is not installed here: {_INSTALL}")
         return ERROR
     if isinstance(error, ImportError):
         tell_error(f"{error}; `{PROGRAM} doctor` says what is missing here")

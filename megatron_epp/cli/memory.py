@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_epp.cli.alternatives import with_alternatives
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, flags_of, problem_of, tell_sharing
-from megatron_epp.cli.layout import chosen_layout, settle_latents
+from megatron_epp.cli.layout import settle_latents
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.reach import Reached, look, makespan_us, reach_table
 from megatron_epp.cli.schedules import chosen_for
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
     tell_sharing(args)
     settle_latents(args, lengths)
     estimator = None if args.no_megatron or _is_unknown_to_megatron(args) else Worker(_estimator)
-    chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
+    chosen = chosen_for(args, lengths)
     problem, costs = problem_of(args, lengths, chosen.layout.placement), costs_of(args, lengths, chosen.layout)
     refusal = ""
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):

@@ -6,7 +6,7 @@ import argparse
 
 from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
-from megatron_epp.cli.layout import AUTO, chosen_layout, settle_latents
+from megatron_epp.cli.layout import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.cli.schedules import chosen_for, planners_section
 from megatron_epp.cli.terminal import (
@@ -37,10 +37,10 @@ _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
   megatron-epp plan --lengths 1200,88,40961 -o plan.json
 a batch of 512 drawn from a file of lengths
-  shuf -n 512 lengths.txt | megatron-epp plan --lengths - --pipeline-size 8 --memory-gb 40
+  shuf -n 512 lengths.txt | megatron-epp plan --lengths - --stages 8 --memory-cap-gb 40
 the first 512 documents of a Megatron index, for a shipped model and cluster
   megatron-epp plan --lengths documents.idx --batch-size 512 --context 131072 \\
-    --model llama3-8b --cluster h100x8 --pipeline-size 8 -o plan.json
+    --model llama3-8b --cluster h100x8 --stages 8 -o plan.json
 """
 
 
@@ -67,7 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     tell_sharing(args)
     settle_latents(args, lengths)
-    chosen = chosen_for(args.planner, chosen_layout(args, [lengths]))
+    chosen = chosen_for(args, lengths)
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
     if (made := _planned(problem, costs, args)) is None:
@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
     if lines := chosen.lines():
         say("\n" + "\n".join(lines))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
-    if hint and args.layout != AUTO and not has_costs_of_stages(args):
+    if hint and args.layout not in (None, BALANCED, AUTO) and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
 

@@ -85,10 +85,8 @@ def _by_formula(args: argparse.Namespace) -> Profile:
 def _measured(args: argparse.Namespace) -> Profile:
     with of_model(args):
         shape = shape_of(flags_of(args))
-    try:
-        from megatron_epp.runtime.tools.profiling import Grid
-    except ImportError as error:
-        raise EppError(f"profile needs torch: {error}") from error
+    from megatron_epp.runtime.tools.profiling import Grid
+
     device = measured_device(args.device)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)

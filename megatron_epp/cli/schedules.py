@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from dataclasses import replace
 
-from megatron_epp.cli.layout import Chosen
+from megatron_epp.cli.layout import BALANCED, Chosen, balanced_at, chosen_layout
 from megatron_epp.cli.terminal import Command, Parser, help_width, say
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.registry import PLANNERS, PlannerEntry
@@ -44,10 +44,15 @@ def usual() -> list[str]:
     return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
 
 
-def chosen_for(planner: str, chosen: Chosen) -> Chosen:
-    """Return a command's layout for a planner (`layout_for`), without the search's figures if it is another layout."""
-    layout = layout_for(planner, chosen.layout)
-    return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
+def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
+    """Return a command's layout for its planner (`layout_for`), without the search's figures if it is another layout."""
+    chosen = chosen_layout(args, [lengths])
+    layout = layout_for(args.planner, chosen.layout)
+    if layout == chosen.layout:
+        return chosen
+    if chosen.kind == BALANCED:
+        layout = balanced_at(args, layout, lengths)
+    return replace(chosen, layout=layout, choice=None)
 
 
 def add_arguments(parser: Parser) -> None:

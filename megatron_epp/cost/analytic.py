@@ -63,6 +63,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
         layer=_layer(shape, rates),
+        dense_layer=None if shape.dense is None else _layer(shape.dense, rates),
+        dense_layers=shape.dense_layers,
         attention=_attention_part(shape, rates),
         embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
@@ -94,7 +96,13 @@ def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
     Args:
         measured: times with keys and values in the relay.
         shape, rates: as `analytic_profile` takes them; with a shape that relays none the profile is returned.
+
+    Raises:
+        EppError: the profile is of a model with experts in other layers.
     """
+    if measured.dense_layers != shape.dense_layers:
+        counts = len(measured.dense_layers), len(shape.dense_layers)
+        raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us
@@ -110,8 +118,8 @@ def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
             recompute=again,
         )
 
-    names = "layer", "attention", *(["prediction"] if measured.predictions else [])
-    parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in names}
+    there = "layer", "attention", *["dense_layer"] * bool(measured.dense_layers), *["prediction"] * bool(measured.predictions)
+    parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in there}
     of_latents = {name: getattr(formula, name) for name in _OF_LATENTS}
     return replace(measured, **parts | of_latents)
 

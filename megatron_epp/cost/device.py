@@ -30,7 +30,7 @@ def on_device(
     for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
-        working = max((block.bytes_per_token for block in running), default=0.0)
+        working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
         stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
     share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
     per_token = costs.hidden_bytes_per_token

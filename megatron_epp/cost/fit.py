@@ -84,10 +84,12 @@ def fit_profile(
     formula = analytic_profile(shape, rates)
     exchange = exchange_line(shape.exchanges, rates)
     layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
+    attention = _attention_part(formula, shape, rates, fits)
     profile = replace(
         formula,
         name=name,
-        attention=_attention_part(formula, shape, rates, fits),
+        attention=attention,
+        dense_layer=_dense_layer(formula, attention),
         layer=replace(
             formula.layer,
             forward=layer_forward + fits["attention forward"].line + exchange,
@@ -110,7 +112,11 @@ def fit_profile(
         profile = replace(profile, message_latency_us=link.line.fixed_us, message_us_per_byte=link.line.per_token_us)
     if host := fits.get("host copy"):
         profile = replace(profile, host_latency_us=host.line.fixed_us, host_us_per_byte=host.line.per_token_us)
-    by_formula = ["memory", *(kind for kind in ("message", "host copy") if kind not in fits)]
+    by_formula = [
+        "memory",
+        *["layers without experts"] * bool(profile.dense_layers),
+        *(kind for kind in ("message", "host copy") if kind not in fits),
+    ]
     return replace(
         profile,
         origin=origin
@@ -120,6 +126,16 @@ def fit_profile(
             "points": {kind: [list(point) for point in some] for kind, some in points.items()},
         },
     )
+
+
+def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
+    """Return the layer without experts of a model that has such layers too: attention as measured, its MLP by formula."""
+    if (dense := formula.dense_layer) is None:
+        return None
+    times: dict[str, Any] = {}
+    for name in ("forward", "backward", "weight"):
+        times[name] = getattr(attention, name) + getattr(dense, name).without(getattr(formula.attention, name))
+    return replace(dense, **times)
 
 
 def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart:

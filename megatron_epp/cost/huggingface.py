@@ -338,6 +338,27 @@ def windows(config: Config) -> Flags:
     return flags | {"window_attn_skip_freq": every if is_regular else runs(narrow)}
 
 
+def listed_windows(config: Config) -> Flags:
+    """Read windows of a kind of model that has them only where its config lists the layers."""
+    return {} if config.get("layer_types") is None else windows(config)
+
+
+def switched_windows(config: Config) -> Flags:
+    """Read windows that `use_sliding_window` turns on: of the layers that the config lists, or from `max_window_layers` on."""
+    if not config.switch("use_sliding_window"):
+        return {}
+    body, layers = {"sliding_window": 4096, **config.body}, config.size("num_hidden_layers")
+    if config.get("layer_types") is None:
+        first = min(layers, config.size("max_window_layers", default=28, least=0))
+        body |= {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (layers - first)}
+    return windows(Config(body))
+
+
+def windows_everywhere(config: Config) -> Flags:
+    """Read windows that `use_sliding_window` turns on in all layers."""
+    return switched_windows(Config({**config.body, "max_window_layers": 0}))
+
+
 def alternating_windows(config: Config) -> Flags:
     """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
     if config.get("layer_types") is not None:
@@ -363,8 +384,14 @@ def gated_delta(config: Config) -> Flags:
     }
 
 
-SYMBOLS = {"mamba": "M", "M": "M", "attention": "*", "*": "*", "mlp": "-", "-": "-", "moe": "E", "E": "E"}
-"""Symbols of a hybrid layer pattern by the config's names, and by those of its older pattern."""
+SYMBOLS = {
+    **dict.fromkeys(("mamba", "linear_attention"), "M"),
+    **dict.fromkeys(("attention", "full_attention"), "*"),
+    "mlp": "-",
+    "moe": "E",
+    **{symbol: symbol for symbol in "M*-E"},
+}
+"""Symbols of a hybrid layer pattern by the config's names, of which two changed, and by those of its oldest pattern."""
 
 
 def hybrid(config: Config) -> Flags:
@@ -401,15 +428,15 @@ _QKV_BIAS: Flags = {"add_qkv_bias": True}
 _LATENT = (trunk, count, rotation, gated_mlp, latents, experts, sigmoid_router, extra_prediction)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_GQA),
+    "llama": Architecture((*_GQA, listed_windows)),
     "mistral": Architecture((*_GQA, windows)),
-    "qwen2": Architecture(_GQA, _QKV_BIAS),
-    "qwen3": Architecture(_GQA, _QK_NORM),
+    "qwen2": Architecture((*_GQA, switched_windows), _QKV_BIAS),
+    "qwen3": Architecture((*_GQA, switched_windows), _QK_NORM),
     "olmo3": Architecture((*_GQA, windows), _QK_NORM),
     "mixtral": Architecture((*_GQA, experts, windows)),
-    "qwen3_moe": Architecture((*_GQA, experts), _QK_NORM),
-    "minimax_m2": Architecture((*_GQA, experts, sigmoid_router), _QK_NORM),
-    "glm4_moe": Architecture((*_GQA, experts, sigmoid_router, extra_prediction)),
+    "qwen3_moe": Architecture((*_GQA, experts, windows_everywhere), _QK_NORM),
+    "minimax_m2": Architecture((*_GQA, experts, sigmoid_router, listed_windows), _QK_NORM),
+    "glm4_moe": Architecture((*_GQA, experts, sigmoid_router, extra_prediction, listed_windows)),
     "deepseek_v3": Architecture(_LATENT),
     "kimi_k2": Architecture(_LATENT),
     "gpt_oss": Architecture((*_GQA, experts, alternating_windows), {"softmax_type": "learnable", "add_qkv_bias": True}),

@@ -19,6 +19,7 @@ from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
+from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
@@ -278,6 +279,10 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
     longest = whole("seq_length", 1) // context_ranks if flags.get("seq_length") else 0
+    routed = [True] if experts is None else by_layer(flags.get("moe_layer_freq") or 1, whole("num_layers"))
+    dense = tuple(layer for layer, has_experts in enumerate(routed) if not has_experts)
+    if not any(routed):  # no layer has the experts
+        experts, dense = None, ()
     return ModelShape(
         num_layers=whole("num_layers"),
         hidden_size=hidden,
@@ -297,6 +302,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         shared_ffn_hidden_size=some("moe_shared_expert_intermediate_size") if experts is not None else 0,
         shared_gate=experts is not None and bool(flags.get("moe_shared_expert_gate")),
         router_bytes=0.0 if experts is None else _router_bytes(flags, whole("num_experts"), whole("moe_router_topk", 2)),
+        dense_layers=dense,
+        dense_ffn_hidden_size=ffn if dense else 0,
         predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
@@ -437,7 +444,7 @@ def balanced_layers(
     pairs = pairs_per_token(lengths)
     layer, embedding, head = (
         both.per_token_us + both.per_pair_us * pairs
-        for both in (part.forward + part.backward for part in (profile.layer, profile.embedding, profile.head))
+        for both in (part.forward + part.backward for part in (profile.mean_layer, profile.embedding, profile.head))
     )
     extra = [0.0] * num_stages
     extra[0] += embedding

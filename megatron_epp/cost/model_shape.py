@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_epp.plan.errors import EppError, Remedy
@@ -77,6 +77,8 @@ class ModelShape:
         shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
         shared_gate: the output of that expert is multiplied by a gate.
         router_bytes: kept of a token by the router and by the permutation of copies, over all ranks that share the tokens.
+        dense_layers: numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others.
+        dense_ffn_hidden_size: width inside that MLP.
         predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
@@ -115,6 +117,8 @@ class ModelShape:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     router_bytes: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+    dense_ffn_hidden_size: int = 0
     predictions: int = 0
     bytes_per_value: int = 2
     tensor_parallel: int = 1
@@ -135,6 +139,22 @@ class ModelShape:
                 Remedy("change", "tensor_parallel"),
                 Remedy("change", "context_parallel"),
             )
+
+    @property
+    def dense(self) -> ModelShape | None:
+        """Shape of a layer without experts of a model that has layers of both kinds; None if all layers are alike."""
+        if not self.dense_layers:
+            return None
+        return replace(
+            self,
+            num_experts=None,
+            experts_per_token=1,
+            shared_ffn_hidden_size=0,
+            shared_gate=False,
+            router_bytes=0.0,
+            ffn_hidden_size=self.dense_ffn_hidden_size,
+            dense_layers=(),
+        )
 
     @property
     def query_width(self) -> int:

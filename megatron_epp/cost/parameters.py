@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Mapping
-from itertools import cycle, islice
 from typing import Any
 
+from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.library import shape_of
-from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import shown
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"
@@ -44,42 +41,16 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
         symbols = [symbol for symbol in str(pattern).partition("/")[0] if symbol != "|"]
         return [(symbol if symbol in "*GM" else "", symbol if symbol in "-E" else "") for symbol in symbols]
     count = int(flags["num_layers"])
-    has_experts = _by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
+    has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
     is_linear = [False] * count
     if flags.get("experimental_attention_variant") == "gated_delta_net":
         every = flags.get("linear_attention_freq") or 1
-        is_linear = [not one for one in _by_layer(every, count)] if isinstance(every, int) else _by_layer(every, count)
+        is_linear = [not one for one in by_layer(every, count)] if isinstance(every, int) else by_layer(every, count)
     return [(_DELTA if one else _ATTENTION, "E" if two else "-") for one, two in zip(is_linear, has_experts, strict=True)]
 
 
-def _by_layer(frequency: Any, count: int) -> list[bool]:
-    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``."""
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(count)]
-    try:
-        tree = ast.parse(str(frequency), mode="eval").body
-        found = _listed(tree)
-    except (SyntaxError, ValueError, RecursionError):
-        raise EppError(f"{shown(frequency)} is no list of layers") from None
-    return [bool(one) for one in islice(cycle(found or [0]), count)]
-
-
-def _listed(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _listed(node.left) + _listed(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        times = ast.literal_eval(node.right)
-        if not isinstance(times, int) or not 0 <= times <= 10_000:
-            raise ValueError(times)
-        return _listed(node.left) * times
-    found = ast.literal_eval(node)
-    if not isinstance(found, list) or not all(type(one) is int for one in found):
-        raise ValueError(found)
-    return found
-
-
 def _layer(flags: Flags, mixer: str, mlp: str) -> int:
-    shape, gates = shape_of({**flags, "num_layers": 1}), 3 if flags.get("swiglu") else 2
+    shape, gates = shape_of({**flags, "num_layers": 1, "moe_layer_freq": 1}), 3 if flags.get("swiglu") else 2
     found = 0
     if mixer == _ATTENTION:
         found = shape.attention_parameters

@@ -38,13 +38,13 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.vocabulary import VocabularyShards
-from megatron_epp.cost.work import NO_TIME, Line
+from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
 _OF_PART = tuple(one.name for one in fields(PartCosts))
-_PARTS = ("layer", "attention", "embedding", "head", "prediction")
+_PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
 FORM = Form("profile", "megatron-epp/profile", 1)
 
 
@@ -72,6 +72,8 @@ class Profile:
         name: for the plan's record.
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
+        dense_layer: a layer with one MLP, in a model whose other layers have experts; None if all layers are alike.
+        dense_layers: numbers of the layers that it stands for, from 0.
         attention: the part of a layer up to the MLP's norm.
         prediction: a depth of multi-token prediction without its logits.
         predictions: how many depths there are, on the last stage.
@@ -93,6 +95,8 @@ class Profile:
     attention: ModelPart
     embedding: ModelPart = ModelPart()
     head: ModelPart = ModelPart()
+    dense_layer: ModelPart | None = None
+    dense_layers: tuple[int, ...] = ()
     prediction: ModelPart = ModelPart()
     predictions: int = 0
     recomputed_layer_bytes_per_token: float
@@ -145,7 +149,11 @@ class Profile:
         stages = []
         for count, start, stage in kinds:
             share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
-            kind = count, start % 2 == 1, stage == 0, stage == last and not vocabulary_shares, share
+            begins_with_mlp = start % 2 == 1
+            first = start // 2 + (begins_with_mlp and count % 2)  # whose MLP counts as a whole layer's
+            dense = sum(first <= layer < first + count // 2 for layer in self.dense_layers)
+            half = begins_with_mlp and start // 2 in self.dense_layers
+            kind = count, begins_with_mlp, dense, half, stage == 0, stage == last and not vocabulary_shares, share
             if kind not in made:
                 made[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
             stages.append(made[kind])
@@ -169,10 +177,10 @@ class Profile:
         """
         if share == 1.0:
             return self
-        on_rank = self.num_layers * self.layer.parameters + self.embedding.parameters + self.head.parameters
-        least = share * on_rank
-        parts: dict[str, Any] = {name: _training(getattr(self, name), share, least) for name in _PARTS}
-        return replace(self, **parts)
+        on_rank = self.num_layers * self.mean_layer.parameters + self.embedding.parameters + self.head.parameters
+        parts = {name: part for name in _PARTS if (part := getattr(self, name)) is not None}
+        changed: dict[str, Any] = {name: _training(part, share, share * on_rank) for name, part in parts.items()}
+        return replace(self, **changed)
 
     def _shards(self, shares: Sequence[float]) -> VocabularyShards:
         """Divide the head over shards.
@@ -204,17 +212,36 @@ class Profile:
             gather=moved(fp32_bytes),
         )
 
+    @property
+    def mean_layer(self) -> ModelPart:
+        """Costs of a layer in the mean of the model's."""
+        if self.dense_layer is None:
+            return self.layer
+        return _mean(self.layer, self.dense_layer, min(1.0, len(self.dense_layers) / self.num_layers))
+
     def _stage(
-        self, halves: int, begins_with_mlp: bool, first: bool, last: bool, share: float, held: OptimizerBytes | float
+        self,
+        halves: int,
+        begins_with_mlp: bool,
+        dense: int,
+        is_dense_half: bool,
+        first: bool,
+        last: bool,
+        share: float,
+        held: OptimizerBytes | float,
     ) -> StageCosts:
         layers, has_half = divmod(halves, 2)
-        inside, experts = layers * self.layer.parameters, layers * self.layer.expert_parameters
+        layer, dense_layer = self.layer, self.dense_layer or self.layer
+        if dense:
+            layer = dense_layer if dense == layers else _mean(layer, dense_layer, dense / layers)
+        inside, experts = layers * layer.parameters, layers * layer.expert_parameters
         depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
         inside, experts = inside + depths * ahead.parameters, experts + depths * ahead.expert_parameters
         reads = first or depths > 0  # tokens ahead are embedded on the last stage
         extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
-        wide, mlp = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes, self._mlp()
+        wide = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes
+        mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
         kv = KVBytes(
             bytes_per_token=self.kv_bytes_per_token,
             many_gradient_bytes_per_token=wide,
@@ -224,7 +251,8 @@ class Profile:
             expanded_heads=self.expanded_heads,
         )
         attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
-        blocks = [_block(LAYER, self.layer, count=layers, **attends)]
+        most = max(self.layer.bytes_per_token, dense_layer.bytes_per_token) if 0 < dense < layers else None
+        blocks = [_block(LAYER, layer, count=layers, full_bytes_per_token=most, **attends)]
         if has_half:
             part = mlp if begins_with_mlp else self.attention
             inside, experts = inside + part.parameters, experts + part.expert_parameters
@@ -240,7 +268,7 @@ class Profile:
                 matrices=inside - experts,
                 experts=experts,
                 others=others,
-                largest=self.layer.largest_weight,
+                largest=max(self.layer.largest_weight, dense_layer.largest_weight),
                 largest_other=largest,
             )
             static = held.static(of_stage)
@@ -253,9 +281,9 @@ class Profile:
         head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
         return StageCosts((received, *blocks, *head), static)
 
-    def _mlp(self) -> ModelPart:
+    def _mlp_of(self, whole: ModelPart) -> ModelPart:
         """Costs of a layer's MLP: the layer's without its attention's."""
-        whole, own = self.layer, self.attention
+        own = self.attention
         times = {name: getattr(whole, name).without(getattr(own, name)) for name in ("forward", "backward", "weight")}
         names = "bytes_per_token", "weight_bytes_per_token", "parameters"
         sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in names}
@@ -263,7 +291,8 @@ class Profile:
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""
-        sizes = [self.layer.largest_weight] * num_stages
+        dense = 0.0 if self.dense_layer is None else self.dense_layer.largest_weight
+        sizes = [max(self.layer.largest_weight, dense)] * num_stages
         sizes[0] = max(sizes[0], self.embedding.largest_weight)
         sizes[-1] = max(sizes[-1], self.head.largest_weight)
         return [int(size * self.weight_bytes) for size in sizes]
@@ -289,6 +318,36 @@ def _training(part: ModelPart, share: float, most: float) -> ModelPart:
     )
 
 
+def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
+    """Return the mean of layers of two kinds: times and kept bytes are linear in layers; of two peaks it has the larger.
+
+    Args:
+        routed, dense: layers with and without experts.
+        share: of dense layers.
+    """
+
+    def mean(one: Any, other: Any) -> Any:
+        return one.scaled(1 - share) + other.scaled(share) if isinstance(one, Line) else (1 - share) * one + share * other
+
+    def mode(one: ModeCosts, other: ModeCosts) -> ModeCosts:
+        peaks = (own.full_bytes_per_token or layer.bytes_per_token for own, layer in ((one, routed), (other, dense)))
+        return ModeCosts(mean(one.again, other.again), mean(one.bytes_per_token, other.bytes_per_token), max(peaks))
+
+    def larger(one: float | None, other: float | None) -> float | None:
+        return None if one is None or other is None else max(one, other)
+
+    sums = "forward", "backward", "weight", "exchange", "bytes_per_token", "weight_bytes_per_token"
+    peaks = "attended_bytes_per_token", "apart_bytes_per_token", "apart_attended_bytes_per_token"
+    mixed: dict[str, Any] = {name: larger(getattr(routed, name), getattr(dense, name)) for name in peaks}
+    for name in (*sums, "parameters", "expert_parameters"):
+        mixed[name] = mean(getattr(routed, name), getattr(dense, name))
+    both = routed.recompute.keys() & dense.recompute.keys()
+    mixed["recompute"] = {
+        name: mode(routed.recompute[name], dense.recompute[name]) for name in routed.recompute if name in both
+    }
+    return replace(routed, **mixed)
+
+
 def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:
     """Return a block with the times and kept bytes of so many; they run one after the other."""
     lines = {name: getattr(block, name).scaled(number) for name in ("forward", "backward", "weight", "exchange")}
@@ -302,6 +361,8 @@ def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
 
 
 def _check(profile: Profile) -> None:
+    if profile.dense_layers and profile.dense_layer is None:
+        raise EppError("dense_layers names layers, and there is no dense_layer")
     for name in ("layer", "embedding", "head"):
         part: ModelPart = getattr(profile, name)
         check_part(f"{name}.weight", part.weight, part.backward)

@@ -132,7 +132,7 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
         if not isinstance(value, list):
             raise EppError(f"{where} is {shown(value)}, which is not a list")
         (inner, *_), addresses = get_args(hint), [f"{where}[{position}]" for position in range(len(value))]
-        if inner is float:
+        if inner in (float, int):
             return tuple(_value(inner, entry, name, at) for entry, at in zip(value, addresses, strict=True))
         return tuple(build(inner, entry, at) for entry, at in zip(value, addresses, strict=True))
     readers: dict[Any, Callable[[], Any]] = {

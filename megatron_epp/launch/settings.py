@@ -175,8 +175,6 @@ def _resolved(merged: Any, source: str) -> Settings:
 
 
 def _omegaconf() -> Any:
-    try:
-        from omegaconf import OmegaConf
-    except ImportError as error:
-        raise SettingsError("settings need OmegaConf: pip install omegaconf (megatron-core[training] brings it)") from error
+    from omegaconf import OmegaConf  # which `megatron-core[training]` brings
+
     return OmegaConf

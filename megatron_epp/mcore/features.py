@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = ">=0.17,<0.20"
 RECOMMENDED = "0.19.2"
+INSTALL = f'pip install "megatron-core[training]=={RECOMMENDED}"'
 
 
 def installed_version() -> str:
@@ -34,13 +35,7 @@ def installed_version() -> str:
     It is read from the source tree, not from package metadata, which names the wheel even where a clone shadows it.
     Raises EppError if there is none.
     """
-    try:
-        core = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        core = None
-    if core is None or not core.submodule_search_locations:
-        raise EppError(f'Megatron is not installed: pip install "megatron-core[training]=={RECOMMENDED}"')
-    path = Path(core.submodule_search_locations[0]) / "package_info.py"
+    path = installed_in() / "package_info.py"
     spec = importlib.util.spec_from_file_location("_megatron_package_info", path)
     if spec is None or spec.loader is None or not path.exists():
         raise EppError(f"{path.parent} has no package_info.py: it is not a Megatron that megatron-epp {SUPPORTED} knows")
@@ -48,7 +43,32 @@ def installed_version() -> str:
     spec.loader.exec_module(module)
     # Some releases add the commit of whatever repository is around the folder, an environment's as well.
     public, plus, commit = str(module.__version__).partition("+")
-    return public + plus + commit if plus and (path.parents[2] / ".git").exists() else public
+    return public + plus + commit if plus and is_clone() else public
+
+
+def installed_in() -> Path:
+    """Return the folder of that megatron.core. Raises EppError if there is none."""
+    try:
+        core = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        core = None
+    if core is None or not core.submodule_search_locations:
+        raise EppError(
+            f"Megatron is not installed, and training needs it: {INSTALL}, or put a clone of Megatron-LM on PYTHONPATH"
+        )
+    return Path(core.submodule_search_locations[0])
+
+
+def is_clone() -> bool:
+    """True if it lies in a clone, not in an environment. Raises EppError if there is none."""
+    return (installed_in().parents[1] / ".git").exists()
+
+
+def described() -> str:
+    """Say which Megatron it is, where it lies, and whether it is supported. Raises EppError if there is none."""
+    version = installed_version()
+    kind, verdict = "clone" if is_clone() else "package", "supported" if matches(version, SUPPORTED) else "not supported"
+    return f"{version}, the {kind} in {installed_in()}; {verdict} ({SUPPORTED})"
 
 
 def matches(version: str, versions: str) -> bool:
@@ -63,9 +83,10 @@ def check_megatron(allow_unknown: bool = False) -> str:
     version = installed_version()
     if allow_unknown or matches(version, SUPPORTED):
         return version
+    remedy = f"git checkout core_v{RECOMMENDED} in that clone" if is_clone() else INSTALL
     raise EppError(
-        f"megatron-core {version} is installed and megatron-epp supports {SUPPORTED}: "
-        f'pip install "megatron-core[training]=={RECOMMENDED}", or pass --epp-allow-unknown-megatron'
+        f"megatron-core {version} is installed and megatron-epp supports {SUPPORTED}: {remedy}, or pass "
+        f"--epp-allow-unknown-megatron (it is in {installed_in()})"
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -25,6 +27,27 @@ from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 
 UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
+
+
+def test_what_the_solvers_library_prints_is_no_part_of_a_commands_output(capfd, monkeypatch):
+    optimize, libc = pytest.importorskip("scipy.optimize", reason="pip install 'megatron-epp[milp]'"), ctypes.CDLL(None)
+    solve = optimize.milp
+
+    def prints(*rest, **named):
+        libc.puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        return solve(*rest, **named)
+
+    monkeypatch.setattr(optimize, "milp", prints)
+    libc.puts(b"a line of NCCL")  # in the C library's buffer, where stdout is a pipe or a file
+    model = Model()
+    model.at_least(model.variable(0.0, 9.0, integer=True, cost=1.0), 3.5)
+    assert model.solve().values == [4.0]
+    sys.stdout.write("[]\n")
+    sys.stdout.flush()
+    libc.fflush(None)
+    out, err = capfd.readouterr()
+    assert out == "a line of NCCL\n[]\n"
+    assert "HighsMipSolverData" in err
 
 
 def equal_chunks(counts: tuple[int, ...], stages: int, layers: int = 3) -> tuple[tuple[Chunk, ...], Tables]:

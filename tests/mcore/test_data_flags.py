@@ -65,6 +65,17 @@ def test_a_form_of_optimizer_state_that_loads_in_one_layout_only_is_told_before_
     assert told not in caplog.text
 
 
+def test_the_ranks_that_have_experts_are_told_as_a_bound_on_saved_optimizer_state(caplog):
+    caplog.set_level(logging.INFO)
+    told = "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more"
+    reshardable = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    warned(caplog, save="runs", num_experts=4, expert_model_parallel_size=2, **reshardable)
+    assert told in caplog.text
+    caplog.clear()
+    warned(caplog, save="runs", **reshardable)
+    assert told not in caplog.text
+
+
 def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
     saved = {"save": "runs", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
     assert warned(caplog, **saved) == []

@@ -22,7 +22,8 @@ def doctor(path=None):
 def test_the_installed_megatron_is_known_and_every_patch_fits():
     code, found = doctor()
     assert code == 0
-    assert found["megatron-core"]["found"].startswith(features.RECOMMENDED)
+    assert found["megatron-core"]["found"] == features.described()
+    assert found["megatron-core"]["found"].startswith(f"{features.RECOMMENDED}, the package in /")
     assert f"{len(fingerprints.RELIED_ON)} functions are as tested" in found["patches"]["found"]
     assert "exact blocks" in found["attention in bfloat16"]["found"]
 

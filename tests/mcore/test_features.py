@@ -14,6 +14,7 @@ import pytest
 
 from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.patches import install, patching
+from megatron_epp.plan.errors import EppError
 
 MCORE = Path(features.__file__).parent
 VERSIONS = re.compile(r"package_info|__version__|SpecifierSet|packaging|installed_version\(\) *[<>=]|parse_version")
@@ -44,6 +45,31 @@ def test_the_commit_of_a_version_is_that_of_the_clone_or_none(tmp_path: Path, mo
     assert features.installed_version() == "0.19.2"
     (tmp_path / ".git").mkdir()
     assert features.installed_version() == "0.19.2+abc1234"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_clone", "said"),
+    [
+        ("0.19.2", False, "0.19.2, the package in {folder}; supported (>=0.17,<0.20)"),
+        ("0.18.1", True, "0.18.1, the clone in {folder}; supported (>=0.17,<0.20)"),
+        ("0.20.0rc0", True, "0.20.0rc0, the clone in {folder}; not supported (>=0.17,<0.20)"),
+    ],
+)
+def test_a_run_says_which_megatron_it_is_from_where_and_whether_it_is_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_clone: bool, said: str
+) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text(f"__version__ = '{version}'\n")
+    if is_clone:
+        (tmp_path / ".git").mkdir()
+    spec = importlib.machinery.ModuleSpec("megatron.core", None, is_package=True)
+    spec.submodule_search_locations = [str(core)]
+    monkeypatch.setattr(features.importlib.util, "find_spec", lambda name: spec)
+    assert features.described() == said.format(folder=core)
+    if "not supported" in said:
+        with pytest.raises(EppError, match=rf"git checkout core_v0\.19\.2 in that clone, or .* \(it is in {core}\)"):
+            features.check_megatron()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from megatron.training import global_vars
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
+from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore import run
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
@@ -107,12 +108,22 @@ def test_the_log_line_has_planned_beside_measured(capsys):
     assert "planning (ms): 12.0" in line
 
 
+def test_lines_about_iterations_reach_the_terminal_of_a_run_with_a_short_log(capsys):
+    loggers.log(LINE)
+    loggers.log_hint("fewer layers on the last stage")
+    iteration, hint = capsys.readouterr().out.encode().splitlines()
+    assert iteration.startswith(b"epp iteration 7 | makespan")
+    assert is_shown(iteration)
+    assert is_shown(hint)
+
+
 def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     shape = ModelShape(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=512)
     costs = analytic_costs(shape, CPU, [1, 1])
     account = account_of(plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs), costs)
     loggers.log_memory(account, 3)
     line = capsys.readouterr().out
+    assert is_shown(line.encode())
     peaks = [peak / 2**30 for peak in account.timeline.peak_bytes]
     assert f"epp memory planned for iteration 3 | peak per pipeline rank (GiB): {peaks[0]:.3g} {peaks[1]:.3g} | rank" in line
     assert main_items(account.peak(peaks.index(max(peaks))).items) in line

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.training import training
+from megatron.training import arguments, training
 
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import start
+from megatron_epp.mcore.arguments import ArgumentError, start
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.patches import install
 from megatron_epp.plan import EppError
@@ -44,10 +44,10 @@ class Asked:
         words = [*flags, "--vocab-size", "257", "--data-path", self.documents, *FLAGS, *shlex.split(more)]
         return entry.check(self.parser, words)
 
-    def problems(self, more: str = "", *, wants_files: bool = True) -> list[str]:
+    def problems(self, more: str = "", *, wants_files: bool = True, world_size: int = 1) -> list[str]:
         """Problems of the flags, a line each; none if the run may start."""
         try:
-            entry.check_start(self.args(more), 1, wants_files=wants_files)
+            entry.check_start(self.args(more), world_size, wants_files=wants_files)
         except EppError as error:
             return str(error).splitlines()
         return []
@@ -61,6 +61,28 @@ def asked(parser: argparse.ArgumentParser, documents: str) -> Asked:
 def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> None:
     assert asked.problems() == []
     assert asked.problems(f"--save {tmp_path / 'a' / 'b'} --load {tmp_path / 'a' / 'b'} --save-interval 5") == []
+
+
+FORGOTTEN = {
+    "--epp-costs learn --epp-slices 4": "--epp-slices, --epp-costs do nothing without --epp: add it, or leave them out",
+    "--epp-costs=analytic": "--epp-costs does nothing without --epp: add it, or leave it out",
+}
+
+
+@pytest.mark.parametrize("more", FORGOTTEN)
+def test_flags_of_ours_without_the_flag_that_turns_plans_on_end_the_run_before_it_trains(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    words = [*(flag for flag in TINY if flag != "--epp"), "--vocab-size", "257", *shlex.split(more)]
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+    with pytest.raises(ArgumentError) as refused:
+        arguments.validate_args(parser.parse_args(words))
+    assert str(refused.value) == FORGOTTEN[more]
+
+
+@pytest.mark.parametrize("more", ["", "--epp-allow-unknown-megatron"])
+def test_a_run_without_plans_needs_no_flag_of_ours(parser: argparse.ArgumentParser, more: str) -> None:
+    entry.check_run(parser.parse_args([*TINY, *more.split()]), 1)
 
 
 QUESTIONS = {
@@ -172,10 +194,10 @@ def test_files_of_a_tokenizer_that_are_missing_are_named(asked: Asked, kind: str
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Path:
+def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "", world_size: int = 1) -> Path:
     """Folder with what a checkpoint of a run with these flags holds besides tensors, the schedule as Megatron makes it."""
     then = asked.args(more)
-    entry.check_start(then, 1, wants_files=False)
+    entry.check_start(then, world_size, wants_files=False)
     monkeypatch.setattr(training, "get_args", lambda: then)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     schedule = training.get_optimizer_param_scheduler(optimizer).state_dict()
@@ -218,6 +240,21 @@ def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
     )
     for takes in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--finetune", "--no-load-optim"):
         assert asked.problems(f"--load {folder} {more} {takes}") == []
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("form", ["", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"])
+def test_optimizer_state_of_experts_on_one_rank_or_on_several_is_not_loaded_with_the_other(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int, now: int, form: str
+) -> None:
+    more = f"--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{}} {form}"
+    folder = checkpoint(asked, tmp_path, monkeypatch, more.format(before), world_size=2)
+    assert asked.problems(f"--load {folder} {more.format(now)}", world_size=2) == [
+        f"the optimizer state in {folder} was saved with --expert-model-parallel-size {before}, and Megatron cannot load it "
+        f"with {now}, in whatever form it was saved: resume with {before}, or begin it anew with --no-load-optim"
+    ]
+    assert asked.problems(f"--load {folder} {more.format(before)}", world_size=2) == []
+    assert asked.problems(f"--load {folder} {more.format(now)} --no-load-optim", world_size=2) == []
 
 
 def test_a_checkpoint_of_another_model_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

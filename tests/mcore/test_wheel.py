@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,34 @@ def succeeds(command, folder, timeout_s=180):
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
+
+
+def test_without_torch_and_megatron_plans_are_made_and_what_trains_says_what_is_missing(wheel, tmp_path):
+    venv.create(tmp_path / "bare", symlinks=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel]
+    succeeds(pip, tmp_path)
+    (site,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        needs = re.findall(r"^Requires-Dist: ([\w-]+)$", archive.read(metadata).decode(), re.MULTILINE)
+    assert sorted(needs) == ["numpy", "packaging", "pyyaml"]
+    for package in ("numpy", "packaging", "yaml", "numpy.libs", "_yaml"):
+        if (source := Path(sysconfig.get_path("purelib"), package)).exists():
+            (site / package).symlink_to(source)
+    command = tmp_path / "bare" / "bin" / "megatron-epp"
+    planned = succeeds([command, "plan", "--lengths", "900,300,40", "--model", "tiny-gpt", "--stages", "2"], tmp_path)
+    assert "planner greedy" in planned
+    for words in (["train", "-c", "recipes/tiny-cpu"], ["first-run"], ["quickstart"], ["profile", "-o", "profile.json"]):
+        refused = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        (line,) = refused.stderr.strip().splitlines()
+        assert re.search(
+            rf"megatron-epp {words[0]} needs (torch|omegaconf\S*), which is not installed here: pip install", line
+        ), line
+    looked = subprocess.run([command, "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert looked.returncode == 1
+    assert "Megatron is not installed, and training needs it: pip install" in looked.stdout
 
 
 def test_the_wheel_has_every_module_every_shipped_file_and_the_one_version(wheel):

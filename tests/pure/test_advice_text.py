@@ -107,6 +107,9 @@ def test_a_row_has_sizes_rates_shares_and_the_peak():
 
 
 def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():
+    assert "What these are worth to a training that has them is not subtracted." in words(
+        as_text(advice(), 1, everything=False)
+    )
     assert not {"EP", "VPP"} & set(as_text(advice(), 1, everything=False).split())
     both = entry(Configuration(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
     header = next(line for line in as_text(advice([both]), 1, everything=False).splitlines() if line.startswith("TP"))

@@ -39,9 +39,8 @@ def write_index(path, documents):
 
 
 def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(tmp_path):
-    made = planned(
-        tmp_path, "--lengths", "9000,300", "--model", "llama3-8b", "--cluster", "h200x8", "--pipeline-size", "8", "--seed", "3"
-    )
+    argv = ["--lengths", "9000,300", "--model", "llama3-8b", "--cluster", "h200x8", "--stages", "8", "--seed", "3"]
+    made = planned(tmp_path, *argv, "--layout", "even")
     assert made.num_layers == (4,) * 8
     assert made.cap_bytes == (int(0.9 * 141 * 2**30),) * 8
     assert made.costs == "analytic:h200x8"
@@ -75,7 +74,9 @@ def test_layers_per_stage_are_even_balanced_or_as_given(tmp_path, capsys):
 
 
 def test_replicas_share_the_optimizers_state(tmp_path):
-    alone, shared = (planned(tmp_path, "--lengths", "300", "--stages", "2", "--data-parallel", n) for n in ("1", "4"))
+    alone, shared = (
+        planned(tmp_path, "--lengths", "300", "--stages", "2", "--layout", "16,16", "--data-parallel", n) for n in ("1", "4")
+    )
     shape = shape_of(load_flags("llama3-8b"))
     parameters = 16 * shape.layer_parameters + shape.vocabulary_parameters
     assert alone.static_bytes[0] - shared.static_bytes[0] == pytest.approx(parameters * (12 - 12 / 4), rel=1e-6)

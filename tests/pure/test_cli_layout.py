@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_epp.cli.main import main
+from megatron_epp.cli.main import _parser, main
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
@@ -36,8 +36,51 @@ def layout_file(tmp_path):
 def test_a_list_says_how_many_stages_there_are(tmp_path, capsys):
     assert planned(tmp_path, "--layout", "10,12,10").num_layers == (10, 12, 10)
     assert "--pipeline-model-parallel-layout 'Et*10|t*12|t*10L'" in capsys.readouterr().out
-    planned(tmp_path)
+    planned(tmp_path, "--layout", "even")
     assert "in training:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stages", [4, 6])
+def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(tmp_path, capsys, stages):
+    batch = [*BATCH, "--stages", str(stages)]
+    lines, layers = [], []
+    for command in (["plan"], ["memory", "--quick", "--no-megatron"], ["compare", "--planner", "greedy"]):
+        assert main([*command, *batch]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: "))
+        lines.append(line)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("layout: balanced, stages of ")
+    makespans = []
+    for more in ([], ["--layout", "balanced"]):
+        made = planned(tmp_path, "--stages", str(stages), *more)
+        layers.append(made.num_layers)
+        makespans.append(made.predicted.makespan_us)
+    assert layers[0] == layers[1] != planned(tmp_path, "--stages", str(stages), "--layout", "even").num_layers
+    capsys.readouterr()
+    assert main(["compare", "--planner", "greedy", "--json", *batch, "--slices", "4"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]["makespan_us"]
+    assert planned(tmp_path, "--stages", str(stages), "--slices", "4").predicted.makespan_us == first
+
+
+def test_planners_of_other_placements_have_balanced_layers_in_every_command(tmp_path, capsys):
+    batch = [*BATCH, "--stages", "4"]
+    made = planned(tmp_path, "--stages", "4", "--planner", "zb-v", "--slices", "4", "--split-weight")
+    capsys.readouterr()
+    assert main(["compare", "--planner", "zb-v", "--json", *batch, "--slices", "4", "--split-weight"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["makespan_us"] == made.predicted.makespan_us
+
+
+@pytest.mark.parametrize("name", ["--stages", "--pipeline-size", "--pipeline-parallel", "--pipeline-model-parallel-size"])
+def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(capsys, name):
+    for command in ("plan", "memory", "compare", "advise"):
+        parser = _parser([command])
+        with pytest.raises(SystemExit):
+            parser.parse([command, "--help-all"])
+        helped = capsys.readouterr().out
+        assert "--stages" in helped
+        assert name == "--stages" or f"{name} " not in helped
+        args = parser.parse([command, "--lengths", "9,5", name, "3", *(["--devices", "8"] if command == "advise" else [])])
+        assert (args.pipeline_parallel if command == "advise" else args.stages) == 3
 
 
 def test_a_file_says_the_ranks_too(tmp_path, layout_file):

@@ -182,7 +182,7 @@ def without_megatron():
 def test_without_megatron_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(memory, "Worker", lambda _: Worker(without_megatron))
     assert main(["memory", *BATCH, "--quick", "--seconds", "100"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
+    assert "\nMegatron's own estimate: Megatron is not installed here\n" in capsys.readouterr().out
 
 
 def test_a_batch_that_no_memory_would_help_is_refused_as_by_plan(capsys):

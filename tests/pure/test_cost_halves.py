@@ -21,6 +21,7 @@ from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import headline
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+EXPERTS = replace(SHAPE, num_experts=4, experts_per_token=2, tensor_parallel=2)
 PROFILE = analytic_profile(SHAPE, CPU)
 CHUNKS = [Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),)), Chunk((Segment(1, 0, 64),))]
 WORK = work_of(CHUNKS, [150, 64])
@@ -41,7 +42,7 @@ def totals(costs: PipelineCosts) -> list[float]:
 
 
 @pytest.mark.parametrize("layers", CUTS)
-@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, num_experts=4, experts_per_token=2, tensor_parallel=2)])
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS, replace(EXPERTS, dense_layers=(0, 2), dense_ffn_hidden_size=512)])
 def test_halves_take_as_much_as_the_layers_that_they_are_of(layers, shape):
     profile = analytic_profile(shape, H100)
     whole = profile.costs([4] + [0] * (len(layers) - 1))

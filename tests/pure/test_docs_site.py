@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -35,8 +36,14 @@ def test_every_figure_of_the_readmes_table_names_its_command():
         assert found[program](name), what
 
 
-def test_the_readme_says_that_the_rows_of_gpus_are_empty():
-    assert "**The rows of GPUs are empty: nothing has been measured on GPUs yet.**" in README
+def test_one_page_says_what_has_run_on_a_gpu_and_all_others_link_it():
+    there = "first-hour.md#what-has-run-on-a-gpu"
+    assert f"**The rows of GPUs are empty**: [what has run on a GPU, and what has not](docs/{there})" in README
+    pages = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    linking = {name for name, text in pages.items() if f"hat has run on a GPU, and what has not]({there})" in text}
+    assert linking == {"communicators.md", "faq.md", "getting-started.md", "supported.md", "your-own-microbatches.md"}
+    for text in (README, *(text for name, text in pages.items() if name != "first-hour.md")):
+        assert not re.search(r"on (a GPU|GPUs|them) yet|has run on CPU only", text)
     assert re.search(r"^\| GPUs: .* \| \| ", README, re.MULTILINE)
 
 
@@ -45,6 +52,23 @@ def test_the_readmes_tour_of_the_code_has_six_links():
     links = re.findall(r"\]\((megatron_epp/[^)]+\.py)\)", tour)
     assert len(links) == 6
     assert all((ROOT / link).is_file() for link in links)
+
+
+def test_installing_brings_what_planning_needs_and_quickstart_no_tools_of_tests(monkeypatch):
+    given = {}
+    setuptools = pytest.importorskip("setuptools", reason="needs setuptools: pip install 'megatron-epp[dev]'")
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / "setup.py"))
+
+    def names(requirements):
+        return {re.match(r"[\w-]+", one)[0] for one in requirements}
+
+    assert names(given["install_requires"]) == {"numpy", "packaging", "pyyaml"}
+    (extras,) = re.findall(r"EPP_EXTRAS:-([\w,]+)", (ROOT / "scripts" / "common.sh").read_text())
+    assert "EPP_EXTRAS" not in (ROOT / "scripts" / "quickstart.sh").read_text()
+    quickstart = set().union(*(names(given["extras_require"][extra]) for extra in extras.split(",")))
+    assert quickstart == {"torch", "megatron-core", "numba", "matplotlib"}
+    assert quickstart | {"selenium", "mkdocs-material", "ruff", "pytest"} <= names(given["extras_require"]["dev"])
 
 
 def test_every_page_is_in_the_navigation():

@@ -78,6 +78,39 @@ def test_windows_of_every_second_layer_become_the_layers_that_have_none():
     assert flags_of_config(NARROW | {"layer_types": kinds})["window_attn_skip_freq"] == "([0]*1+[1]*35)"
 
 
+_SLIDES = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 8}
+_LISTED = {"layer_types": ["full_attention"] * 8 + ["sliding_attention"] * 28}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "layers"),
+    [
+        ("qwen2", _SLIDES, "([0]*8+[1]*28)"),
+        ("qwen3", _SLIDES, "([0]*8+[1]*28)"),
+        ("qwen3", {**_SLIDES, **_LISTED, "max_window_layers": 3}, "([0]*8+[1]*28)"),
+        ("qwen3_moe", {**_SLIDES, **_EXPERTS}, None),
+        ("llama", {"sliding_window": 1024, **_LISTED}, "([0]*8+[1]*28)"),
+        ("glm4_moe", {"sliding_window": 1024, **_LISTED, **_EXPERTS}, "([0]*8+[1]*28)"),
+        ("minimax_m2", {"sliding_window": 1024, **_LISTED, **_EXPERTS}, "([0]*8+[1]*28)"),
+    ],
+)
+def test_windows_of_every_kind_of_model_become_flags_and_are_not_planned_as_full_attention(model_type, change, layers):
+    flags = flags_of_config(DENSE | {"model_type": model_type, **change})
+    assert (flags["window_size"], flags.get("window_attn_skip_freq")) == ("(1023,0)", layers)
+    with pytest.raises(EppError, match="no formula for window_size"):
+        check_formulas(flags)
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": False}, {"use_sliding_window": True, "sliding_window": None}])
+def test_a_window_that_is_switched_off_is_none(change):
+    assert "window_size" not in flags_of_config(DENSE | {"sliding_window": 1024} | change)
+
+
+def test_a_window_that_is_switched_on_without_a_width_has_the_usual_one():
+    assert flags_of_config(DENSE | {"use_sliding_window": True})["window_size"] == "(4095,0)"
+
+
 def test_gated_delta_nets_stand_between_layers_of_attention():
     flags = flags_of_config(GATED_DELTA)
     assert flags["experimental_attention_variant"] == "gated_delta_net"
@@ -91,8 +124,9 @@ def test_a_pattern_of_states_and_attention_is_taken_as_it_is():
     assert flags["num_layers"] == 11
     assert flags["squared_relu"]
     listed = {name: value for name, value in STATES.items() if name != "hybrid_override_pattern"}
-    kinds = ["mamba", "mlp"] * 3 + ["mamba", "attention", "mlp", "mamba", "mlp"]
-    assert flags_of_config(listed | {"layers_block_type": kinds}) == flags
+    for states, attention in (("mamba", "attention"), ("linear_attention", "full_attention")):
+        kinds = [states, "mlp"] * 3 + [states, attention, "mlp", states, "mlp"]
+        assert flags_of_config(listed | {"layers_block_type": kinds}) == flags
 
 
 def test_a_folder_and_a_file_are_taken_where_a_model_is_named(tmp_path: Path):

@@ -60,11 +60,18 @@ def test_what_weights_do_not_leave_room_for_is_refused_with_flags_that_fit_and_n
     first, second = [line for line in capsys.readouterr().err.splitlines() if ", 2 s" not in line]
     assert first.startswith("megatron-epp: error: no plan fits a memory cap of 72.00 GiB per rank")
     assert "weights, gradients and optimizer alone are 135.60 GiB on rank 0, whatever the batch" in first
-    assert second.startswith("A device of 80 GiB has less. Would fit, each by itself: --stages 2 (")
+    assert second.startswith("A device of 80 GiB has less. Would fit, each by itself: --stages 4 (")
     assert not any(word in second for word in ("--memory", "--chunk-tokens", "--context", "--offload"))
-    for flags in (["--stages", "2"], ["--tensor-parallel", "2", "--sequence-parallel"], ["--data-parallel", "4"]):
+    for flags in (["--stages", "4"], ["--tensor-parallel", "2", "--sequence-parallel"], ["--data-parallel", "4"]):
         assert f"{' '.join(flags)} (" in second
         assert exit_code([*SMALL, *flags]) == 0
+
+
+def test_even_layers_that_fit_where_balanced_ones_do_not_are_named(capsys):
+    argv = [*SMALL, "--stages", "2", "--memory-cap-gb", "73"]
+    assert exit_code(argv) == 2
+    assert "--layout even (" in capsys.readouterr().err
+    assert exit_code([*argv, "--layout", "even"]) == 0
 
 
 def test_a_sequence_that_is_too_long_is_refused_with_the_context_that_fits(capsys):
@@ -161,7 +168,7 @@ def test_what_was_not_tried_within_the_limit_of_work_is_named(capsys, monkeypatc
     assert "Not tried" not in said
     monkeypatch.setattr(alternatives, "MOST_WORK", 0)
     assert exit_code(OFFLOADED) == 2
-    late = "--stages, --tensor-parallel, --vocab-parallel, --data-parallel, --context"
+    late = "--stages, --layout, --tensor-parallel, --vocab-parallel, --data-parallel, --context"
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("No change of one of its flags was found to do")
     assert said.endswith(f"Not tried, since plans of this batch take long: {late}.")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
 import pytest
 
 from megatron_epp.cli import main
-from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.cost import H100, ModelShape, Profile, analytic_costs, analytic_profile
+from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
 from megatron_epp.cost.parameters import kinds_of_layers, parameters_of, summary
@@ -42,6 +46,52 @@ def test_a_shipped_model_has_the_parameters_that_it_is_known_by(name: str):
 def test_layers_with_experts_are_read_as_megatron_reads_them(frequency, has):
     layers = kinds_of_layers({"num_layers": 5, "num_experts": 4, "moe_layer_freq": frequency})
     assert [mlp == "E" for _, mlp in layers] == has
+
+
+_SIZES = {
+    "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024,
+    "bf16": True, "swiglu": True, "num_experts": 8, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 16, "make_vocab_size_divisible_by": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frequency", [1, 2, "([0]*3+[1]*5)", "[0]*8", [0, 1, 1, 1, 1, 1, 0, 1]])
+@pytest.mark.parametrize("layers", [[2, 2, 2, 2], [1, 3, 4], [1.5, 2.5, 4]])
+def test_stages_hold_the_parameters_of_the_layers_that_they_have_and_of_no_others(frequency, layers):
+    flags = _SIZES | {"moe_layer_freq": frequency}
+    costs = analytic_costs(shape_of(flags), H100, layers, state_bytes_per_parameter=2)
+    vocabulary, ends = 1024 * 64, [0.0, *accumulate(layers)]
+    attention, dense, routed = 4 * 64 * 64, 3 * 64 * 256, 64 * 8 + 3 * 64 * (16 + 8 * 32)
+    kinds = [mlp for _, mlp in kinds_of_layers(flags)]
+    for stage, (start, end) in enumerate(pairwise(ends)):
+        count = vocabulary * ((stage == 0) + (stage == len(layers) - 1))
+        for layer, kind in enumerate(kinds):
+            count += attention * (start <= layer < end) + (routed if kind == "E" else dense) * (start <= layer + 0.5 < end)
+        assert costs.stages[stage].static_bytes == pytest.approx(2 * count, abs=2)
+    assert sum(stage.static_bytes for stage in costs.stages) == pytest.approx(2 * parameters_of(flags) + 2 * vocabulary, abs=8)
+
+
+def test_times_and_bytes_of_a_stage_are_those_of_its_layers():
+    dense, mixed, routed = (
+        analytic_costs(shape_of(_SIZES | {"moe_layer_freq": frequency}), H100, [4, 4]).stages[0].layers
+        for frequency in ("[0]*8", "[0,0,0,1]", 1)
+    )
+    for name in ("forward", "backward", "weight"):
+        of_dense, of_mixed, of_routed = (getattr(layers, name).per_token_us for layers in (dense, mixed, routed))
+        assert of_mixed == pytest.approx(0.75 * of_dense + 0.25 * of_routed)
+        assert of_dense != of_routed
+    assert mixed.bytes_per_token == pytest.approx(0.75 * dense.bytes_per_token + 0.25 * routed.bytes_per_token)
+    assert mixed.full_bytes_per_token == max(dense.bytes_per_token, routed.bytes_per_token)
+
+
+def test_a_profile_of_layers_of_two_kinds_is_kept_as_json():
+    profile = analytic_profile(shape_of(_SIZES | {"moe_layer_freq": 2}), H100)
+    assert profile.dense_layers == (1, 3, 5, 7)
+    assert Profile.from_json(profile.to_json()) == profile
+    with pytest.raises(EppError, match="has 4 layers without experts, and the model 0"):
+        with_latents(profile, shape_of(_SIZES), H100)
+    with pytest.raises(EppError, match="there is no dense_layer"):
+        Profile.from_json(replace(profile, dense_layer=None).to_json())
 
 
 @pytest.mark.parametrize("frequency", ["import os", "[0]*99999999999", "[0.5]", "(", "[0]*[1]"])

@@ -181,10 +181,7 @@ def _write(setting: Setting, done: list[Done]) -> None:
 
 
 def _setting(args: argparse.Namespace) -> Setting:
-    try:
-        num_gpus, here = count_gpus(), machine()
-    except ImportError as error:
-        raise EppError(f"first-run needs torch: {error}") from error
+    num_gpus, here = count_gpus(), machine()
     is_reduced = args.reduced or not num_gpus
     words = args.launch or example_launch(_example_flags(args.model, is_reduced), 2 if is_reduced else 8)
     return Setting(

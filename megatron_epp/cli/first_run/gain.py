@@ -21,6 +21,9 @@ from megatron_epp.report.table import format_us, table
 
 _NOTICED = 1.03
 """Smallest gain that is not called a tie."""
+_NOT_SUBTRACTED = (
+    "not subtracted: what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
+)
 _FILLS = {"1f1b-padded": "each padded", "1f1b-packed": "packed"}
 
 
@@ -82,13 +85,15 @@ def gain(setting: Setting) -> Outcome:
         question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
         found = evaluate(question, config)
+    refused = refusals(setting.launch)
     costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
         f"{max(question.lengths):,}; {config.name}; costs {costs}",
         *_rows(question, found),
         _said(found.speedup),
-        *refusals(setting.launch),
+        *([_NOT_SUBTRACTED] if refused else []),
+        *refused,
         "",
         "the lines to change in your launch command:",
         *setting.launch.changes(),

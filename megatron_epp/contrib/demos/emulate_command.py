@@ -9,7 +9,7 @@ from megatron_epp.cli.plan_files import add_plan_file
 from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.mcore.arguments.flag import AMOUNT
 from megatron_epp.plan.check import check
-from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
@@ -18,7 +18,7 @@ from megatron_epp.report.table import format_us
 
 _EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side
-  megatron-epp plan --lengths 60000,900,88 --pipeline-size 8 -o plan.json
+  megatron-epp plan --lengths 60000,900,88 --stages 8 -o plan.json
   megatron-epp emulate plan.json -o measured.json
   megatron-epp show plan.json --measured measured.json --png both.png
 """
@@ -47,10 +47,8 @@ def run(args: argparse.Namespace) -> int:
     plan = load(args.plan)
     if faults := check(plan):
         raise PlanError(f"{args.plan}: {faults[0].reason}; see `megatron-epp check {args.plan}`")
-    try:
-        from megatron_epp.contrib.demos.emulate import emulate
-    except ImportError as error:
-        raise EppError(f"emulate needs torch: {error}") from error
+    from megatron_epp.contrib.demos.emulate import emulate
+
     simulated_us = simulate(plan).makespan_us
     scale = _scale(plan, simulated_us) if args.time_scale is None else args.time_scale
     timeout_s = args.timeout or 60 + 5 * plan.num_ranks + 3 * simulated_us * scale / 1e6

@@ -17,6 +17,7 @@ from megatron_epp.contrib.exact.program import Choices, Program, solver
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.library_output import printing_to_stderr
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder
 from megatron_epp.planner.problem import Options, Problem
@@ -128,7 +129,8 @@ def solve(case: Case, start: Decisions | None, time_limit_s: float | None, worke
     if time_limit_s is not None:
         engine.parameters.max_time_in_seconds = time_limit_s
     engine.best_bound_callback = progress.proved
-    status = engine.solve(program.model, _listener(cp, progress))
+    with printing_to_stderr():
+        status = engine.solve(program.model, _listener(cp, progress))
     if status == cp.MODEL_INVALID:
         raise AssertionError(program.model.validate())
     if status == cp.INFEASIBLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_epp.cost.optimizer import KINDS
@@ -180,6 +181,10 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
     """Say once in which layouts the optimizer state that a run saves can be loaded; warn where its values would be wrong."""
     if args.rank != 0 or not (args.save and args.use_distributed_optimizer):
         return
+    if args.num_experts:
+        ranks = args.expert_model_parallel_size
+        bound = "2 or more" if ranks > 1 else "1"
+        logger.info("optimizer state saved with --expert-model-parallel-size %d loads only with %s, in any form", ranks, bound)
     if not args.dist_ckpt_optim_fully_reshardable:
         logger.info(
             "--save keeps optimizer state in a form that loads with any number of replicas, and only with the same tensor- and "
@@ -211,9 +216,11 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
     Raises:
-        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem.
+        ArgumentError: flags cannot be honoured together with `--epp`, or need it and it is missing; the message has one line
+            per problem.
     """
     if not getattr(args, "epp", False):
+        _check_forgotten(args)
         return
     problems: list[str] = []
     for check in _CHECKS:
@@ -235,6 +242,18 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
         args.calculate_per_token_loss = True
         if args.rank == 0:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
+
+
+def _check_forgotten(args: argparse.Namespace) -> None:
+    """Refuse flags of ours without `--epp`, which would train Megatron's samples by its own schedule without a word."""
+    words = {word.partition("=")[0] for word in sys.argv}  # a flag may be given its default, which the namespace does not show
+    ours = (row for row in TABLE if row.is_ours and row.setting not in ("epp", "allow_unknown_megatron"))
+    idle = [
+        row.training for row in ours if row.training in words or getattr(args, row.dest, None) not in (None, False, row.default)
+    ]
+    if idle:
+        names, verb = ", ".join(idle), "do" if len(idle) > 1 else "does"
+        raise ArgumentError(f"{names} {verb} nothing without --epp: add it, or leave {'them' if len(idle) > 1 else 'it'} out")
 
 
 def refuse_restart(args: argparse.Namespace) -> None:

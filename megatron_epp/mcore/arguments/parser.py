@@ -29,7 +29,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> None:
-    """Add flags to a command.
+    """Add flags to a command, each by one name; training's and older names are understood and not listed.
 
     Args:
         group: where they are listed.
@@ -40,8 +40,9 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
         said = row.short_help or row.help.removesuffix(".")
         said = said if said[:2].isupper() else said[0].lower() + said[1:]
         names = {one.setting: one.short.split(" ")[0] for one in ROWS.values() if one.short}
-        options = list(dict.fromkeys([*row.short.split(), *row.training.split()]))
-        _add(group, row, options, {"type": row.read, "help": said.format_map(names)} | changes)
+        name, *others = dict.fromkeys([*row.short.split(), *row.training.split()])
+        action = _add(group, row, [name], {"type": row.read, "help": said.format_map(names)} | changes)
+        group._option_string_actions.update(dict.fromkeys(others, action))
 
 
 def names_of(parser: argparse.ArgumentParser) -> Names:
@@ -66,7 +67,7 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
     return Options(**found, **fixed)
 
 
-def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> None:
+def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> argparse.Action:
     """Add a row's flag by its names, with more arguments of `add_argument`."""
     settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
     if row.is_switch:
@@ -78,3 +79,4 @@ def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: d
         settings["nargs"] = "+"
     action = group.add_argument(*names, **settings | more)
     action.setting = row.setting  # type: ignore[attr-defined]
+    return action

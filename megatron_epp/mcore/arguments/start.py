@@ -252,9 +252,18 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
         if other:
             words = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}, not {getattr(then, name)}" for name in other)
             yield f"the checkpoint in {folder} is of another model: this run has {words}"
+    if args.finetune or args.no_load_optim or args.skip_train:
+        return
+    ranks, saved_ranks = args.expert_model_parallel_size, getattr(then, "expert_model_parallel_size", 1)
+    is_fixed = not args.num_experts or "opt_param_scheduler" not in saved or args.use_mp_args_from_checkpoint_args
+    if not is_fixed and (ranks > 1) != (saved_ranks > 1):  # with several ranks, experts have an optimizer of their own
+        yield (
+            f"the optimizer state in {folder} was saved with --expert-model-parallel-size {saved_ranks}, and Megatron cannot "
+            f"load it with {ranks}, in whatever form it was saved: resume with {saved_ranks}, or begin it anew with "
+            "--no-load-optim"
+        )
     schedule = saved.get("opt_param_scheduler")
-    keeps = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler or args.finetune
-    if not schedule or keeps or args.no_load_optim or args.skip_train:
+    if not schedule or args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     if changed := list(dict.fromkeys(_changed(args, schedule, then))):
         yield (

@@ -190,7 +190,7 @@ _RUNNING = (
         "with several stages on a rank where that is faster; balanced: fewer where the vocabulary's work comes on top, for "
         "sequences as long as these; a file that `plan --layout-out` wrote; or a list, where 7.5 means that the stage ends "
         "with a layer's attention, or begins with its MLP, and which v: or looped: begins where each of the --stages ranks has "
-        "several (default: even)",
+        "several (default: balanced)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
@@ -203,7 +203,7 @@ _RUNNING = (
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
         "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
-        "activations between tensor-parallel ranks. For the planner greedy; such steps have not run on GPUs yet."
+        "activations between tensor-parallel ranks. For the planner greedy."
     ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|learn|FILE").described(
         "Where predicted times come from: formulas; the first iterations of training, which are planned by formulas; or a file "
@@ -265,9 +265,9 @@ _RUNNING = (
     ),
 )
 _PIPELINE = (
-    Flag("num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size", STAGES, default=4).described(
-        "Pipeline stages, one per rank (default: 4)."
-    ),
+    Flag(
+        "num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size --pipeline-parallel", STAGES, default=4
+    ).described("Pipeline stages, one per rank (default: 4)."),
     Flag("token_multiple", "", "--token-multiple", COUNT, default=1).described(
         "Pad chunks to a multiple of this many tokens (default: 1)."
     ),
@@ -294,9 +294,9 @@ _PIPELINE = (
         "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts. Training "
         "with --epp takes alltoall alone (default: what Megatron's flags in the model's file choose, or alltoall)."
     ),
-    Flag("pipeline_parallel", "--pipeline-model-parallel-size", "--pipeline-parallel --pipeline-size", COUNT).described(
-        "Pipeline ranks, which share the layers (default: 1)."
-    ),
+    Flag(
+        "pipeline_parallel", "--pipeline-model-parallel-size", "--stages --pipeline-parallel --pipeline-size", COUNT
+    ).described("Pipeline ranks, which share the layers (default: 1)."),
     Flag("virtual_stages", "--num-virtual-stages-per-pipeline-rank", "--virtual-stages", COUNT).described(
         "Stages on each rank (default: 1)."
     ),

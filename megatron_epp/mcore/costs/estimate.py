@@ -44,7 +44,7 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
             "ffn_hidden_size": flags.get("ffn_hidden_size") or shape.ffn_hidden_size,
             "moe_ffn_hidden_size": shape.ffn_hidden_size,
             "moe_router_topk": shape.experts_per_token,
-            "moe_layer_freq": 1,
+            "moe_layer_freq": [int(layer not in shape.dense_layers) for layer in range(shape.num_layers)],
             "padded_vocab_size": shape.vocab_size,
             "seq_length": -(-tokens // context),
             "micro_batch_size": 1,

@@ -12,10 +12,12 @@ from typing import Any
 
 from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
-from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
+from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.plan.errors import NothingLeftError
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 2048
 """Tokens per rank on which compiled functions are warmed up with `--epp`.
@@ -53,6 +55,9 @@ def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
     """Check the --epp flags, and what Megatron would ask of flags, files and the script when training has begun."""
     if not getattr(args, "epp", False):
+        from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+
+        prepare_epp_args(args)
         return original(args, *rest, **named)
     from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
@@ -60,6 +65,8 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
     stock_functions.check_call(args)
     stock_functions.check_script(args)
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("trains with Megatron %s", described())
     with refusals_of_megatron():
         return original(args, *rest, **named)
 

@@ -181,7 +181,7 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
     if found not in patch.fingerprints:
         raise EppError(
             f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({found}): "
-            f'pip install "megatron-core[training]=={features.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
+            f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
         )
 
 

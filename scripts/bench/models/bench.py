@@ -52,7 +52,19 @@ CASES = (
 
 def compared(case: Case, lengths: str, cluster: str, batch: int) -> dict[str, dict[str, Any]]:
     """Return the figures of every planner, by its name."""
-    words = ["compare", "--json", "--model", case.model, "--cluster", cluster, "--lengths", lengths, *case.flags.split()]
+    words = [
+        "compare",
+        "--json",
+        "--layout",
+        "best",
+        "--model",
+        case.model,
+        "--cluster",
+        cluster,
+        "--lengths",
+        lengths,
+        *case.flags.split(),
+    ]
     words += ["--context", str(case.context), "--batch-size", str(batch)]
     words += [word for name in PLANNERS for word in ("--planner", name)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -116,7 +116,7 @@ a third of its memory, so running it would gain nothing here: slices shorten the
 
 ```bash
 yes 131072 | head -16 > long.txt
-megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --pipeline-size 8 --tensor-model-parallel-size 8 \\
+megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --stages 8 --tensor-model-parallel-size 8 \\
   --sequence-parallel --data-parallel 8 --memory-gb 72 --layout even --planner helixpipe --planner greedy \\
   --planner interleaved --planner 1f1b-sliced  # and the same with --slices 1
 ```

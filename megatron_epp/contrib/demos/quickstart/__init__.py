@@ -72,10 +72,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, and leave everything in a folder. Raises `EppError`."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise EppError(f"quickstart needs torch: {error}") from error
+    import torch  # noqa: F401  # before anything is written
+
     logging.basicConfig(level=logging.WARNING)
     start_s = time.monotonic()
     setting = Setting(Path(args.output), pipeline_size(args.pipeline), args.context, args.iterations, args.rounds)

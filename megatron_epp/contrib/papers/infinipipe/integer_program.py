@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.plan import PlanError, Remedy
+from megatron_epp.planner.library_output import printing_to_stderr
 
 INFEASIBLE = 2
 """scipy's status of a model without solution."""
@@ -136,13 +137,14 @@ class Model:
         rows, columns, values = self.entries
         shape = (len(self.row_lower), len(self.cost))
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
-        found = optimize.milp(
-            self.cost,
-            integrality=[int(flag and not relaxed) for flag in self.integer],
-            bounds=optimize.Bounds(self.lower, self.upper),
-            constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
-            options={name: value for name, value in options.items() if value is not None},
-        )
+        with printing_to_stderr():  # HiGHS prints of its rarer steps whatever its options say
+            found = optimize.milp(
+                self.cost,
+                integrality=[int(flag and not relaxed) for flag in self.integer],
+                bounds=optimize.Bounds(self.lower, self.upper),
+                constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
+                options={name: value for name, value in options.items() if value is not None},
+            )
         if found.status == INFEASIBLE:
             return Solution(None, math.inf)
         bound = found.fun if relaxed else found.mip_dual_bound

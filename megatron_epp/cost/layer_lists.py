@@ -1,0 +1,44 @@
+"""Megatron's flags that say which layers are of a kind."""
+
+from __future__ import annotations
+
+import ast
+from itertools import cycle, islice
+from typing import Any
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import shown
+
+
+def by_layer(frequency: Any, count: int) -> list[bool]:
+    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``.
+
+    Args:
+        frequency: the flag, as text, or as the list that Megatron makes of it.
+        count: of the model's layers.
+
+    Raises:
+        EppError: it is neither.
+    """
+    text = str(frequency).strip()
+    if text.isdecimal() and int(text[:9]) >= 1:
+        return [layer % int(text) == 0 for layer in range(count)]
+    try:
+        found = _listed(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise EppError(f"{shown(frequency)} is no list of layers") from None
+    return [bool(one) for one in islice(cycle(found or [0]), count)]
+
+
+def _listed(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _listed(node.left) + _listed(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times = ast.literal_eval(node.right)
+        if not isinstance(times, int) or not 0 <= times <= 10_000:
+            raise ValueError(times)
+        return _listed(node.left) * times
+    found = ast.literal_eval(node)
+    if not isinstance(found, list) or not all(type(one) is int for one in found):
+        raise ValueError(found)
+    return found
