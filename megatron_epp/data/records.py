@@ -108,7 +108,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             stream: IO[bytes] = stack.enter_context(open(path, "rb"))
             head = _head(path)
             for magic, (name, decompress) in _DECOMPRESSORS.items():
-                if head.startswith(magic):
+                if head.startswith(magic) and not _is_text(head):
                     kind, stream = name, stack.enter_context(decompress(cast(BinaryIO, stream)))
                     head = cast(io.BufferedReader, stream).peek(_HEAD_BYTES)
                     break

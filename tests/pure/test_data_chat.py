@@ -231,8 +231,9 @@ def test_a_stop_token_behind_an_answer_is_trained_with_it_and_told():
     assert list(counts.answers.warnings()) == [
         "1 of 2 trained answers end without a stop token, and ^ follows them, which is trained with them: let generation stop "
         "there",
-        "1 of 2 trained answers end without a stop token (their last tokens: 'fgh'), so the model does not learn to stop: give a "
-        "chat template that ends answers with a special token of the tokenizer, or make its end one (--tokenizer-special-tokens)",
+        "1 of 2 trained answers end without a stop token (their last tokens: 'fgh'), so the model does not learn to stop: give "
+        "a chat template that ends answers with a special token of the tokenizer, or make its end one "
+        "(--tokenizer-special-tokens)",
     ]
     marking, counts = ChatEncoder(Template(marks=ANSWERS), "{% generation %}", **STOPS), ChatCounts()
     assert trained_text(marking, counts=counts) == ["cd.", "fgh."]
@@ -263,7 +264,8 @@ def test_a_header_that_the_template_marks_as_written_by_the_model_is_not_trained
     encoder = ChatEncoder(Template(marks=r"a:\w+\."), "{% generation %}", **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
     assert list(counts.answers.warnings()) == [
-        "2 of 2 trained answers have their header inside {% generation %}, and it is not trained: generation gives it to the model"
+        "2 of 2 trained answers have their header inside {% generation %}, and it is not trained: generation gives it to the "
+        "model"
     ]
 
 
