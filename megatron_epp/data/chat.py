@@ -114,8 +114,8 @@ class ChatEncoder:
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
     trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens.
-    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is,
-    with a stop token at its end.
+    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is, and
+    its stop token is the last that is.
 
     A conversation is one sample if the template renders every trained answer with what follows as it does without. Where it
     does not, as templates that leave out the reasoning of earlier answers, an answer is a sample of its own with its history.
@@ -253,7 +253,7 @@ class _Chat:
         return ids, trained
 
     def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[tuple[int, int]], answers: Answers) -> bool:
-        """Count answers by the stop tokens that they end with, and train those that follow them.
+        """Let answers end with a stop token in the mask, where they have one, and count the others.
 
         Args:
             ids: of the sample.
@@ -269,9 +269,9 @@ class _Chat:
         if not encoder.stops or encoder.decode is None:
             return False
         for start, end in runs:
-            if self._has_stop(ids[start:end]):
-                continue
-            if end < len(ids) and int(ids[end]) in encoder.stops:
+            if (stop := self._last_stop(ids[start:end])) is not None:
+                trained[start + stop + 1 : end] = 0
+            elif end < len(ids) and int(ids[end]) in encoder.stops:
                 trained[end] = 1
                 answers.behind[printable(encoder.decode([int(ids[end])]))] += 1
             elif end == len(ids) and encoder.eod is not None and encoder.append_eod is not False:
@@ -281,15 +281,15 @@ class _Chat:
                 answers.open[encoder.decode(ids[max(start, end - 4) : end].tolist())] += 1
         return False
 
-    def _has_stop(self, answer: Ids) -> bool:
-        """Return True if an answer's last token that is no white space is a stop token."""
+    def _last_stop(self, answer: Ids) -> int | None:
+        """Return the index of an answer's last token that is no white space, if it is a stop token; else None."""
         assert self.encoder.decode is not None
-        for token in map(int, reversed(answer)):
+        for index, token in reversed(list(enumerate(answer.tolist()))):
             if token in self.encoder.stops:
-                return True
+                return index
             if self.encoder.decode([token]).strip():
-                return False
-        return False
+                break
+        return None
 
     def _start(self, ids: Ids, number: int, count: int) -> int:
         """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it.

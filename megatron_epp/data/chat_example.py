@@ -53,4 +53,4 @@ def _middle_out[T](items: list[T], most: int, left_out: Callable[[int], T]) -> l
     if len(items) <= most:
         return items
     last = most // 3
-    return [*items[: most - last], left_out(len(items) - most), *items[-last:]]
+    return [*items[: most - last - 1], left_out(len(items) - most + 1), *items[-last:]]

@@ -146,7 +146,7 @@ def trained_texts(prefix, encoder_of_text):
 
 def test_the_assistants_answers_are_trained_by_prefixes_of_the_conversation(model, lines, capsys):
     prefix = from_command(model, lines)
-    assert trained_texts(prefix, model)[:2] == [[f"{answer}\n" for answer in answers] for answers in ANSWERS[:2]]
+    assert trained_texts(prefix, model)[:2] == ANSWERS[:2]
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     for (ids, _), chat in zip(documents(prefix), CHATS, strict=True):
         messages = conversation(chat)["messages"]
@@ -163,7 +163,7 @@ def test_the_assistants_answers_are_trained_by_prefixes_of_the_conversation(mode
 def test_a_token_that_joins_header_and_answer_is_trained_with_the_answer(model, lines):
     """Line breaks of both are one token."""
     (*_, (found,)) = trained_texts(from_command(model, lines), model)
-    assert found.endswith("\n\nyes<|im_end|>\n")
+    assert found.endswith("\n\nyes<|im_end|>")
     assert "assistant" not in found
 
 
@@ -277,7 +277,7 @@ def warnings_of(caplog):
         (
             HEADED,
             TWO,
-            ["cd<|im_end|>\n", "gh<|im_end|>\n"],
+            ["cd<|im_end|>", "gh<|im_end|>"],
             ["2 of 2 trained answers have their header inside {% generation %}"],
         ),
         (
@@ -289,7 +289,7 @@ def warnings_of(caplog):
                 r"1 of 2 trained answers end without a stop token (their last tokens: 'nd>\n')",
             ],
         ),
-        (PLAIN, TWO[1:], ["cd<|im_end|>\n", "gh<|im_end|>\n"], []),
+        (PLAIN, TWO[1:], ["cd<|im_end|>", "gh<|im_end|>"], []),
     ],
 )
 def test_answers_are_trained_without_header_and_with_a_stop_token_and_what_is_unusual_is_told(
@@ -304,7 +304,7 @@ def test_answers_are_trained_without_header_and_with_a_stop_token_and_what_is_un
 
 def test_parts_of_a_content_are_text_and_others_are_refused(encoder, model, tmp_path, caplog):
     prepared(encoder, tmp_path, PLAIN, {"messages": PARTS})
-    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>\n"]]
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
     assert warnings_of(caplog)[0].startswith(
         "2 messages have a list of parts as content, and the chat template takes text alone"
     )
@@ -329,9 +329,9 @@ REASONED = [
 def test_answers_that_lose_their_thought_as_history_are_samples_of_their_own(encoder, model, tmp_path, caplog):
     summary = prepared(encoder, tmp_path, THINKING, {"messages": REASONED}, conversation(TWO[:2]))
     assert trained_texts(tmp_path / "corpus", model) == [
-        ["<think>\nx\n</think>\n\ncd<|im_end|>\n"],
-        ["<think>\nyz\n</think>\n\ngh<|im_end|>\n"],
-        ["<think>\n\n</think>\n\ncd<|im_end|>\n"],
+        ["<think>\nx\n</think>\n\ncd<|im_end|>"],
+        ["<think>\nyz\n</think>\n\ngh<|im_end|>"],
+        ["<think>\n\n</think>\n\ncd<|im_end|>"],
     ]
     texts = [transformers.AutoTokenizer.from_pretrained(model).decode(ids) for ids, _ in documents(tmp_path / "corpus")]
     asked = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n"
@@ -350,14 +350,14 @@ def test_answers_that_lose_their_thought_as_history_are_samples_of_their_own(enc
 def test_the_last_answer_alone_is_trained_where_asked_for(model, tmp_path, capsys):
     lines, template = jsonl(tmp_path / "in.jsonl", {"messages": REASONED}), template_file(tmp_path, THINKING)
     prefix = from_command(model, lines, "--chat-template", template, "--chat-turns", "last")
-    assert trained_texts(prefix, model) == [["<think>\nyz\n</think>\n\ngh<|im_end|>\n"]]
+    assert trained_texts(prefix, model) == [["<think>\nyz\n</think>\n\ngh<|im_end|>"]]
     assert "samples, since" not in capsys.readouterr().out
 
 
 def test_a_template_that_keeps_its_history_trains_all_answers_in_one_sample(encoder, model, tmp_path):
     keeping = THINKING.replace(" and loop.index0 > at.question", "")
     summary = prepared(encoder, tmp_path, keeping, {"messages": REASONED})
-    thoughts = ["<think>\nx\n</think>\n\ncd<|im_end|>\n", "<think>\nyz\n</think>\n\ngh<|im_end|>\n"]
+    thoughts = ["<think>\nx\n</think>\n\ncd<|im_end|>", "<think>\nyz\n</think>\n\ngh<|im_end|>"]
     assert trained_texts(tmp_path / "corpus", model) == [thoughts]
     assert summary.trained.counts.answers.num_split == 0
 
@@ -366,7 +366,7 @@ def test_a_template_that_keeps_its_history_trains_all_answers_in_one_sample(enco
 def test_variables_of_a_line_reach_the_template(encoder, model, tmp_path, caplog, given):
     """As that by which the prompt has an empty thought, which the model does not write then."""
     prepared(encoder, tmp_path, THINKING, conversation(TWO[:2]) | {"chat_template_kwargs": given})
-    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>\n"]]
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
     assert not warnings_of(caplog)
     prepared(encoder, tmp_path, PLAIN, conversation(TWO[:2]) | {"chat_template_kwargs": given})
     assert "enable_thinking (of chat_template_kwargs) in 1 of 1; no token tells what they say" in warnings_of(caplog)[0]
@@ -387,7 +387,7 @@ def test_tools_of_a_line_may_be_text_as_tables_store_them(encoder, model, tmp_pa
 @pytest.mark.parametrize("empty", ["", "null", "[]", None, []])
 def test_a_line_without_tools_has_none(encoder, model, tmp_path, caplog, empty):
     prepared(encoder, tmp_path, LISTING, conversation(TWO[:2]) | {"tools": empty, "chat_template_kwargs": None})
-    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>\n"]]
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
     assert not warnings_of(caplog)
 
 
@@ -414,17 +414,19 @@ def test_one_sample_is_printed_with_what_is_trained_marked(model, lines, capsys)
     printed = capsys.readouterr().out.splitlines()
     (first,) = (number for number, line in enumerate(printed) if line.startswith(f"first sample, from {lines}:1: "))
     assert printed[first].endswith("tokens, what is marked is trained (\\n is a line break)")
-    assert [line.rstrip() for line in printed[first + 1 : first + 11]] == [
+    assert [line.rstrip() for line in printed[first + 1 : first + 13]] == [
         "          | <|im_start|>system\\n",
         "          | be brief<|im_end|>\\n",
         "          | <|im_start|>user\\n",
         "          | 1 + 1?<|im_end|>\\n",
         "          | <|im_start|>assistant\\n",
-        "  trained | two<|im_end|>\\n",
+        "  trained | two<|im_end|>",
+        "          | \\n",
         "          | <|im_start|>user\\n",
         "          | f\u00fcr alle?<|im_end|>\\n",
         "          | <|im_start|>assistant\\n",
-        "  trained | \u00fc \U0001f600<|im_end|>\\n",
+        "  trained | \u00fc \U0001f600<|im_end|>",
+        "          | \\n",
     ]
 
 

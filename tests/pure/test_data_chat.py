@@ -252,9 +252,10 @@ def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
 
 
 @pytest.mark.parametrize("render", [rendered, lambda messages, prompted: rendered(messages, prompted).replace(".", ".\n")])
-def test_answers_with_a_stop_token_and_a_line_break_behind_it_are_as_they_should_be(render):
+def test_the_stop_token_of_an_answer_is_trained_last_and_a_line_break_behind_it_is_not(render):
     counts = ChatCounts()
-    ChatEncoder(Template(render), "template", eod=ord("$"), append_eod=None, **STOPS).encode(CHAT, counts=counts)
+    encoder = ChatEncoder(Template(render), "template", eod=ord("$"), append_eod=None, **STOPS)
+    assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
     assert counts.answers.num_answers == 2
     assert not list(counts.answers.warnings())
 

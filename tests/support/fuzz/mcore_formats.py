@@ -111,6 +111,8 @@ def encoder() -> Encoder:
             messages, chat_template=template, **options
         ),
         template=TEMPLATE.decode(),
+        decode=fast.decode,
+        stops=frozenset(fast.all_special_ids),
     )
 
 
