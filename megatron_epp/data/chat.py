@@ -284,7 +284,8 @@ class _Chat:
     def _last_stop(self, answer: Ids) -> int | None:
         """Return the index of an answer's last token that is no white space, if it is a stop token; else None."""
         assert self.encoder.decode is not None
-        for index, token in reversed(list(enumerate(answer.tolist()))):
+        for index in reversed(range(len(answer))):
+            token = int(answer[index])
             if token in self.encoder.stops:
                 return index
             if self.encoder.decode([token]).strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,7 @@ def example_lines(
 
 
 def _part(text: str, is_trained: bool) -> list[str]:
-    lines = _middle_out(text.splitlines(keepends=True), _MOST_LINES, lambda count: f"... {count:,} lines ...")
+    lines = _middle_out(re.findall(r"[^\n]*\n|[^\n]+", text), _MOST_LINES, lambda count: f"... {count:,} lines ...")
     return [_line(line, is_trained) for line in lines]
 
 

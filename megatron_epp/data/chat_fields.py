@@ -1,4 +1,4 @@
-"""What a chat template makes of the fields of messages: counts of what it leaves out, or prints as no model has read it."""
+"""Counts of the fields of messages that a chat template leaves out, or prints as no model has read them."""
 
 from __future__ import annotations
 

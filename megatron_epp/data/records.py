@@ -106,11 +106,11 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with ExitStack() as stack:
             stream: IO[bytes] = stack.enter_context(open(path, "rb"))
-            head = _head(path)
+            head = cast(io.BufferedReader, stream).peek(_HEAD_BYTES)[:_HEAD_BYTES]
             for magic, (name, decompress) in _DECOMPRESSORS.items():
                 if head.startswith(magic) and not _is_text(head):
                     kind, stream = name, stack.enter_context(decompress(cast(BinaryIO, stream)))
-                    head = cast(io.BufferedReader, stream).peek(_HEAD_BYTES)
+                    head = cast(io.BufferedReader, stream).peek(_HEAD_BYTES)[:_HEAD_BYTES]
                     break
             _refuse_binary(path, head)
             yield stream
@@ -166,7 +166,7 @@ def _rows(path: Path, origin: Origin) -> Iterator[Record]:
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
                     yield Record(origin("row", number), without_nulls(row))
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:  # rows that Python cannot hold, too
         raise EppError(f"{path} is damaged or cut short: pyarrow cannot read it ({one_line(error)})") from error
 
 
@@ -205,7 +205,7 @@ def _refuse_binary(path: Path, head: bytes) -> None:
     if head[257:262] == b"ustar":
         kinds = [("a tar archive", _ARCHIVE)]
     if kinds:
-        raise EppError(f"{path} is {kinds[0][0]}, not text: {kinds[0][1]}")
+        raise EppError(f"{path} is {kinds[0][0]}, not text in UTF-8: {kinds[0][1]}")
 
 
 def _is_text(head: bytes) -> bool:

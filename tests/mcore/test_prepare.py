@@ -102,6 +102,8 @@ def test_compressed_files_and_parquet_are_what_they_hold(tmp_path):
 
 def test_what_a_folder_has_besides_is_told(folder, tmp_path, caplog):
     (folder / "more.txt.gz").write_bytes(gzip.compress(b"plain"))
+    for suffix in (".gz", ".txt.gz"):
+        assert prepare([folder], tmp_path / "corpus", suffixes=[suffix]).lengths.tolist() == [len("plain") + 1]
     for name in ("a.parquet", "b.parquet", "LICENSE"):
         (folder / name).touch()
     with caplog.at_level("INFO", logger="megatron_epp"):
@@ -116,7 +118,7 @@ def test_bytes_that_are_no_text_are_told_and_binary_files_of_a_known_kind_are_re
     says = f"1 documents are no text in UTF-8, and all their bytes are tokens: {folder / 'a.txt'}"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [says]
     (folder / "a.txt").write_bytes(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
-    with pytest.raises(EppError, match=r"a\.txt is a PDF, not text: extract its text first"):
+    with pytest.raises(EppError, match=r"a\.txt is a PDF, not text in UTF-8: extract its text first"):
         prepare([folder], tmp_path / "corpus")
 
 

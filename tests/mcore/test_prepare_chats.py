@@ -229,6 +229,11 @@ GLM = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 """A message is ended by the beginning of the next one."""
+LLAMA = (
+    "<|system|>{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>\n\n{{ m.content | trim }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+"""A header has a beginning and an end, and no line break follows a message."""
 OPEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -290,6 +295,8 @@ def warnings_of(caplog):
             ],
         ),
         (PLAIN, TWO[1:], ["cd<|im_end|>", "gh<|im_end|>"], []),
+        (LLAMA, TWO, ["cd<|endoftext|>", "gh<|endoftext|>"], []),
+        (LLAMA, TWO[1:], ["cd<|endoftext|>", "gh<|endoftext|>"], []),
     ],
 )
 def test_answers_are_trained_without_header_and_with_a_stop_token_and_what_is_unusual_is_told(
@@ -460,6 +467,7 @@ def test_conversations_of_parquet_are_those_of_jsonl(encoder, model, tmp_path, a
             PLAIN,
             r"no message is of the roles that are trained \(assistant\): .* of gpt, user; name",
         ),
+        ([[("a\0b", "hi")]], PLAIN, r"the messages are of 'a\\x00b'; name"),
         ([{"text": "x"}], PLAIN, r"in\.jsonl:1 has no list of messages under 'messages'"),
         ([CHATS[0], '{"messages": ['], PLAIN, r"in\.jsonl:2 is not JSON"),
         ([CHATS[0]], " ", r"no documents: all 1 in the input are empty"),

@@ -105,14 +105,14 @@ def archive(kind):
 BINARY = {
     "zip": (
         lambda: archive("zip"),
-        "a ZIP archive, as .docx, .xlsx, .epub, .npz and checkpoints of torch are, not text: unpack",
+        "a ZIP archive, as .docx, .xlsx, .epub, .npz and checkpoints of torch are, not text in UTF-8: unpack",
     ),
-    "tar": (lambda: archive("w"), "a tar archive, not text: unpack it first"),
-    "tar.gz": (lambda: archive("w:gz"), "a tar archive, not text: unpack it first"),
-    "pdf": (lambda: b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF, not text: extract its text first"),
-    "arrow": (lambda: b"ARROW1\0\0" + bytes(9), "an Arrow table, not text: write it as Parquet or JSONL"),
-    "UTF-16": (lambda: "{}".encode("utf-16"), "text in UTF-16, not text: convert it first: iconv -f UTF-16 -t UTF-8"),
-    "picture": (lambda: b"\x89PNG\r\n\x1a\n\0", "a PNG picture, not text: only text can be prepared"),
+    "tar": (lambda: archive("w"), "a tar archive, not text in UTF-8: unpack it first"),
+    "tar.gz": (lambda: archive("w:gz"), "a tar archive, not text in UTF-8: unpack it first"),
+    "pdf": (lambda: b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF, not text in UTF-8: extract its text first"),
+    "arrow": (lambda: b"ARROW1\0\0" + bytes(9), "an Arrow table, not text in UTF-8: write it as Parquet or JSONL"),
+    "UTF-16": (lambda: "{}".encode("utf-16"), "text in UTF-16, not text in UTF-8: convert it first: iconv -f UTF-16 -t UTF-8"),
+    "picture": (lambda: b"\x89PNG\r\n\x1a\n\0", "a PNG picture, not text in UTF-8: only text can be prepared"),
     "pointer": (
         lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
         "a pointer to a file of Git LFS, not the file: fetch it with `git lfs pull`",

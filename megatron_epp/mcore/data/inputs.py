@@ -16,7 +16,7 @@ from megatron_epp.data.chat_fields import Message
 from megatron_epp.data.records import Record, has_records, opened, records, suffix_of
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json, shown
+from megatron_epp.plan.reading import parse_json, shown, told
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,9 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         raise EppError(f"--input {path} does not exist")
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    chosen = [file for file in files if suffix_of(file) in suffixes]
-    if left_out := Counter(suffix_of(file) or "no suffix" for file in files if suffix_of(file) not in suffixes):
+    names = {file: {suffix_of(file), file.suffix, "".join(file.suffixes[-2:])} for file in files}
+    chosen = [file for file in files if not names[file].isdisjoint(suffixes)]
+    if left_out := Counter(suffix_of(file) or "no suffix" for file in files if names[file].isdisjoint(suffixes)):
         counts = ", ".join(f"{count:,} of {suffix}" for suffix, count in left_out.most_common(5))
         logger.info("%s: %s files taken, and others left out (%s); see --suffixes", path, f"{len(chosen):,}", counts)
     return chosen
@@ -149,7 +150,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
     if roles and not roles & set(encoder.roles):
         raise EppError(
             f"no message is of the roles that are trained ({', '.join(encoder.roles)}): the messages are of "
-            f"{', '.join(sorted(roles))}; name the roles to train with --train-on"
+            f"{', '.join(map(told, sorted(roles)))}; name the roles to train with --train-on"
         )
 
 
