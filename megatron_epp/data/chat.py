@@ -95,8 +95,8 @@ class Answers:
             )
         if self.num_headers:
             yield (
-                f"{self.num_headers:,} {total} have their header inside {{% generation %}}, and it is not trained: generation "
-                "gives it to the model"
+                f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: it is not trained, "
+                "for generation gives it to the model"
             )
 
 
@@ -244,13 +244,22 @@ class _Chat:
             raise EppError(f"the tokenizer's mask has {trained.size:,} values for {ids.size:,} tokens")
         if piece.numbers and any(message["role"] == ASSISTANT for message in self.messages[: piece.numbers[0]]):
             trained[: self._start(ids, piece.numbers[0], piece.num_messages)] = 0
-        header = np.asarray(_header(self.encoder) or ())
-        for start in np.flatnonzero(np.diff(trained, prepend=0) == 1) if len(header) else ():
-            # The header's last token may be another one, which begins as the answer does.
-            if (common := _num_common(header, ids[start:])) >= max(1, len(header) - 1):
-                trained[start : start + common] = 0
+        for start in np.flatnonzero(np.diff(trained, prepend=0) == 1):
+            if end := self._end_of_header(ids, int(start)):
+                trained[start:end] = 0
                 answers.num_headers += 1
         return ids, trained
+
+    def _end_of_header(self, ids: Ids, start: int) -> int:
+        """Return the index behind a header, or what an answer has of it, that goes on at a token; 0 if none does."""
+        header = np.asarray(_header(self.encoder) or (), dtype=np.int64)
+        if not len(header):
+            return 0
+        # Its last token may be another one, which begins as the answer does; a special token is a header's alone.
+        least = 1 if int(header[0]) in self.encoder.stops else max(1, len(header) - 1)
+        begins = range(max(0, start - len(header) + 1), start + 1)
+        ends = (begin + common for begin in begins if (common := _num_common(header, ids[begin:])) >= least)
+        return next((end for end in ends if end > start), 0)
 
     def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[tuple[int, int]], answers: Answers) -> bool:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
@@ -331,8 +340,15 @@ class _Chat:
         return _num_common(self._up_to(number), ids)
 
     def _goes_on(self, number: int, count: int) -> bool:
-        """Return True if the text of the first messages is the beginning of that of more."""
-        return number == count or self._text(count).startswith(self._text(number))
+        """Return True if the text of the first messages is the beginning of that of more.
+
+        A stop token of the whole conversation, behind that of its last message, does not count.
+        """
+        if number == count or self._text(count).startswith(self._text(number)):
+            return True
+        text, stops = self._text(number).rstrip(), _stop_texts(self.encoder)
+        heads = (text.removesuffix(stop).rstrip() for stop in stops if text.endswith(stop))
+        return any(head.endswith(stops) and self._text(count).startswith(head) for head in heads)
 
     def _text(self, count: int) -> str:
         if count not in self.texts:
@@ -364,6 +380,11 @@ def _header(encoder: ChatEncoder) -> tuple[int, ...] | None:
     except EppError:
         return None
     return tuple(prompted[_num_common(plain, prompted) :].tolist())
+
+
+@cache
+def _stop_texts(encoder: ChatEncoder) -> tuple[str, ...]:
+    return () if encoder.decode is None else tuple(filter(None, (encoder.decode([stop]).strip() for stop in encoder.stops)))
 
 
 def _ids(output: Any) -> Ids:

@@ -222,12 +222,12 @@ def _marked(value: Any, mark: str) -> Any:
 
 
 def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> list[tuple[int, str]]:
-    """Return the fields without which the text is the same."""
+    """Return the fields without which, or with another content, the text is the same."""
     if not items:
         return []
     fewer: Sequence[Message] = messages
     for number, name in items:
-        fewer = _with(fewer, number, name, "" if name == "content" else None)
+        fewer = _with(fewer, number, name, "zq" if name == "content" else None)  # without any some templates fail
     if not _differs(render, fewer, whole):
         return items
     if len(items) == 1:

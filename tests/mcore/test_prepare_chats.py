@@ -283,7 +283,7 @@ def warnings_of(caplog):
             HEADED,
             TWO,
             ["cd<|im_end|>", "gh<|im_end|>"],
-            ["2 of 2 trained answers have their header inside {% generation %}"],
+            ["2 of 2 trained answers have their header, or some of it, inside"],
         ),
         (
             STRANGE,

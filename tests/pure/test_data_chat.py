@@ -265,9 +265,42 @@ def test_a_header_that_the_template_marks_as_written_by_the_model_is_not_trained
     encoder = ChatEncoder(Template(marks=r"a:\w+\."), "{% generation %}", **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
     assert list(counts.answers.warnings()) == [
-        "2 of 2 trained answers have their header inside {% generation %}, and it is not trained: generation gives it to the "
-        "model"
+        "2 of 2 trained answers have their header, or some of it, inside {% generation %}: it is not trained, for generation "
+        "gives it to the model"
     ]
+
+
+@pytest.mark.parametrize(
+    ("marks", "prompt", "num_headers"),
+    [
+        (r"(?<=a):\w+\.", "a:", 2),
+        (r"\^a:\w+\.", "^a:<t>", 2),
+        (r"a:\w+\.", "^a:<t>", 2),
+        (r"(?<=a:)\w+\.", "^a:", 0),
+    ],
+)
+def test_what_the_marks_have_of_a_header_is_not_trained_where_it_is_known_as_one(marks, prompt, num_headers):
+    """Some prompts go on with what earlier answers do not have; a sign is a special token of headers."""
+
+    def headed(messages, prompted):
+        texts = ((prompt.partition("<")[0] if one["role"] == "assistant" else "u:", one["content"]) for one in messages)
+        return "".join(f"{header}{content}." for header, content in texts) + prompt * prompted
+
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(headed, marks=marks), "{% generation %}", **STOPS)
+    assert trained_text(encoder, [USER, ANSWER, ASK, REPLY], counts=counts) == ["cd.", "fgh."]
+    assert counts.answers.num_headers == num_headers
+
+
+def test_a_stop_token_behind_the_whole_conversation_does_not_make_samples_of_its_answers():
+    """As some templates end what they render with that of a document; one that ends the last answer alone does."""
+    ended, ending = (
+        Template(lambda messages, prompted, end=end: rendered(messages, False)[:-1] + (".a:" if prompted else end))
+        for end in (".$", "$")
+    )
+    stops = {"decode": STOPS["decode"], "stops": STOPS["stops"] | {ord("$")}}
+    assert trained_text(ChatEncoder(ended, "template", **stops)) == ["cd.", "fgh.$"]
+    assert [runs for _, runs in sample_texts(ChatEncoder(ending, "template", **stops))] == [["cd$"], ["fgh$"]]
 
 
 def test_what_the_template_refuses_is_said_with_its_reason():

@@ -111,6 +111,8 @@ def test_a_plain_content_that_is_not_rendered_is_lost_and_one_that_is_changed_is
     chat = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
     fields = counted(lambda one, number: "" if number else one["content"].upper(), chat)
     assert (fields.lost, fields.given, fields.num_empty) == ({"content": 1}, {"content": 2}, 1)
+    first_part = counted(lambda one, _: "" if one["content"][0] == "{" else ".", chat)  # which fails without any
+    assert first_part.lost == {"content": 2}
 
 
 def test_fields_that_are_printed_as_python_writes_them_are_counted_and_json_is_not():
