@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
+import importlib
 import io
-import lzma
 import shlex
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,16 +26,20 @@ Origin = Callable[[str, int], str]
 """Function from the kind of a record, "line" or "row", and its number, from 1 on, to its name in messages."""
 
 
-def _zstandard(stream: BinaryIO) -> IO[bytes]:
-    pyarrow = _pyarrow("a file compressed by zstd")
-    return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
+def _by(module: str) -> Callable[[BinaryIO], IO[bytes]]:
+    """Return the function that opens a compressed file by a module of Python's, which not every Python has been built with."""
+    return lambda stream: cast(IO[bytes], importlib.import_module(module).open(stream))
+
+
+def _by_zstd(stream: BinaryIO) -> IO[bytes]:
+    return io.BufferedReader(_pyarrow("a file compressed by zstd").CompressedInputStream(stream, "zstd"))
 
 
 _DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
-    b"\x1f\x8b": ("gzip", lambda stream: cast(IO[bytes], gzip.GzipFile(fileobj=stream))),
-    b"BZh": ("bzip2", bz2.BZ2File),
-    b"\xfd7zXZ\0": ("xz", lzma.LZMAFile),
-    b"\x28\xb5\x2f\xfd": ("zstd", _zstandard),
+    b"\x1f\x8b": ("gzip", _by("gzip")),
+    b"BZh": ("bzip2", _by("bz2")),
+    b"\xfd7zXZ\0": ("xz", _by("lzma")),
+    b"\x28\xb5\x2f\xfd": ("zstd", _by_zstd),
 }
 """Name and function by the first bytes of a compressed file."""
 _TABLE, _ARCHIVE = "write it as Parquet or JSONL", "unpack it first"
@@ -114,7 +115,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                     break
             _refuse_binary(path, head)
             yield stream
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except EppError:
+        raise
+    except Exception as error:  # each decompressor raises errors of its own
         if kind and not getattr(error, "errno", None):
             raise EppError(f"{path} is damaged or cut short: {kind} cannot decompress it ({one_line(error)})") from error
         raise _unreadable(path, error) from error
