@@ -83,15 +83,15 @@ class Answers:
             )
         if self.num_ended:
             yield (
-                f"{self.num_ended:,} {total} are last and end without a stop token: an end-of-document token is added and "
-                "trained (--no-append-eod leaves it out)"
+                f"{self.num_ended:,} {total} are last and end without a stop token: an end-of-document token "
+                "is added and trained"
             )
         if self.open:
             ends = ", ".join(f"{text!r}" for text, _ in self.open.most_common(_MOST_ENDS))
             yield (
                 f"{self.open.total():,} {total} end without a stop token (their last tokens: {ends}), so the model does not "
-                "learn to stop: give a chat template that ends answers with a special token of the tokenizer, or make its end "
-                "one (--tokenizer-special-tokens)"
+                "learn to stop: give a chat template that ends answers with a special token of the tokenizer, or make its "
+                "end one"
             )
         if self.num_headers:
             yield (

@@ -196,10 +196,6 @@ def _unreadable(path: Path, error: Exception) -> EppError:
 
 def _refuse_binary(path: Path, head: bytes) -> None:
     """Raise `EppError`, which says what to do, for a file that is known by its first bytes and is no text."""
-    if path.suffix in (".bin", ".idx") and all(path.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
-        raise EppError(
-            f"{path} is one of a pair of documents that are prepared already: train with --data-path {path.with_suffix('')}"
-        )
     if head.startswith(b"version https://git-lfs.github.com/spec"):
         raise EppError(f"{path} is a pointer to a file of Git LFS, not the file: fetch it with `git lfs pull`")
     if _is_text(head):

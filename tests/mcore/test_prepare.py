@@ -16,14 +16,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.cli.prepare import add_arguments, run
-from megatron_epp.data.chat import ChatCounts
 from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
-from megatron_epp.mcore.data.inputs import chats
 from megatron_epp.mcore.data.prepare import histogram, prepare
 from megatron_epp.plan.errors import EppError
 from tests.support.failing_disk import swept
@@ -210,8 +208,6 @@ def test_a_pair_that_is_given_for_text_is_recognized(tmp_path):
         raw = Path(f"{prefix}{suffix}").read_bytes()
         (tmp_path / f"pair{suffix}").write_bytes(raw + b"\0")
         with pytest.raises(EppError, match=rf"pair\{suffix} is one of a pair .*: train with --data-path .*pair$"):
-            list(chats([tmp_path / f"pair{suffix}"], None, None, ChatCounts()))
-        with pytest.raises(EppError, match=rf"pair\{suffix} is one of a pair"):
             prepare([tmp_path / f"pair{suffix}"], tmp_path / "corpus")
 
 

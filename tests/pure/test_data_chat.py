@@ -232,8 +232,7 @@ def test_a_stop_token_behind_an_answer_is_trained_with_it_and_told():
         "1 of 2 trained answers end without a stop token, and ^ follows them, which is trained with them: let generation stop "
         "there",
         "1 of 2 trained answers end without a stop token (their last tokens: 'fgh'), so the model does not learn to stop: give "
-        "a chat template that ends answers with a special token of the tokenizer, or make its end one "
-        "(--tokenizer-special-tokens)",
+        "a chat template that ends answers with a special token of the tokenizer, or make its end one",
     ]
     marking, counts = ChatEncoder(Template(marks=ANSWERS), "{% generation %}", **STOPS), ChatCounts()
     assert trained_text(marking, counts=counts) == ["cd.", "fgh."]
@@ -246,8 +245,7 @@ def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
     assert trained_text(encoder, counts=counts) == ["cd^", "fgh$"]
     assert trained_text(encoder, CHAT[:4]) == ["cd^"]
     assert list(counts.answers.warnings())[1] == (
-        "1 of 2 trained answers are last and end without a stop token: an end-of-document token is added and trained "
-        "(--no-append-eod leaves it out)"
+        "1 of 2 trained answers are last and end without a stop token: an end-of-document token is added and trained"
     )
 
 

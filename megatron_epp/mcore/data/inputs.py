@@ -35,8 +35,16 @@ Documents = Iterator[tuple[str, Tokens | None]]
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of all inputs, a folder's files in sorted order. Raises `EppError` if there are none."""
+    """Return the files of all inputs, a folder's files in sorted order.
+
+    Raises:
+        EppError: there are none, or one is of a pair that is prepared already.
+    """
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
+    for file in files:
+        if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
+            pair = file.with_suffix("")
+            raise EppError(f"{file} is one of a pair of documents that are prepared already: train with --data-path {pair}")
     if not files:
         raise EppError(
             f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
