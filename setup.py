@@ -14,6 +14,7 @@ TRAIN = ["torch>=2.6", "megatron-core[training]>=0.17,<0.20"]
 VIZ = ["matplotlib>=3.8"]
 MILP = ["ortools>=9.15", "scipy>=1.13"]  # CP-SAT for the oracle, HiGHS for InfiniPipe's integer programs
 FAST = ["numba>=0.60"]
+PARQUET = ["pyarrow>=18"]  # which decompresses zstd, too
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 DOCS = ["mkdocs-material>=9.5"]
 BROWSER = ["selenium>=4.20"]  # drives a Chromium in tests/browser
@@ -44,8 +45,9 @@ setup(
         "viz": VIZ,
         "milp": MILP,
         "fast": FAST,
+        "parquet": PARQUET,
         "docs": DOCS,
-        "dev": [*TRAIN, *TEST, *VIZ, *MILP, *FAST, *DOCS, *BROWSER, *LINT],
+        "dev": [*TRAIN, *TEST, *VIZ, *MILP, *FAST, *PARQUET, *DOCS, *BROWSER, *LINT],
     },
     entry_points={
         "console_scripts": ["megatron-epp = megatron_epp.cli.main:main"],

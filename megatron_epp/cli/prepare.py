@@ -10,12 +10,13 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say
-from megatron_epp.data.chat import ASSISTANT
+from megatron_epp.data.chat import ASSISTANT, TURNS
+from megatron_epp.data.records import RECORD_SUFFIXES
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megatron_encoder
-from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES
+from megatron_epp.mcore.data.inputs import SUFFIXES
 from megatron_epp.mcore.data.prepare import prepare, refuse_existing
 from megatron_epp.plan.errors import EppError
 
@@ -78,7 +79,11 @@ def add_arguments(parser: Parser) -> None:
     """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="folders (a document per file), JSONL files, or single files"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="folders (a document per file), files of JSONL (compressed or not) or Parquet, or single files",
     )
     files.add_argument(
         "--output-prefix",
@@ -90,17 +95,18 @@ def add_arguments(parser: Parser) -> None:
         "--suffixes",
         nargs="+",
         metavar=".SUFFIX",
-        help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(JSONL_SUFFIXES)})",
+        help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(RECORD_SUFFIXES)}), "
+        "compressed (.gz, .bz2, .xz, .zst) or not",
     )
     files.add_argument(
         "--json-key",
         metavar="KEY",
-        help="where a JSONL line holds its document (default: text; with --chat messages or conversations)",
+        help="where a line or a row holds its document (default: text; with --chat messages or conversations)",
     )
     files.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
-        help="end documents with a token (default: yes; with --chat no, since chat templates end them)",
+        help="end documents with a token (default: yes; with --chat where the last answer has no stop token)",
     )
     files.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
     add_tokenizer_arguments(parser)
@@ -111,13 +117,20 @@ def add_chat_arguments(parser: ArgumentParser) -> None:
     """Flags of conversations, of which only some messages are trained."""
     group = parser.add_argument_group(
         "chats",
-        "lines of JSONL with a list of messages, each with role and content, or as ShareGPT has them with from and value, for "
-        "a Hugging Face tokenizer with a chat template",
+        "lines of JSONL or rows of Parquet with a list of messages, each with role and content, or as ShareGPT has them with "
+        "from and value, for a Hugging Face tokenizer with a chat template",
     )
     group.add_argument(
         "--chat", action="store_true", help=f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
     )
     group.add_argument("--train-on", nargs="+", metavar="ROLE", help=f"roles whose messages are trained (default: {ASSISTANT})")
+    group.add_argument(
+        "--chat-turns",
+        choices=TURNS,
+        default=TURNS[0],
+        help="which answers are trained: all, each as a sample of its own where the chat template changes earlier answers, or "
+        "the last of each conversation (default: all)",
+    )
     group.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own (default: the tokenizer's)"
     )
@@ -125,8 +138,9 @@ def add_chat_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """The ``megatron-epp prepare`` command: prepare, then print the summary."""
-    if not args.chat and (args.train_on or args.chat_template):
-        raise EppError(f"{'--train-on' if args.train_on else '--chat-template'} is for conversations: add --chat")
+    of_chats = {"--train-on": args.train_on, "--chat-template": args.chat_template, "--chat-turns": args.chat_turns != TURNS[0]}
+    if not args.chat and any(of_chats.values()):
+        raise EppError(f"{next(flag for flag, value in of_chats.items() if value)} is for conversations: add --chat")
     if not args.overwrite:
         refuse_existing(args.output_prefix)
     logging.basicConfig(format="%(message)s")
@@ -144,13 +158,15 @@ def run(args: Namespace) -> int:
                 append_eod=args.append_eod,
                 suffixes=args.suffixes,
                 json_key=args.json_key,
-                chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template) if args.chat else None,
+                chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template, args.chat_turns)
+                if args.chat
+                else None,
             )
     say(str(summary))
     return 0
 
 
-_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL files, chats or single files (needs torch and Megatron)"
+_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL, Parquet, chats or single files (needs torch and Megatron)"
 _EVERYDAY = (
     "--input",
     "--output-prefix",
@@ -164,6 +180,7 @@ _EVERYDAY = (
     "--merge-file",
     "--chat",
     "--train-on",
+    "--chat-turns",
 )
 _EXAMPLE = """\
 example: a folder of text files, with the tokenizer of Llama 3

@@ -1,24 +1,32 @@
-"""Conversion of conversations to tokens by a chat template, with the mask of the tokens that are trained."""
+"""Conversion of conversations to tokens by a chat template, with the mask of the tokens that are trained, which is checked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.data.chat_fields import Fields, Message, count_fields
+from megatron_epp.data.chat_fields import Fields, Message, count_fields, marked, with_texts
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import one_line
+from megatron_epp.plan.reading import one_line, printable
 
 ASSISTANT = "assistant"
 """Role of the messages that models learn to write, and whose tokens templates can mark."""
+TURNS = ("all", "last")
+"""Which messages of the trained roles are trained."""
+OF_LINES = " (of chat_template_kwargs)"
+"""What follows the name of a variable that a line gives to the template, where it is counted among the fields."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Start of the part of a chat template that the model writes, by which tokenizers make a mask of their own."""
+_MARKS = ("zq0qz", "QZ0ZQ")
+"""Texts that begin with different tokens, so that no text begins as both."""
+_MOST_ENDS = 3
 
 Ids = NDArray[np.int64]
 
@@ -41,105 +49,319 @@ class Tokens(NamedTuple):
     trained: NDArray[np.uint8] | None = None
 
 
+@dataclass(slots=True)
+class Answers:
+    """Counts of the trained answers of conversations, and of the samples that these are.
+
+    Attributes:
+        num_answers: of the assistant that are trained.
+        behind: answers that end without a stop token, by the text of the one behind them that is trained with them.
+        num_ended: answers at the end that got an end-of-document token, since they have no stop token.
+        open: answers without any stop token, by the text of their last tokens.
+        num_headers: answers whose header the template marks as written by the model.
+        num_split: conversations that are several samples.
+        num_samples: of these conversations.
+        num_repeated: tokens of these samples beyond those of the last of each conversation.
+    """
+
+    num_answers: int = 0
+    behind: Counter[str] = field(default_factory=Counter)
+    num_ended: int = 0
+    open: Counter[str] = field(default_factory=Counter)
+    num_headers: int = 0
+    num_split: int = 0
+    num_samples: int = 0
+    num_repeated: int = 0
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is unusual, in a line each."""
+        total = f"of {self.num_answers:,} trained answers"
+        for text, count in self.behind.most_common():
+            yield (
+                f"{count:,} {total} end without a stop token, and {text} follows them, which is trained with them: let "
+                "generation stop there"
+            )
+        if self.num_ended:
+            yield (
+                f"{self.num_ended:,} {total} are last and end without a stop token: an end-of-document token "
+                "is added and trained"
+            )
+        if self.open:
+            ends = ", ".join(f"{text!r}" for text, _ in self.open.most_common(_MOST_ENDS))
+            yield (
+                f"{self.open.total():,} {total} end without a stop token (their last tokens: {ends}), so the model does not "
+                "learn to stop: give a chat template that ends answers with a special token of the tokenizer, or make its "
+                "end one"
+            )
+        if self.num_headers:
+            yield (
+                f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: it is not trained, "
+                "for generation gives it to the model"
+            )
+
+
+@dataclass(slots=True)
+class ChatCounts:
+    """Counts over conversations."""
+
+    fields: Fields = field(default_factory=Fields)
+    answers: Answers = field(default_factory=Answers)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatEncoder:
     """Conversion of a conversation to tokens, and to a mask of the tokens that are trained: the messages of some roles.
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
     trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens.
-    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is.
+    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is, and
+    its stop token is the last that is.
+
+    A conversation is one sample if the template renders every trained answer with what follows as it does without. Where it
+    does not, as templates that leave out the reasoning of earlier answers, an answer is a sample of its own with its history.
 
     Attributes:
         apply: applies the template.
         template: the chat template, in Jinja.
         roles: roles whose messages are trained.
+        turns: one of `TURNS`.
+        decode: converts tokens to text; None if nothing of it is needed.
+        stops: tokens at which generation can stop; empty for no check.
+        eod: token that ends a document; None if there is none.
+        append_eod: put it behind every sample, trained behind a trained message; None: where the last answer has no stop token.
     """
 
     apply: ApplyTemplate
     template: str
     roles: tuple[str, ...] = (ASSISTANT,)
+    turns: str = "all"
+    decode: Callable[[Sequence[int]], str] | None = None
+    stops: frozenset[int] = frozenset()
+    eod: int | None = None
+    append_eod: bool | None = False
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Tokens:
-        """Return the tokens of a conversation of at least one message.
+    def encode(
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None = None, counts: ChatCounts | None = None
+    ) -> list[Tokens]:
+        """Return the samples of a conversation of at least one message.
 
         Args:
             messages: have a `role` each.
-            tools: descriptions of functions, for templates that list them.
+            options: variables of the template besides the messages, as `tools`, descriptions of functions.
+            counts: to add to.
 
         Raises:
-            EppError: the template refuses the conversation, or is not incremental.
+            EppError: the template refuses the conversation, or messages of other roles cannot be told from others.
         """
-        chat = _Chat(self, messages, {"tools": tools} if tools else {})
-        if self.roles == (ASSISTANT,) and _GENERATION.search(self.template):
-            return chat.marked()
-        return chat.by_prefixes()
+        counts, options = counts or ChatCounts(), options or {}
+        render = partial(self._rendered, options)
+        chat = _Chat(self, with_texts(counts.fields, messages, render), options)
+        pieces = chat.pieces()
+        samples = [chat.sample(piece, counts.answers) for piece in pieces]
+        without_tools = {name: value for name, value in options.items() if name != "tools"}
+        rendered_without = partial(self._rendered, without_tools) if len(without_tools) < len(options) else None
+        first = 0
+        for count, _ in pieces:
+            count_fields(counts.fields, chat.messages[:count], self.roles, render, rendered_without, first)
+            first = count
+        for name in without_tools:
+            counts.fields.given[name + OF_LINES] += 1
+            counts.fields.lost[name + OF_LINES] += not re.search(rf"\b{re.escape(name)}\b", self.template)
+        counts.fields.lost = +counts.fields.lost
+        if len(samples) > 1:
+            counts.answers.num_split += 1
+            counts.answers.num_samples += len(samples)
+            counts.answers.num_repeated += sum(len(sample.ids) for sample in samples[:-1])
+        return samples
 
-    def count_fields(self, fields: Fields, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-        """Add to `fields` what the template leaves out of a conversation that it has been applied to."""
-
-        def rendered(messages: Sequence[Message], **options: Any) -> str:
-            return str(self.apply(list(messages), self.template, tokenize=False, **options))
-
-        if tools:
-            count_fields(fields, messages, self.roles, partial(rendered, tools=tools), rendered)
-        else:
-            count_fields(fields, messages, self.roles, rendered, None)
+    def _rendered(self, options: Mapping[str, Any], messages: Sequence[Message]) -> str:
+        return str(self.apply(list(messages), self.template, tokenize=False, **options))
 
 
-@dataclass(frozen=True, slots=True)
+class _Piece(NamedTuple):
+    """The first messages of a conversation, and the numbers of those among them that are trained."""
+
+    num_messages: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(slots=True)
 class _Chat:
     encoder: ChatEncoder
     messages: Sequence[Message]
     options: Mapping[str, Any]
+    texts: dict[int, str] = field(default_factory=dict)
 
-    def marked(self) -> Tokens:
-        """Return the tokens with the mask that the tokenizer makes of the marks of the template."""
-        found = self._applied(self.messages, return_assistant_tokens_mask=True)
-        ids, trained = _ids(found), np.asarray(found["assistant_masks"], dtype=np.uint8)
+    def pieces(self) -> list[_Piece]:
+        """Return the parts of the conversation that are samples: in each the template renders all its trained messages as it
+        does where they are last.
+        """
+        numbers = [number for number, message in enumerate(self.messages) if message["role"] in self.encoder.roles]
+        groups: list[list[int]] = []
+        for number in numbers[-1:] if self.encoder.turns == "last" else numbers:
+            if groups and self._goes_on(groups[-1][-1] + 1, number + 1):
+                groups[-1].append(number)
+            else:
+                groups.append([number])
+        pieces = [_Piece(group[-1] + 1, tuple(group)) for group in groups]
+        last = pieces.pop() if pieces else _Piece(len(self.messages), ())
+        return [
+            *pieces,
+            last._replace(num_messages=len(self.messages)) if self._goes_on(last.num_messages, len(self.messages)) else last,
+        ]
+
+    def sample(self, piece: _Piece, answers: Answers) -> Tokens:
+        """Return the tokens of a piece, and their mask."""
+        count, numbers = piece
+        if self._is_marked():
+            ids, trained = self._by_marks_of_template(piece, answers)
+            runs = [
+                (int(start), int(end)) for start, end in np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2)
+            ]
+        else:
+            ids = self._up_to(count)
+            trained = np.zeros(len(ids), dtype=np.uint8)
+            runs = []
+            for number in numbers:
+                start, end = self._start(ids, number, count), self._end(ids, number + 1, count)
+                trained[start:end] = 1
+                if self.messages[number]["role"] == ASSISTANT and start < end:
+                    runs.append((start, end))
+        is_ended = self._stop(ids, trained, runs, answers)
+        if self.encoder.eod is not None and (self.encoder.append_eod or is_ended):
+            ids = np.append(ids, self.encoder.eod)
+            trained = np.append(trained, np.uint8(is_ended or self.messages[count - 1]["role"] in self.encoder.roles))
+        return Tokens(ids, trained)
+
+    def _is_marked(self) -> bool:
+        return self.encoder.roles == (ASSISTANT,) and _GENERATION.search(self.encoder.template) is not None
+
+    def _by_marks_of_template(self, piece: _Piece, answers: Answers) -> tuple[Ids, NDArray[np.uint8]]:
+        """Return the tokens with the mask that the tokenizer makes of the template's marks, without headers."""
+        output = self._applied(self.messages[: piece.num_messages], return_assistant_tokens_mask=True)
+        ids, trained = _ids(output), np.asarray(output["assistant_masks"], dtype=np.uint8)
         if trained.shape != ids.shape:
             raise EppError(f"the tokenizer's mask has {trained.size:,} values for {ids.size:,} tokens")
-        return Tokens(ids, trained)
+        if piece.numbers and any(message["role"] == ASSISTANT for message in self.messages[: piece.numbers[0]]):
+            trained[: self._start(ids, piece.numbers[0], piece.num_messages)] = 0
+        for start in np.flatnonzero(np.diff(trained, prepend=0) == 1):
+            if end := self._end_of_header(ids, int(start)):
+                trained[start:end] = 0
+                answers.num_headers += 1
+        return ids, trained
 
-    def by_prefixes(self) -> Tokens:
-        """Return the tokens, with a mask from the tokens of the conversation up to every message that is trained."""
-        ids = self._up_to(len(self.messages))
-        trained = np.zeros(len(ids), dtype=np.uint8)
-        for number, message in enumerate(self.messages):
-            if message["role"] in self.encoder.roles:
-                trained[self._start(ids, number) : self._end(ids, number + 1)] = 1
-        return Tokens(ids, trained)
+    def _end_of_header(self, ids: Ids, start: int) -> int:
+        """Return the index behind a header, or what an answer has of it, that goes on at a token; 0 if none does."""
+        header = np.asarray(_header(self.encoder) or (), dtype=np.int64)
+        if not len(header):
+            return 0
+        # Its last token may be another one, which begins as the answer does; a special token is a header's alone.
+        least = 1 if int(header[0]) in self.encoder.stops else max(1, len(header) - 1)
+        begins = range(max(0, start - len(header) + 1), start + 1)
+        ends = (begin + common for begin in begins if (common := _num_common(header, ids[begin:])) >= least)
+        return next((end for end in ends if end > start), 0)
 
-    def _start(self, ids: Ids, number: int) -> int:
+    def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[tuple[int, int]], answers: Answers) -> bool:
+        """Let answers end with a stop token in the mask, where they have one, and count the others.
+
+        Args:
+            ids: of the sample.
+            trained: mask to complete.
+            runs: first token of every answer, and the one behind its last.
+            answers: counts to add to.
+
+        Returns:
+            True if the last answer ends the sample, and wants an end-of-document token.
+        """
+        encoder = self.encoder
+        answers.num_answers += len(runs)
+        if not encoder.stops or encoder.decode is None:
+            return False
+        for start, end in runs:
+            if (stop := self._last_stop(ids[start:end])) is not None:
+                trained[start + stop + 1 : end] = 0
+            elif end < len(ids) and int(ids[end]) in encoder.stops:
+                trained[end] = 1
+                answers.behind[printable(encoder.decode([int(ids[end])]))] += 1
+            elif end == len(ids) and encoder.eod is not None and encoder.append_eod is not False:
+                answers.num_ended += encoder.append_eod is None
+                return True
+            else:
+                answers.open[encoder.decode(ids[max(start, end - 4) : end].tolist())] += 1
+        return False
+
+    def _last_stop(self, answer: Ids) -> int | None:
+        """Return the index of an answer's last token that is no white space, if it is a stop token; else None."""
+        assert self.encoder.decode is not None
+        for index in reversed(range(len(answer))):
+            token = int(answer[index])
+            if token in self.encoder.stops:
+                return index
+            if self.encoder.decode([token]).strip():
+                break
+        return None
+
+    def _start(self, ids: Ids, number: int, count: int) -> int:
         """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it.
 
         A prompt that joins with the answer's first token, or goes on in another way, is left out as far as the two agree.
-        """
-        if self.messages[number]["role"] != ASSISTANT or number == 0:
-            return self._end(ids, number)
-        prompted = _ids(self._applied(self.messages[:number], add_generation_prompt=True))
-        common = _num_common(prompted, ids)
-        return common if common == len(prompted) else max(common, self._end(ids, number))
 
-    def _end(self, ids: Ids, count: int) -> int:
-        """Return the number of tokens of the first `count` messages, which must be the first tokens of all messages."""
-        if count in (0, len(self.messages)):
-            return len(ids) if count else 0
-        first = self._up_to(count)
-        if (common := _num_common(first, ids)) < len(first):
+        Args:
+            ids: of the first messages.
+            number: of the message among these.
+            count: of these messages.
+        """
+        if self.messages[number]["role"] != ASSISTANT:
+            return self._end(ids, number, count)
+        common = 0
+        if number and _header(self.encoder) != ():
+            prompted = _ids(self._applied(self.messages[:number], add_generation_prompt=True))
+            if (common := _num_common(prompted, ids)) == len(prompted):
+                return common
+        try:
+            changed = ([*self.messages[:number], marked(self.messages[number], mark)] for mark in _MARKS)
+            return max(common, min(_num_common(_ids(self._applied(messages)), ids) for messages in changed))
+        except EppError:  # the template wants other values
+            return max(common, self._end(ids, number, count))
+
+    def _end(self, ids: Ids, number: int, count: int) -> int:
+        """Return the number of tokens of messages in front of one, whose text must be the beginning of the text of `count`.
+
+        Tokens that join the two are of the message.
+        """
+        if number in (0, count):
+            return len(ids) if number else 0
+        if not self._goes_on(number, count):
             raise EppError(
-                f"the chat template is not incremental: its tokens of the first {count} of {len(self.messages)} messages are "
-                f"not the beginning of its tokens of all, from token {common:,} on, so tokens cannot be assigned to messages; "
-                "train on the assistant alone, with a template that marks its answers with {% generation %}"
+                f"the chat template is not incremental: its text of the first {number} of {len(self.messages)} messages is not "
+                f"the beginning of its text of the first {count}, so messages of {', '.join(self.encoder.roles)} cannot be "
+                "told from others; train on the assistant alone"
             )
-        return len(first)
+        return _num_common(self._up_to(number), ids)
+
+    def _goes_on(self, number: int, count: int) -> bool:
+        """Return True if the text of the first messages is the beginning of that of more.
+
+        A stop token of the whole conversation, behind that of its last message, does not count.
+        """
+        if number == count or self._text(count).startswith(self._text(number)):
+            return True
+        text, stops = self._text(number).rstrip(), _stop_texts(self.encoder)
+        heads = (text.removesuffix(stop).rstrip() for stop in stops if text.endswith(stop))
+        return any(head.endswith(stops) and self._text(count).startswith(head) for head in heads)
+
+    def _text(self, count: int) -> str:
+        if count not in self.texts:
+            self.texts[count] = str(self._applied(self.messages[:count], tokenize=False))
+        return self.texts[count]
 
     def _up_to(self, count: int) -> Ids:
         return _ids(self._applied(self.messages[:count]))
 
     def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
-        wanted = {"tokenize": True, "return_dict": True} | dict(self.options) | options
+        settings = {"tokenize": True, "return_dict": True} | dict(self.options) | options
         try:
-            return self.encoder.apply(list(messages), self.encoder.template, **wanted)
+            return self.encoder.apply(list(messages), self.encoder.template, **settings)
         except Exception as error:  # templates raise errors of Jinja and of their own, tokenizers any other
             part = "" if len(messages) == len(self.messages) else f" the first {len(messages)} of"
             line = f" in line {error.lineno} of the template" if hasattr(error, "lineno") else ""
@@ -149,8 +371,24 @@ class _Chat:
             ) from error
 
 
-def _ids(found: Any) -> Ids:
-    return np.asarray(found["input_ids"], dtype=np.int64)
+@cache
+def _header(encoder: ChatEncoder) -> tuple[int, ...] | None:
+    """Return the tokens that a template puts in front of an answer that is generated; None if it does not take one message."""
+    chat = _Chat(encoder, [{"role": "user", "content": "x"}], {})
+    try:
+        plain, prompted = chat._up_to(1), _ids(chat._applied(chat.messages, add_generation_prompt=True))
+    except EppError:
+        return None
+    return tuple(prompted[_num_common(plain, prompted) :].tolist())
+
+
+@cache
+def _stop_texts(encoder: ChatEncoder) -> tuple[str, ...]:
+    return () if encoder.decode is None else tuple(filter(None, (encoder.decode([stop]).strip() for stop in encoder.stops)))
+
+
+def _ids(output: Any) -> Ids:
+    return np.asarray(output["input_ids"], dtype=np.int64)
 
 
 def _num_common(a: Ids, b: Ids) -> int:

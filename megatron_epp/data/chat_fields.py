@@ -1,11 +1,15 @@
-"""Counts of what a chat template leaves out of messages: fields that it ignores, and answers without text of their own."""
+"""Counts of the fields of messages that a chat template leaves out, or prints as no model has read them."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_epp.data.records import without_nulls
+from megatron_epp.plan.errors import EppError
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -21,24 +25,42 @@ class Fields:
 
     Attributes:
         given: messages that have a field with a value, by its name; the role is none, and the content is counted only of
-            messages with further fields. `TOOLS` counts conversations.
+            messages with further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
         lost: of these, messages whose field the template does not render.
+        printed: of these, messages whose field the template prints as Python writes lists and dictionaries.
+        parts: parts of contents that are no text, by type, which the template takes.
+        num_joined: messages whose content is a list of texts, which the template does not take, so that they are joined.
         num_empty: messages that are trained although nothing of them is rendered.
         num_null: messages whose content is null and that the template renders as text.
     """
 
     given: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
+    printed: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
+    num_joined: int = 0
     num_empty: int = 0
     num_null: int = 0
 
     def warnings(self, roles: Sequence[str]) -> Iterator[str]:
-        """Yield what is lost, in a line each; `roles` are the roles whose messages are trained."""
+        """Yield what is lost or no text, in a line each; `roles` are the roles whose messages are trained."""
         if self.lost:
-            counts = (f"{name} in {self.lost[name]:,} of {self.given[name]:,}" for name in sorted(self.lost))
             yield (
-                f"the chat template leaves out fields that messages have: {', '.join(counts)}; no token tells what they say. "
-                "Give a chat template that renders them, or put them into the content"
+                f"the chat template leaves out fields that messages have: {self._shares(self.lost)}; no token tells what they "
+                "say. Give a chat template that renders them, or put them into the content"
+            )
+        if self.printed:
+            yield (
+                f"the chat template prints fields as Python writes them: {self._shares(self.printed)}; no model has read such "
+                "text. Give a chat template that prints them by `tojson`, or put text into the fields"
+            )
+        if self.parts:
+            counts = ", ".join(f"{count:,} of type {kind}" for kind, count in sorted(self.parts.items()))
+            yield f"contents have parts that are no text ({counts}): the tokens are what the chat template writes for them"
+        if self.num_joined:
+            yield (
+                f"{self.num_joined:,} messages have a list of parts as content, and the chat template takes text alone: their "
+                "texts are joined"
             )
         if self.num_empty:
             yield (
@@ -52,13 +74,75 @@ class Fields:
                 'None): give "" instead'
             )
 
+    def _shares(self, counts: Counter[str]) -> str:
+        return ", ".join(f"{name} in {counts[name]:,} of {self.given[name]:,}" for name in sorted(counts))
+
+
+def with_texts(fields: Fields, messages: Sequence[Message], render: Render) -> Sequence[Message]:
+    """Return messages whose contents the template takes: where it would print a list of parts as such, or fails by it, their
+    texts are joined.
+
+    Args:
+        fields: counts to add to.
+        messages: of the conversation.
+        render: renders messages.
+
+    Raises:
+        EppError: a part is no text, and the template takes no parts.
+    """
+    lists = [number for number, message in enumerate(messages) if isinstance(message.get("content"), list)]
+    if not lists:
+        return messages
+    try:
+        text = render(messages)
+        refused = [number for number in lists if _is_printed(messages[number]["content"], text, as_json=True)]
+    except Exception:  # whatever the template raises, as one that adds other texts to the content does
+        refused = lists
+    parts = (part for number in lists if number not in refused for part in messages[number]["content"])
+    fields.parts.update(_type_of(part) for part in parts if _text_of(part) is None)
+    for number in refused:
+        texts = [_text_of(part) for part in messages[number]["content"]]
+        if None in texts:
+            kind = _type_of(messages[number]["content"][texts.index(None)])
+            raise EppError(f"message {number + 1} has a part of type {kind}, and the chat template takes text alone")
+        messages = _with(messages, number, "content", "".join(filter(None, texts)))
+    fields.num_joined += len(refused)
+    return messages
+
+
+def _type_of(part: Any) -> str:
+    return str(part.get("type") if isinstance(part, dict) else type(part).__name__)
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part of a content; None if it is no text."""
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        part = part.get("text")
+    return part if isinstance(part, str) else None
+
+
+def _is_printed(value: Any, text: str, *, as_json: bool = False) -> bool:
+    """Return True if a text has a list or a dictionary, or one inside it, as Python writes it, or JSON if that counts, too."""
+    if not isinstance(value, dict | list) or not value:
+        return False
+    versions = value, without_nulls(value)  # Hugging Face removes nulls
+    pythons, jsons = {repr(one) for one in versions}, {json.dumps(one, ensure_ascii=False, default=str) for one in versions}
+    if any(form in text for form in (pythons | jsons if as_json else pythons - jsons)):
+        return True
+    return any(_is_printed(part, text, as_json=as_json) for part in (value.values() if isinstance(value, dict) else value))
+
 
 def count_fields(
-    fields: Fields, messages: Sequence[Message], roles: Collection[str], render: Render, without_tools: Render | None
+    fields: Fields,
+    messages: Sequence[Message],
+    roles: Collection[str],
+    render: Render,
+    without_tools: Render | None,
+    first: int = 0,
 ) -> None:
     """Add a conversation's counts.
 
-    Conversations are rendered again only if messages have more fields than role and content: once with marks instead of
+    Conversations are rendered once, and again only if messages have more fields than role and content: with marks instead of
     their texts, and where no mark is found, without these fields, of all messages at once and then of fewer and fewer.
 
     Args:
@@ -67,75 +151,83 @@ def count_fields(
         roles: whose messages are trained.
         render: renders messages, with the conversation's tools.
         without_tools: the same without tools; None for a conversation that has none.
+        first: index of the first message that has not been counted yet, with an earlier part of the conversation.
     """
-    found = [(number, name) for number, message in enumerate(messages) for name in _fields_of(message)]
-    nulls = [number for number, message in enumerate(messages) if message.get("content", "") is None]
-    lost: set[tuple[int, str]] = set()
-    if found or nulls or without_tools is not None:
-        whole = render(messages)
-        lost = _lost(messages, found, whole, render)
-        fields.num_null += sum(_differs(render, _with(messages, number, "content", ""), whole) for number in nulls)
-        if without_tools is not None:
-            fields.given[TOOLS] += 1
-            fields.lost[TOOLS] += not _differs(without_tools, messages, whole)
-    fields.given.update(name for _, name in found)
+    whole, counted = render(messages), list(enumerate(messages))[first:]
+    items = [(number, name) for number, message in counted for name in _fields_of(message, whole)]
+    lost = _lost(messages, items, whole, render)
+    nulls = [number for number, message in counted if message.get("content", "") is None]
+    fields.num_null += sum(_differs(render, _with(messages, number, "content", ""), whole) for number in nulls)
+    if without_tools is not None and first == 0:
+        fields.given[TOOLS] += 1
+        fields.lost[TOOLS] += not _differs(without_tools, messages, whole)
+    fields.given.update(name for _, name in items)
     fields.lost.update(name for _, name in lost)
     fields.lost = +fields.lost
-    told = {number for number, name in found if (number, name) not in lost}
-    for number, message in enumerate(messages):
+    fields.printed.update(name for number, name in items if _is_printed(messages[number][name], whole))
+    told = {number for number, name in items if (number, name) not in lost}
+    for number, message in counted:
         is_told = number in told or (_has_text(message.get("content")) and (number, "content") not in lost)
         fields.num_empty += message["role"] in roles and not is_told
 
 
-def _fields_of(message: Message) -> list[str]:
-    """Return the names of a message's fields that have a value, without the role; none if only its content has one."""
+def marked(message: Message, mark: str) -> Message:
+    """Return a message with a mark in place of its texts."""
+    texts = {name: _marked(value, mark) for name, value in message.items() if name != "role" and value is not None}
+    return {**message, "content": mark, **texts}
+
+
+def _fields_of(message: Message, whole: str) -> list[str]:
+    """Return the names of a message's fields that have a value, without the role; none if only its content has one, and the
+    rendered text has it as it is.
+    """
     names = [name for name, value in message.items() if name != "role" and value is not None and value not in ("", [], {})]
-    return [] if names == ["content"] else names
+    return [] if names == ["content"] and (_says(message, whole) or not isinstance(message["content"], str)) else names
 
 
 def _has_text(content: object) -> bool:
     return bool(content.strip() if isinstance(content, str) else content)
 
 
-def _lost(messages: Sequence[Message], found: list[tuple[int, str]], whole: str, render: Render) -> set[tuple[int, str]]:
+def _lost(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> set[tuple[int, str]]:
     """Return which fields, by number of the message and name, change nothing of the rendered text."""
-    marks = {item: f"zq{at}qz" for at, item in enumerate(found) if item[1] != "content"}
-    marked = list(messages)
+    marks = {item: f"zq{at}qz" for at, item in enumerate(items) if item[1] != "content"}
+    changed = list(messages)
     for (number, name), mark in marks.items():
-        marked[number] = {**marked[number], name: _marked(marked[number][name], mark)}
+        changed[number] = {**changed[number], name: _marked(changed[number][name], mark)}
     try:
-        text = render(marked) if marks else ""
+        text = render(changed) if marks else ""
     except Exception:  # a template may want other values: then fields are left out in turn
         text = ""
 
     def is_seen(item: tuple[int, str]) -> bool:
-        return marks[item] in text if item in marks else _says(item, messages, whole)
+        return marks[item] in text if item in marks else _says(messages[item[0]], whole)
 
-    return set(_unchanged(messages, [item for item in found if not is_seen(item)], whole, render))
+    return set(_unchanged(messages, [item for item in items if not is_seen(item)], whole, render))
 
 
-def _says(item: tuple[int, str], messages: Sequence[Message], whole: str) -> bool:
+def _says(message: Message, whole: str) -> bool:
     """Return True if a message's content is in the rendered text as it is."""
-    content = messages[item[0]][item[1]]
+    content = message.get("content")
     return isinstance(content, str) and content.strip() in whole
 
 
 def _marked(value: Any, mark: str) -> Any:
-    """Return a value with a mark instead of every text but the word by which calls of functions are known."""
+    """Return a value with a mark instead of every text but the types of parts and calls, by which templates know them."""
     if isinstance(value, Mapping):
-        return {key: _marked(part, mark) for key, part in value.items()}
+        return {key: part if key == "type" else _marked(part, mark) for key, part in value.items()}
     if isinstance(value, list):
         return [_marked(part, mark) for part in value]
-    return mark if isinstance(value, str) and value != "function" else value
+    return mark if isinstance(value, str) else value
 
 
 def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> list[tuple[int, str]]:
-    """Return the fields without which the text is the same."""
+    """Return the fields without which, or with another content, the text is the same."""
     if not items:
         return []
     fewer: Sequence[Message] = messages
     for number, name in items:
-        fewer = _with(fewer, number, name, "" if name == "content" else None)
+        fewer = _with(fewer, number, name, "zq" if name == "content" else None)  # without any some templates fail
     if not _differs(render, fewer, whole):
         return items
     if len(items) == 1:

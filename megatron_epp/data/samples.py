@@ -1,4 +1,4 @@
-"""Samples: sequences with values of every token, such as advantages, from a JSONL file or from memory."""
+"""Samples: sequences with values of every token, such as advantages, from files or from memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_epp.data.batch import PADDING_TOKEN, LossColumns
+from megatron_epp.data.records import records
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming, parse_json
+from megatron_epp.plan.reading import naming
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
@@ -154,7 +155,7 @@ class Samples:
 
 
 def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None) -> Samples:
-    """Read a JSONL file with one sample in each line: an object with ``tokens``, ``trained``, columns, and its ``group``.
+    """Read a file with a sample in each record (`records`): an object with ``tokens``, ``trained``, columns, and its ``group``.
 
     Args:
         path: of the file.
@@ -165,24 +166,21 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
     Raises:
         EppError: the file cannot be read, a sample is not one, or is longer than `most_tokens`; the message names the line.
     """
-    found, names = [], []
-    with naming(path), open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            given = parse_json(line, f"line {number}", with_nan=True)
-            if not isinstance(given, dict):
-                raise EppError(f"line {number} is no object with {TOKENS}")
-            sample = TokenSample.of(given, asks, f"line {number}", vocab_size)
-            if (positions := len(sample.tokens) - 1) > most_tokens:
-                tokens = len(given[TOKENS])
-                text = f"line {number} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
-                raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
-            found.append(sample)
-            names.append(f"{path}, line {number}")
-        if not found:
+    samples, names = [], []
+    for where, given in records(path, lambda kind, number: f"{path}: {kind} {number}"):
+        if not isinstance(given, dict):
+            raise EppError(f"{where} is no object with {TOKENS}")
+        sample = TokenSample.of(given, asks, where, vocab_size)
+        if (positions := len(sample.tokens) - 1) > most_tokens:
+            tokens = len(given[TOKENS])
+            text = f"{where} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
+            raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
+        samples.append(sample)
+        names.append(where)
+    with naming(path):
+        if not samples:
             raise EppError("there is no sample")
-        return Samples(found, asks, names)
+        return Samples(samples, asks, names)
 
 
 def _numbers(given: Any, what: str) -> np.ndarray:

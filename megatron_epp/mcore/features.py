@@ -285,6 +285,11 @@ def _rest_of_backward(step: Callable[..., Any]) -> dict[str, Any]:
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
+def hugging_face_tokenizer(tokenizer: Any) -> Any:
+    """Return Hugging Face's tokenizer in Megatron's, which it wraps twice."""
+    return tokenizer._tokenizer.tokenizer
+
+
 def tokenizer_settings(options: Mapping[str, object]) -> Namespace:
     """Return the settings from which Megatron builds a tokenizer: fields of `TokenizerConfig`, in 0.17 all flags.
 

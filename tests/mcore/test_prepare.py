@@ -1,11 +1,13 @@
 """`megatron-epp prepare`: text in, Megatron's indexed files out."""
 
 import argparse
+import gzip
 import json
 import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import tokenizers
@@ -14,14 +16,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.cli.prepare import add_arguments, run
-from megatron_epp.data.chat_fields import Fields
 from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
-from megatron_epp.mcore.data.inputs import chats
 from megatron_epp.mcore.data.prepare import histogram, prepare
 from megatron_epp.plan.errors import EppError
 from tests.support.failing_disk import swept
@@ -82,6 +82,42 @@ def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
     lines = jsonl(tmp_path / "in.jsonl", {"body": texts[0], "id": 1}, "", *({"body": text} for text in texts[1:]))
     prepare([lines], tmp_path / "corpus", json_key="body")
     assert documents(tmp_path / "corpus") == [[*text.encode("utf-8", "surrogatepass"), 256] for text in texts]
+
+
+def test_compressed_files_and_parquet_are_what_they_hold(tmp_path):
+    rows = [{"text": "hello"}, {"text": "gr\u00fc\u00dfe"}]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"plain\n"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    prepare([tmp_path / name for name in ("a.txt.gz", "b.jsonl.gz", "c.parquet")], tmp_path / "corpus", append_eod=False)
+    expected = [b"plain\n", *(row["text"].encode() for row in rows * 2)]
+    assert [bytes(tokens) for tokens in documents(tmp_path / "corpus")] == expected
+    with pytest.raises(
+        EppError, match=r"c\.parquet:1 has no text under 'body' \(it has 'text'\); name the key with --json-key"
+    ):
+        prepare([tmp_path / "c.parquet"], tmp_path / "corpus", json_key="body")
+
+
+def test_what_a_folder_has_besides_is_told(folder, tmp_path, caplog):
+    (folder / "more.txt.gz").write_bytes(gzip.compress(b"plain"))
+    for suffix in (".gz", ".txt.gz"):
+        assert prepare([folder], tmp_path / "corpus", suffixes=[suffix]).lengths.tolist() == [len("plain") + 1]
+    for name in ("a.parquet", "b.parquet", "LICENSE"):
+        (folder / name).touch()
+    with caplog.at_level("INFO", logger="megatron_epp"):
+        prepare([folder], tmp_path / "corpus")
+    assert bytes(documents(tmp_path / "corpus")[-1][:-1]) == b"plain"
+    says = f"{folder}: 6 files taken, and others left out (2 of .parquet, 1 of no suffix, 1 of .bin); see --suffixes"
+    assert says in (record.getMessage() for record in caplog.records)
+
+
+def test_bytes_that_are_no_text_are_told_and_binary_files_of_a_known_kind_are_refused(folder, tmp_path, caplog):
+    prepare([folder], tmp_path / "corpus")
+    says = f"1 documents are no text in UTF-8, and all their bytes are tokens: {folder / 'a.txt'}"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [says]
+    (folder / "a.txt").write_bytes(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
+    with pytest.raises(EppError, match=r"a\.txt is a PDF, not text in UTF-8: extract its text first"):
+        prepare([folder], tmp_path / "corpus")
 
 
 def test_the_dataset_gets_back_the_exact_bytes(folder, tmp_path):
@@ -171,8 +207,8 @@ def test_a_pair_that_is_given_for_text_is_recognized(tmp_path):
     for suffix in (".idx", ".bin"):
         raw = Path(f"{prefix}{suffix}").read_bytes()
         (tmp_path / f"pair{suffix}").write_bytes(raw + b"\0")
-        with pytest.raises(EppError, match=rf"pair\{suffix} is not JSONL but one of a pair .*: train with --data-path .*pair$"):
-            list(chats([tmp_path / f"pair{suffix}"], None, None, None, Fields()))
+        with pytest.raises(EppError, match=rf"pair\{suffix} is one of a pair .*: train with --data-path .*pair$"):
+            prepare([tmp_path / f"pair{suffix}"], tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("model", ["/no/where", "{folder}/tokeniser"])
@@ -326,7 +362,11 @@ BEYOND = Encoder(lambda raw: np.array([300]), BYTES.tokenizer, "")
     [
         ([{"text": "ok"}, '{"text": "cut'], {}, r"in\.jsonl:2 is not JSON: "),
         ([{"text": "ok"}, "[" * 200_000 + "]" * 200_000], {}, r"in\.jsonl:2 has lists or objects nested deeper than 100"),
-        ([{"text": "ok"}, {"txt": "ok"}], {}, r"in\.jsonl:2 has no text under 'text'; name the key with --json-key"),
+        (
+            [{"text": "ok"}, {"txt": "ok"}],
+            {},
+            r"in\.jsonl:2 has no text under 'text' \(it has 'txt'\); name the key with --json-key",
+        ),
         ([{"text": "ok"}, '["text"]'], {}, r"in\.jsonl:2 has no text under 'text'"),
         (
             ["[", "{}]"],

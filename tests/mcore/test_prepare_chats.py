@@ -1,17 +1,18 @@
 """`megatron-epp prepare --chat`: conversations in, Megatron's indexed files and a mask of trained tokens out."""
 
 import argparse
+import dataclasses
 import json
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_epp.cli.prepare import add_arguments, run
-from megatron_epp.data.chat import ChatEncoder
-from megatron_epp.data.chat_fields import Fields
+from megatron_epp.data.chat import ChatCounts, ChatEncoder
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.encoders import BYTES, chat_encoder, megatron_encoder
 from megatron_epp.mcore.data.inputs import chats
@@ -28,7 +29,14 @@ MARKED = (
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = "{% for m in messages %}{{ loop.revindex }}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}"
+THINKING = (
+    "{% set at = namespace(question=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.question = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > "
+    "at.question %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""The thoughts of answers are rendered behind the last question alone, and empty ones too."""
 CHATS = [
     [
         ("system", "be brief"),
@@ -51,13 +59,13 @@ def model(tmp_path_factory):
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        vocab_size=304,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(["assistant user system\n\n\n\n\n yes hello again"] * 9, trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
     fast.chat_template = PLAIN
     folder = tmp_path_factory.mktemp("tokenizer") / "model"
     fast.save_pretrained(folder)
@@ -107,12 +115,12 @@ def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder,
     chat = ChatEncoder(encoder.apply_template, PLAIN)
     files = jsonl(tmp_path / "ours.jsonl", *map(conversation, CHATS)), jsonl(tmp_path / "theirs.jsonl", *theirs)
     made = [
-        [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, None, Fields())]
+        [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, ChatCounts())]
         for file in files
     ]
     with caplog.at_level("INFO", logger="megatron_epp"):
         caplog.clear()
-        assert list(chats([files[1]], chat, None, None, Fields()))
+        assert list(chats([files[1]], chat, None, ChatCounts()))
     assert made[0] == made[1]
     says = f"{files[1]} has conversations as ShareGPT has them: `from` is read as role, `value` as content"
     assert [record.getMessage() for record in caplog.records] == [says]
@@ -138,7 +146,7 @@ def trained_texts(prefix, encoder_of_text):
 
 def test_the_assistants_answers_are_trained_by_prefixes_of_the_conversation(model, lines, capsys):
     prefix = from_command(model, lines)
-    assert trained_texts(prefix, model)[:2] == [[f"{answer}\n" for answer in answers] for answers in ANSWERS[:2]]
+    assert trained_texts(prefix, model)[:2] == ANSWERS[:2]
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     for (ids, _), chat in zip(documents(prefix), CHATS, strict=True):
         messages = conversation(chat)["messages"]
@@ -155,7 +163,7 @@ def test_the_assistants_answers_are_trained_by_prefixes_of_the_conversation(mode
 def test_a_token_that_joins_header_and_answer_is_trained_with_the_answer(model, lines):
     """Line breaks of both are one token."""
     (*_, (found,)) = trained_texts(from_command(model, lines), model)
-    assert found.endswith("\n\nyes<|im_end|>\n")
+    assert found.endswith("\n\nyes<|im_end|>")
     assert "assistant" not in found
 
 
@@ -213,13 +221,241 @@ def test_fields_that_the_template_ignores_are_told_by_name_and_count(encoder, tm
     first, second = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "have: reasoning_content in 1 of 1, tool_calls in 1 of 1, tools (of lines) in 1 of 1; no token tells" in first
     assert second.startswith("1 messages of assistant are trained as empty ones")
-    assert summary.trained.fields.num_empty == 1
+    assert summary.trained.counts.fields.num_empty == 1
+
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""A message is ended by the beginning of the next one."""
+LLAMA = (
+    "<|system|>{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>\n\n{{ m.content | trim }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+"""A header has a beginning and an end, and no line break follows a message."""
+OPEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+"""The end of an answer is not marked as written by the model."""
+HEADED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The header of an answer is marked as written by the model."""
+STRANGE = PLAIN.replace("<|im_start|>", "<start>").replace("<|im_end|>", "<end>")
+"""Headers and ends are no special tokens."""
+TWO = [("user", "ab?"), ("assistant", "cd"), ("user", "ef?"), ("assistant", "gh")]
+PARTS = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TWO[:2]]
+
+
+def prepared(encoder, folder, template, *records, **settings):
+    """Prepare conversations, and return the summary."""
+    chat = dataclasses.replace(chat_encoder(encoder, ["assistant"]), template=template, **settings)
+    return prepare([jsonl(folder / "in.jsonl", *records)], folder / "corpus", encoder=encoder, chat=chat)
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "runs", "says"),
+    [
+        (
+            GLM,
+            TWO,
+            ["cd<|user|>", "gh<|endoftext|>"],
+            [
+                "1 of 2 trained answers end without a stop token, and <|user|> follows them, which is trained with them: let",
+                "1 of 2 trained answers are last and end without a stop token: an end-of-document token is added and trained",
+            ],
+        ),
+        (
+            OPEN,
+            TWO,
+            ["cd<|im_end|>", "gh<|im_end|>"],
+            ["2 of 2 trained answers end without a stop token, and <|im_end|> follows"],
+        ),
+        (
+            HEADED,
+            TWO,
+            ["cd<|im_end|>", "gh<|im_end|>"],
+            ["2 of 2 trained answers have their header, or some of it, inside"],
+        ),
+        (
+            STRANGE,
+            TWO,
+            ["cd<end>\n", "gh<end>\n<|endoftext|>"],
+            [
+                "1 of 2 trained answers are last",
+                r"1 of 2 trained answers end without a stop token (their last tokens: 'nd>\n')",
+            ],
+        ),
+        (PLAIN, TWO[1:], ["cd<|im_end|>", "gh<|im_end|>"], []),
+        (LLAMA, TWO, ["cd<|endoftext|>", "gh<|endoftext|>"], []),
+        (LLAMA, TWO[1:], ["cd<|endoftext|>", "gh<|endoftext|>"], []),
+    ],
+)
+def test_answers_are_trained_without_header_and_with_a_stop_token_and_what_is_unusual_is_told(
+    encoder, model, tmp_path, caplog, template, chat, runs, says
+):
+    prepared(encoder, tmp_path, template, conversation(chat))
+    assert trained_texts(tmp_path / "corpus", model) == [runs]
+    warnings = warnings_of(caplog)
+    assert len(warnings) == len(says)
+    assert all(warning.startswith(text) for warning, text in zip(warnings, says, strict=True))
+
+
+def test_parts_of_a_content_are_text_and_others_are_refused(encoder, model, tmp_path, caplog):
+    prepared(encoder, tmp_path, PLAIN, {"messages": PARTS})
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
+    assert warnings_of(caplog)[0].startswith(
+        "2 messages have a list of parts as content, and the chat template takes text alone"
+    )
+    picture = {"role": "user", "content": [{"type": "image", "url": "x.png"}]}
+    with pytest.raises(
+        EppError, match=r"in\.jsonl:1: message 1 has a part of type image, and the chat template takes text alone"
+    ):
+        prepared(encoder, tmp_path, PLAIN, {"messages": [picture, PARTS[1]]})
+
+
+REASONED = [
+    {"role": role, "content": content} | ({"reasoning_content": thought} if thought else {})
+    for role, content, thought in [
+        ("user", "ab?", ""),
+        ("assistant", "cd", "x"),
+        ("user", "ef?", ""),
+        ("assistant", "gh", "yz"),
+    ]
+]
+
+
+def test_answers_that_lose_their_thought_as_history_are_samples_of_their_own(encoder, model, tmp_path, caplog):
+    summary = prepared(encoder, tmp_path, THINKING, {"messages": REASONED}, conversation(TWO[:2]))
+    assert trained_texts(tmp_path / "corpus", model) == [
+        ["<think>\nx\n</think>\n\ncd<|im_end|>"],
+        ["<think>\nyz\n</think>\n\ngh<|im_end|>"],
+        ["<think>\n\n</think>\n\ncd<|im_end|>"],
+    ]
+    texts = [transformers.AutoTokenizer.from_pretrained(model).decode(ids) for ids, _ in documents(tmp_path / "corpus")]
+    asked = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == f"{asked}<think>\nx\n</think>\n\ncd<|im_end|>\n"
+    assert texts[1].startswith(f"{asked}cd<|im_end|>\n<|im_start|>user\nef?<|im_end|>\n<|im_start|>assistant\n<think>")
+    repeated, total = len(documents(tmp_path / "corpus")[0][0]), int(summary.lengths.sum())
+    says = (
+        f"1 conversations are 2 samples, since the chat template renders earlier answers otherwise than the last: each answer "
+        f"has its history with it, {repeated} tokens ({repeated / total:.1%}) more than in one sample; --chat-turns last "
+        "trains the last answer alone"
+    )
+    assert says in str(summary).splitlines()
+    assert not warnings_of(caplog)
+
+
+def test_the_last_answer_alone_is_trained_where_asked_for(model, tmp_path, capsys):
+    lines, template = jsonl(tmp_path / "in.jsonl", {"messages": REASONED}), template_file(tmp_path, THINKING)
+    prefix = from_command(model, lines, "--chat-template", template, "--chat-turns", "last")
+    assert trained_texts(prefix, model) == [["<think>\nyz\n</think>\n\ngh<|im_end|>"]]
+    assert "samples, since" not in capsys.readouterr().out
+
+
+def test_a_template_that_keeps_its_history_trains_all_answers_in_one_sample(encoder, model, tmp_path):
+    keeping = THINKING.replace(" and loop.index0 > at.question", "")
+    summary = prepared(encoder, tmp_path, keeping, {"messages": REASONED})
+    thoughts = ["<think>\nx\n</think>\n\ncd<|im_end|>", "<think>\nyz\n</think>\n\ngh<|im_end|>"]
+    assert trained_texts(tmp_path / "corpus", model) == [thoughts]
+    assert summary.trained.counts.answers.num_split == 0
+
+
+@pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+def test_variables_of_a_line_reach_the_template(encoder, model, tmp_path, caplog, given):
+    """As that by which the prompt has an empty thought, which the model does not write then."""
+    prepared(encoder, tmp_path, THINKING, conversation(TWO[:2]) | {"chat_template_kwargs": given})
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
+    assert not warnings_of(caplog)
+    prepared(encoder, tmp_path, PLAIN, conversation(TWO[:2]) | {"chat_template_kwargs": given})
+    assert "enable_thinking (of chat_template_kwargs) in 1 of 1; no token tells what they say" in warnings_of(caplog)[0]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+LISTING = "{% if tools %}{{ tools | length }}{{ tools[0].function.name }}\n{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+def test_tools_of_a_line_may_be_text_as_tables_store_them(encoder, model, tmp_path, caplog, tools):
+    prepared(encoder, tmp_path, LISTING, conversation(TWO[:2]) | {"tools": tools})
+    ((ids, _),) = documents(tmp_path / "corpus")
+    assert transformers.AutoTokenizer.from_pretrained(model).decode(ids).startswith("1add\n<|im_start|>user")
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("empty", ["", "null", "[]", None, []])
+def test_a_line_without_tools_has_none(encoder, model, tmp_path, caplog, empty):
+    prepared(encoder, tmp_path, LISTING, conversation(TWO[:2]) | {"tools": empty, "chat_template_kwargs": None})
+    assert trained_texts(tmp_path / "corpus", model) == [["cd<|im_end|>"]]
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tools": "add"}, "in.jsonl:1: tools is not JSON"),
+        ({"tools": {"name": "add"}}, "in.jsonl:1: tools is {'name': 'add'}, which is not a list of descriptions of functions"),
+        ({"tools": ["add"]}, "in.jsonl:1: tool 1 is not JSON"),
+        ({"chat_template_kwargs": [1]}, r"in.jsonl:1: chat_template_kwargs is \[1\], which is not an object of variables"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            "chat_template_kwargs has tokenize, which is no variable of a chat template",
+        ),
+    ],
+)
+def test_what_a_line_gives_to_the_template_is_refused_by_kind(encoder, tmp_path, fields, says):
+    with pytest.raises(EppError, match=says):
+        prepared(encoder, tmp_path, PLAIN, conversation(TWO[:2]) | fields)
+
+
+def test_one_sample_is_printed_with_what_is_trained_marked(model, lines, capsys):
+    from_command(model, lines)
+    printed = capsys.readouterr().out.splitlines()
+    (first,) = (number for number, line in enumerate(printed) if line.startswith(f"first sample, from {lines}:1: "))
+    assert printed[first].endswith("tokens, what is marked is trained (\\n is a line break)")
+    assert [line.rstrip() for line in printed[first + 1 : first + 13]] == [
+        "          | <|im_start|>system\\n",
+        "          | be brief<|im_end|>\\n",
+        "          | <|im_start|>user\\n",
+        "          | 1 + 1?<|im_end|>\\n",
+        "          | <|im_start|>assistant\\n",
+        "  trained | two<|im_end|>",
+        "          | \\n",
+        "          | <|im_start|>user\\n",
+        "          | f\u00fcr alle?<|im_end|>\\n",
+        "          | <|im_start|>assistant\\n",
+        "  trained | \u00fc \U0001f600<|im_end|>",
+        "          | \\n",
+    ]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_conversations_of_parquet_are_those_of_jsonl(encoder, model, tmp_path, as_text):
+    """A table has all fields in all rows, null where a message has none; columns of JSON are usual, too."""
+    chat = ChatEncoder(encoder.apply_template, THINKING)
+    tool = {"type": "function", "function": {"name": "add"}}
+    rows = [{"messages": REASONED, "tools": [tool]}, {"messages": REASONED[:2], "tools": None}]
+    tabled = [{key: json.dumps(value) for key, value in row.items()} for row in rows] if as_text else rows
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tabled), tmp_path / "in.parquet")
+    made = [
+        [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, counts)]
+        for file, counts in [(jsonl(tmp_path / "in.jsonl", *rows), ChatCounts()), (tmp_path / "in.parquet", ChatCounts())]
+    ]
+    assert made[0] == made[1]
+    assert len(made[0]) == 3
 
 
 @pytest.mark.parametrize(
     ("records", "template", "says"),
     [
-        ([CHATS[0]], FORGETFUL, r"in\.jsonl:1: the chat template is not incremental: its tokens of the first 2 of 5 messages"),
         ([CHATS[1], CHATS[2]], "{{ messages[1]['content'] + 1 }}", r"in\.jsonl:1: the chat template cannot be applied to"),
         (
             [CHATS[1], CHATS[2]],
@@ -231,6 +467,7 @@ def test_fields_that_the_template_ignores_are_told_by_name_and_count(encoder, tm
             PLAIN,
             r"no message is of the roles that are trained \(assistant\): .* of gpt, user; name",
         ),
+        ([[("a\0b", "hi")]], PLAIN, r"the messages are of 'a\\x00b'; name"),
         ([{"text": "x"}], PLAIN, r"in\.jsonl:1 has no list of messages under 'messages'"),
         ([CHATS[0], '{"messages": ['], PLAIN, r"in\.jsonl:2 is not JSON"),
         ([CHATS[0]], " ", r"no documents: all 1 in the input are empty"),
@@ -258,16 +495,16 @@ def test_tokenizers_without_a_template_are_refused(model, encoder, tmp_path):
         EppError, match="--chat needs a tokenizer with a chat template: pass --tokenizer-type HuggingFaceTokenizer"
     ):
         chat_encoder(BYTES, ["assistant"])
-    bare = argparse.Namespace(apply_template=encoder.apply_template, template=None, tokenizer=encoder.tokenizer)
+    bare = dataclasses.replace(encoder, template=None)
     with pytest.raises(EppError, match=r"has no chat template, as is usual .* pass .* --chat-template FILE"):
         chat_encoder(bare, ["assistant"])
     with pytest.raises(EppError, match=r"cannot read .*nothing\.jinja: No such file"):
         chat_encoder(encoder, ["assistant"], tmp_path / "nothing.jinja")
-    named = argparse.Namespace(apply_template=encoder.apply_template, template={"default": PLAIN, "tool_use": "x"})
+    named = dataclasses.replace(encoder, template={"default": PLAIN, "tool_use": "x"})
     assert chat_encoder(named, ["assistant"]).template == PLAIN
 
 
-@pytest.mark.parametrize("flags", [("--train-on", "user"), ("--chat-template", "file")])
+@pytest.mark.parametrize("flags", [("--train-on", "user"), ("--chat-template", "file"), ("--chat-turns", "last")])
 def test_flags_of_conversations_need_conversations(lines, tmp_path, flags):
     with pytest.raises(EppError, match=f"{flags[0]} is for conversations: add --chat"):
         command("--input", lines, "--output-prefix", tmp_path / "corpus", *flags)

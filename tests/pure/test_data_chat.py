@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_epp.data.chat import ChatEncoder
+from megatron_epp.data.chat import ChatCounts, ChatEncoder
 from megatron_epp.mcore.data.inputs import messages_of
 from megatron_epp.plan.errors import EppError
 
@@ -15,6 +15,8 @@ USER, ANSWER, ASK, REPLY, SYSTEM = (
     ]
 )  # fmt: skip
 CHAT = [SYSTEM, USER, ANSWER, ASK, REPLY]
+ANSWERS = "[cdfgh]"
+"""Characters of answers, for templates that mark them."""
 TEXT = "^s:xy.u:ab.a:cd.u:e.a:fgh."
 """Rendered: a beginning, then a role's letter, content and an end of every message."""
 
@@ -26,22 +28,24 @@ def header(role):
 class Template:
     """Stand-in for a tokenizer whose every character is a token; its keyword arguments are those of Hugging Face's."""
 
-    def __init__(self, render=None, marks=False):
+    def __init__(self, render=None, marks=None):
         self.calls = []
         self._render, self._marks = render or rendered, marks
 
-    def __call__(self, conversation, chat_template, *, tokenize, return_dict, **options):
-        assert tokenize
-        assert return_dict
+    def __call__(self, conversation, chat_template, *, tokenize, return_dict=False, **options):
+        assert return_dict or not tokenize
         assert conversation
         marked = options.pop("return_assistant_tokens_mask", False)
         prompted = options.pop("add_generation_prompt", False)
-        self.calls.append((len(conversation), prompted, options))
         text = self._render(conversation, prompted)
+        if not tokenize:
+            return text
+        self.calls.append((len(conversation), prompted, options))
         found = {"input_ids": [ord(character) for character in text]}
         if marked:
-            assert self._marks
-            found["assistant_masks"] = [int(character in "cdfgh") for character in text]
+            spans = (range(*match.span()) for match in re.finditer(self._marks, text))
+            marks = {at for span in spans for at in span}
+            found["assistant_masks"] = [int(at in marks) for at in range(len(text))]
         return found
 
 
@@ -50,20 +54,26 @@ def rendered(messages, prompted):
     return text + header("assistant") * prompted
 
 
-def trained_text(encoder, messages=CHAT, tools=None):
-    """The trained characters, in runs."""
-    ids, trained = encoder.encode(messages, tools)
-    assert len(ids) == len(trained)
-    assert set(trained.tolist()) <= {0, 1}
-    text = "".join(chr(token) if counts else "|" for token, counts in zip(ids, trained, strict=True))
-    return [run for run in re.split(r"\|+", text) if run]
+def sample_texts(encoder, messages=CHAT, options=None, counts=None):
+    """Of every sample the text, and the trained characters in runs."""
+    found = []
+    for ids, trained in encoder.encode(messages, options, counts):
+        assert len(ids) == len(trained)
+        assert set(trained.tolist()) <= {0, 1}
+        text = "".join(chr(token) if is_trained else "|" for token, is_trained in zip(ids, trained, strict=True))
+        found.append(("".join(map(chr, ids)), [run for run in re.split(r"\|+", text) if run]))
+    return found
+
+
+def trained_text(encoder, messages=CHAT, options=None, counts=None):
+    """The trained characters of a conversation that is one sample, in runs."""
+    ((_, runs),) = sample_texts(encoder, messages, options, counts)
+    return runs
 
 
 def test_the_assistants_answers_are_trained_with_their_end_and_without_the_generation_prompt():
     encoder = ChatEncoder(Template(), "template")
-    assert trained_text(encoder) == ["cd.", "fgh."]
-    ids, _ = encoder.encode(CHAT)
-    assert "".join(map(chr, ids)) == TEXT
+    assert sample_texts(encoder) == [(TEXT, ["cd.", "fgh."])]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +89,14 @@ def test_messages_of_any_roles_can_be_trained(roles, runs):
     assert trained_text(ChatEncoder(Template(), "template", roles)) == runs
 
 
-def test_an_answer_that_comes_first_is_trained_from_the_beginning():
-    assert trained_text(ChatEncoder(Template(), "template"), [ANSWER, ASK]) == ["^a:cd."]
+def test_the_header_of_an_answer_that_comes_first_is_not_trained_either():
+    assert trained_text(ChatEncoder(Template(), "template"), [ANSWER, ASK, REPLY]) == ["cd.", "fgh."]
+    assert trained_text(ChatEncoder(Template(), "template"), [ANSWER]) == ["cd."]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "zq", "arguments": {"x": 1}}]}
+    calling = Template(
+        lambda messages, prompted: rendered([one | {"content": str(one["tool_calls"])} for one in messages], False)
+    )
+    assert trained_text(ChatEncoder(calling, "template"), [called]) == ["zq', 'arguments': {'x': 1}}]."]
 
 
 def test_messages_behind_the_last_trained_one_are_not_trained():
@@ -94,24 +110,28 @@ def test_a_prompt_that_begins_as_the_answer_and_goes_on_otherwise_is_left_out_as
     assert trained_text(ChatEncoder(Template(thinking), "template")) == ["cd.", "fgh."]
 
 
-def test_a_template_without_a_generation_prompt_trains_headers_too():
-    assert trained_text(ChatEncoder(Template(lambda messages, prompted: rendered(messages, False)), "template")) == [
-        "a:cd.",
-        "a:fgh.",
-    ]
+def test_headers_of_a_template_without_a_generation_prompt_are_not_trained_either():
+    encoder = ChatEncoder(Template(lambda messages, prompted: rendered(messages, False)), "template")
+    assert trained_text(encoder) == ["cd.", "fgh."]
 
 
 def test_only_prefixes_in_front_of_and_behind_trained_messages_are_rendered():
     """Many templates refuse a conversation that ends with the system's message, or with two of a role."""
     template = Template()
-    ChatEncoder(template, "template").encode(CHAT)
-    assert {count for count, _, _ in template.calls} == {2, 3, 4, 5}
+    encoder = ChatEncoder(template, "template")
+    encoder.encode(CHAT)
+    template.calls.clear()
+    encoder.encode(CHAT)
+    assert [(count, prompted) for count, prompted, _ in template.calls] == [(5, False), (2, True), (3, False), (4, True)]
 
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
 def test_marks_of_the_template_are_preferred(mark):
-    template = Template(marks=True)
-    assert trained_text(ChatEncoder(template, f"a{mark}b")) == ["cd", "fgh"]
+    template = Template(marks=ANSWERS)
+    encoder = ChatEncoder(template, f"a{mark}b")
+    assert trained_text(encoder) == ["cd", "fgh"]
+    template.calls.clear()
+    assert trained_text(encoder) == ["cd", "fgh"]
     assert [count for count, _, _ in template.calls] == [5]
 
 
@@ -120,21 +140,165 @@ def test_marks_serve_the_assistant_alone():
 
 
 def test_tools_reach_the_template():
-    template = Template()
-    ChatEncoder(template, "template").encode(CHAT, [{"name": "f"}])
-    assert all(options == {"tools": [{"name": "f"}]} for _, _, options in template.calls)
+    template, counts = Template(), ChatCounts()
+    encoder = ChatEncoder(template, "{{ enable_thinking }}")
+    encoder.encode(CHAT, {"tools": [{"name": "f"}], "enable_thinking": False, "enable": 1}, counts)
+    given = [options for _, _, options in template.calls if options]
+    assert given == [{"tools": [{"name": "f"}], "enable_thinking": False, "enable": 1}] * 4
+    assert counts.fields.lost == {"tools (of lines)": 1, "enable (of chat_template_kwargs)": 1}
 
 
-def test_a_template_that_is_not_incremental_is_refused_with_the_messages():
-    def forgetting(messages, prompted):
-        """Renders answers in front of the last question without their content."""
+def forgetting(messages, prompted):
+    """Render answers behind the last question with a thought, and earlier ones without, as reasoning models have them."""
+    last = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=-1)
+    texts = (
+        (one, "<t>" + one["content"]) if one["role"] == "assistant" and at > last else (one, one["content"])
+        for at, one in enumerate(messages)
+    )
+    return rendered([one | {"content": text} for one, text in texts], prompted)
+
+
+SPLIT = [("^s:xy.u:ab.a:<t>cd.", ["<t>cd."]), ("^s:xy.u:ab.a:cd.u:e.a:<t>fgh.", ["<t>fgh."])]
+
+
+def test_every_answer_that_later_messages_change_is_a_sample_with_its_history_as_it_is_rendered_then():
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(forgetting), "template")
+    assert sample_texts(encoder, counts=counts) == SPLIT
+    assert sample_texts(encoder, [*CHAT, ASK]) == SPLIT
+    assert sample_texts(encoder, CHAT[:3], counts=counts) == SPLIT[:1]
+    answers = counts.answers
+    assert (answers.num_split, answers.num_samples, answers.num_repeated) == (1, 2, len(SPLIT[0][0]))
+
+
+def test_answers_that_none_of_the_later_messages_change_share_a_sample():
+    tool = {"role": "tool", "content": "1"}
+    chain = [USER, ANSWER, tool, REPLY, ASK, ANSWER]
+    assert sample_texts(ChatEncoder(Template(forgetting), "template"), chain) == [
+        ("^u:ab.a:<t>cd.t:1.a:<t>fgh.", ["<t>cd.", "<t>fgh."]),
+        ("^u:ab.a:cd.t:1.a:fgh.u:e.a:<t>cd.", ["<t>cd."]),
+    ]
+
+
+def test_the_last_answer_alone_can_be_trained():
+    assert sample_texts(ChatEncoder(Template(forgetting), "template", turns="last")) == SPLIT[1:]
+    assert sample_texts(ChatEncoder(Template(), "template", turns="last")) == [(TEXT, ["fgh."])]
+    assert sample_texts(ChatEncoder(Template(marks=ANSWERS), "{% generation %}", turns="last")) == [(TEXT, ["fgh"])]
+
+
+def test_answers_that_a_template_marks_are_samples_of_their_own_too_where_later_messages_change_them():
+    (first, _), (second, _) = SPLIT
+    assert sample_texts(ChatEncoder(Template(forgetting, marks=ANSWERS), "{% generation %}")) == [
+        (first, ["cd"]),
+        (second, ["fgh"]),
+    ]
+
+
+def test_a_thought_that_a_later_message_removes_is_rendered_where_it_is_trained():
+    def thinking(messages, prompted):
         last = max(number for number, one in enumerate(messages) if one["role"] == "user")
-        kept = [one | {"content": "-"} if one["role"] == "assistant" and at < last else one for at, one in enumerate(messages)]
-        return rendered(kept, prompted)
+        texts = (one.get("thought", "") * (at > last) + one["content"] for at, one in enumerate(messages))
+        return rendered([one | {"content": text} for one, text in zip(messages, texts, strict=True)], prompted)
 
-    says = r"not incremental: its tokens of the first 3 of 5 messages are not .* from token 13 on, .* \{% generation %\}"
+    chat, counts = [USER, ANSWER | {"thought": "why"}, ASK, REPLY | {"thought": "so"}], ChatCounts()
+    ChatEncoder(Template(thinking), "template").encode(chat, counts=counts)
+    assert counts.fields.given["thought"] == 2
+    assert not counts.fields.lost
+
+
+def test_messages_of_other_roles_cannot_be_told_from_answers_that_they_change():
+    says = (
+        r"the chat template is not incremental: its text of the first 3 of 5 messages is not the beginning of its text of the "
+        r"first 5, so messages of user, assistant cannot be told from others; train on the assistant alone"
+    )
     with pytest.raises(EppError, match=says):
-        ChatEncoder(Template(forgetting), "template").encode(CHAT)
+        ChatEncoder(Template(forgetting), "template", ("user", "assistant")).encode(CHAT)
+
+
+STOPS = {"decode": lambda ids: "".join(map(chr, ids)), "stops": frozenset(map(ord, ".^"))}
+"""Full stops end messages; a sign begins them in some templates."""
+
+
+def unstopped(messages, prompted):
+    """Render messages that the beginning of the next one ends, as GLM's templates do."""
+    return "".join(f"^{one['role'][0]}:{one['content']}" for one in messages) + "^a:" * prompted
+
+
+def test_a_stop_token_behind_an_answer_is_trained_with_it_and_told():
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(unstopped), "template", **STOPS)
+    assert trained_text(encoder, counts=counts) == ["cd^", "fgh"]
+    assert list(counts.answers.warnings()) == [
+        "1 of 2 trained answers end without a stop token, and ^ follows them, which is trained with them: let generation stop "
+        "there",
+        "1 of 2 trained answers end without a stop token (their last tokens: 'fgh'), so the model does not learn to stop: give "
+        "a chat template that ends answers with a special token of the tokenizer, or make its end one",
+    ]
+    marking, counts = ChatEncoder(Template(marks=ANSWERS), "{% generation %}", **STOPS), ChatCounts()
+    assert trained_text(marking, counts=counts) == ["cd.", "fgh."]
+    assert counts.answers.behind == {".": 2}
+
+
+def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(unstopped), "template", eod=ord("$"), append_eod=None, **STOPS)
+    assert trained_text(encoder, counts=counts) == ["cd^", "fgh$"]
+    assert trained_text(encoder, CHAT[:4]) == ["cd^"]
+    assert list(counts.answers.warnings())[1] == (
+        "1 of 2 trained answers are last and end without a stop token: an end-of-document token is added and trained"
+    )
+
+
+@pytest.mark.parametrize("render", [rendered, lambda messages, prompted: rendered(messages, prompted).replace(".", ".\n")])
+def test_the_stop_token_of_an_answer_is_trained_last_and_a_line_break_behind_it_is_not(render):
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(render), "template", eod=ord("$"), append_eod=None, **STOPS)
+    assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
+    assert counts.answers.num_answers == 2
+    assert not list(counts.answers.warnings())
+
+
+def test_a_header_that_the_template_marks_as_written_by_the_model_is_not_trained_and_told():
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(marks=r"a:\w+\."), "{% generation %}", **STOPS)
+    assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
+    assert list(counts.answers.warnings()) == [
+        "2 of 2 trained answers have their header, or some of it, inside {% generation %}: it is not trained, for generation "
+        "gives it to the model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marks", "prompt", "num_headers"),
+    [
+        (r"(?<=a):\w+\.", "a:", 2),
+        (r"\^a:\w+\.", "^a:<t>", 2),
+        (r"a:\w+\.", "^a:<t>", 2),
+        (r"(?<=a:)\w+\.", "^a:", 0),
+    ],
+)
+def test_what_the_marks_have_of_a_header_is_not_trained_where_it_is_known_as_one(marks, prompt, num_headers):
+    """Some prompts go on with what earlier answers do not have; a sign is a special token of headers."""
+
+    def headed(messages, prompted):
+        texts = ((prompt.partition("<")[0] if one["role"] == "assistant" else "u:", one["content"]) for one in messages)
+        return "".join(f"{header}{content}." for header, content in texts) + prompt * prompted
+
+    counts = ChatCounts()
+    encoder = ChatEncoder(Template(headed, marks=marks), "{% generation %}", **STOPS)
+    assert trained_text(encoder, [USER, ANSWER, ASK, REPLY], counts=counts) == ["cd.", "fgh."]
+    assert counts.answers.num_headers == num_headers
+
+
+def test_a_stop_token_behind_the_whole_conversation_does_not_make_samples_of_its_answers():
+    """As some templates end what they render with that of a document; one that ends the last answer alone does."""
+    ended, ending = (
+        Template(lambda messages, prompted, end=end: rendered(messages, False)[:-1] + (".a:" if prompted else end))
+        for end in (".$", "$")
+    )
+    stops = {"decode": STOPS["decode"], "stops": STOPS["stops"] | {ord("$")}}
+    assert trained_text(ChatEncoder(ended, "template", **stops)) == ["cd.", "fgh.$"]
+    assert [runs for _, runs in sample_texts(ChatEncoder(ending, "template", **stops))] == [["cd$"], ["fgh$"]]
 
 
 def test_what_the_template_refuses_is_said_with_its_reason():

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron_epp.data.chat_fields import TOOLS, Fields, count_fields
+from megatron_epp.data.chat_fields import TOOLS, Fields, count_fields, with_texts
+from megatron_epp.plan.errors import EppError
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CHAT = [
@@ -106,10 +107,73 @@ def test_tools_that_are_not_rendered_are_counted(shows, lost):
     assert fields.lost == lost
 
 
-def test_conversations_without_further_fields_are_not_rendered_again_and_others_a_few_times():
+def test_a_plain_content_that_is_not_rendered_is_lost_and_one_that_is_changed_is_not():
+    chat = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+    fields = counted(lambda one, number: "" if number else one["content"].upper(), chat)
+    assert (fields.lost, fields.given, fields.num_empty) == ({"content": 1}, {"content": 2}, 1)
+    first_part = counted(lambda one, _: "" if one["content"][0] == "{" else ".", chat)  # which fails without any
+    assert first_part.lost == {"content": 2}
+
+
+def test_fields_that_are_printed_as_python_writes_them_are_counted_and_json_is_not():
+    fields = counted(lambda one, _: str(one))
+    assert fields.printed == {"tool_calls": 1}
+    assert list(fields.warnings(["assistant"])) == [
+        "the chat template prints fields as Python writes them: tool_calls in 1 of 1; no model has read such text. Give a chat "
+        "template that prints them by `tojson`, or put text into the fields"
+    ]
+    assert not counted(everything).printed
+
+
+PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": "bc", "cache": None}]
+PICTURE = {"type": "image_url", "image_url": {"url": "x.png"}}
+
+
+def of_parts(message, _):
+    """Render a content as templates do that take parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "<picture>") for part in content)
+
+
+def texts_of(body, *contents):
+    fields = Fields()
+    messages = [{"role": "user", "content": content} for content in contents]
+    return [message["content"] for message in with_texts(fields, messages, Rendering(body))], fields
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda one, _: str(one["content"]),
+        lambda one, _: str([{key: value for key, value in part.items() if value} for part in one["content"]]),
+        lambda one, _: json.dumps(one["content"]),
+        lambda one, _: "".join(map(str, one["content"])),
+        lambda one, _: one["content"] + "",
+    ],
+)
+def test_texts_of_parts_are_joined_for_templates_that_would_print_the_list_or_fail(body):
+    contents, fields = texts_of(body, PARTS, ["d", "e"], "f")
+    assert contents[0] == "a bc"
+    assert contents[2] == "f"
+    assert fields.num_joined in (1, 2)
+    warning = "messages have a list of parts as content, and the chat template takes text alone: their texts are joined"
+    assert list(fields.warnings(["user"])) == [f"{fields.num_joined} {warning}"]
+    with pytest.raises(EppError, match="message 2 has a part of type image_url, and the chat template takes text alone"):
+        texts_of(body, "f", [PARTS[0], PICTURE])
+
+
+def test_templates_that_take_parts_get_them_and_what_is_no_text_is_told():
+    contents, fields = texts_of(of_parts, [*PARTS, PICTURE], "f")
+    assert contents == [[*PARTS, PICTURE], "f"]
+    assert list(fields.warnings(["user"])) == [
+        "contents have parts that are no text (1 of type image_url): the tokens are what the chat template writes for them"
+    ]
+
+
+def test_conversations_without_further_fields_are_rendered_once_and_others_a_few_times():
     fields = Fields()
     plain, calling = Rendering(content), Rendering(everything)
     count_fields(fields, [{"role": role, "content": "x"} for role in ("user", "assistant")] * 50, ["assistant"], plain, None)
     count_fields(fields, CHAT[1:4] * 50, ["assistant"], calling, None)
     count_fields(fields, CHAT[1:4] * 50, ["assistant"], plain, None)
-    assert (calling.num_calls, plain.num_calls) == (2, 3)
+    assert (calling.num_calls, plain.num_calls) == (2, 4)

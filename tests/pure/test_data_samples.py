@@ -1,8 +1,10 @@
 """Samples are read from JSONL with the columns that a loss asks for, and what is wrong with one is said with its line."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from megatron_epp.data.batch import GlobalBatch, LossColumns
@@ -28,6 +30,21 @@ def test_a_file_has_a_sequence_in_every_line_and_one_number_stands_for_all_token
     assert found.trained(1, 1, 2) is None
     assert found.column("advantages", 0, 1, 3).tolist() == [0.5, 0.5]
     assert found.column("old_logprobs", 0, 1, 3).tolist() == [-1, -2]
+
+
+def test_samples_of_compressed_jsonl_and_of_parquet_are_those_of_jsonl(tmp_path):
+    rows = [GOOD, GOOD | {"tokens": [1, 2, 5], "trained": None, "advantages": -1.0}]
+    (tmp_path / "samples.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "samples.parquet")
+    for name in ("samples.jsonl.gz", "samples.parquet"):
+        samples = read_samples(tmp_path / name, ASKS, 8, 9)
+        assert [samples.tokens(index).tolist() for index in (0, 1)] == [[3, 1, 4], [1, 2, 5]]
+        assert samples.trained(0, 0, 3).tolist() == [0, 1, 1]
+        assert samples.trained(1, 0, 3) is None
+        assert samples.column("advantages", 0, 1, 3).tolist() == [0.5, 0.5]
+        assert samples.column("old_logprobs", 1, 1, 3).tolist() == [-1, -2]
+    with pytest.raises(EppError, match=r"samples\.parquet: row 2 has token 5, and the vocabulary 5 entries"):
+        read_samples(tmp_path / "samples.parquet", ASKS, 8, 5)
 
 
 WRONG = {

@@ -186,6 +186,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_data_chat.py": (),
     "pure/test_data_chat_fields.py": (),
     "pure/test_data_documents.py": (),
+    "pure/test_data_records.py": (),
     "pure/test_data_sequence_lengths.py": (),
     "pure/test_data_token_mask.py": (),
     "pure/test_data_token_record.py": (),

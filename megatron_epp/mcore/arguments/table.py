@@ -101,9 +101,9 @@ _BATCH = (
         "of a batch of evaluation only (default: a batch has --global-batch-size sequences)."
     ),
     Flag("samples", "--epp-samples", "", metavar="FILE", takes_several=True).described(
-        "JSONL files of samples to train on and to evaluate on, in place of --data-path: one object in each line, with a list "
-        "`tokens`, a list `trained` of 0 and 1 if not all tokens are trained, and what --epp-loss reads, a number for every "
-        "token as a label or one for all (default: none)."
+        "Files of JSONL or Parquet of samples to train on and to evaluate on, in place of --data-path: an object in each line "
+        "or row, with a list `tokens`, a list `trained` of 0 and 1 if not all tokens are trained, and what --epp-loss reads, a "
+        "number for every token as a label or one for all (default: none)."
     ),
     Flag("loss", "--epp-loss", "", metavar="MODULE:NAME").described(
         "Loss of --epp-samples: one of megatron_epp.losses, as megatron_epp.losses:ClippedRatio, or one of your own "

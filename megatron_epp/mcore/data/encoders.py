@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class Encoder:
         flags: Megatron's command-line flags for training on these tokens.
         apply_template: applies a chat template; None for tokenizers that have none.
         template: the tokenizer's own chat template, or several by name; None if it has none.
+        decode: converts ids to text, special tokens included; None for tokenizers without chat templates.
+        stops: special tokens, at which generation can stop.
     """
 
     encode: Callable[[bytes], np.ndarray]
@@ -39,6 +42,8 @@ class Encoder:
     flags: str
     apply_template: ApplyTemplate | None = None
     template: str | Mapping[str, str] | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    stops: frozenset[int] = frozenset()
 
 
 # Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.
@@ -78,19 +83,26 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     def encode(raw: bytes) -> np.ndarray:
         return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)
 
-    apply, template = None, None
-    if config.tokenizer_type == "HuggingFaceTokenizer":
-        apply, template = tokenizer.apply_chat_template, tokenizer.chat_template
-    return Encoder(encode, identity_of(tokenizer, config), flags, apply, template)
+    identity = identity_of(tokenizer, config)
+    if config.tokenizer_type != "HuggingFaceTokenizer":
+        return Encoder(encode, identity, flags)
+    model = features.hugging_face_tokenizer(tokenizer)
+    decode = partial(model.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    added = (number for number, token in model.added_tokens_decoder.items() if token.special)
+    stops = frozenset(map(int, (*added, *model.all_special_ids)))
+    return Encoder(encode, identity, flags, tokenizer.apply_chat_template, tokenizer.chat_template, decode, stops)
 
 
-def chat_encoder(encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None) -> ChatEncoder:
+def chat_encoder(
+    encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None, turns: str = "all"
+) -> ChatEncoder:
     """Build an encoder of conversations from one of text.
 
     Args:
         encoder: of a Hugging Face tokenizer.
         roles: roles whose messages are trained.
         template_file: file with the chat template; the tokenizer's own by default.
+        turns: one of `TURNS`.
 
     Raises:
         EppError: the tokenizer has no chat template, or the file cannot be read.
@@ -113,7 +125,7 @@ def chat_encoder(encoder: Encoder, roles: Sequence[str], template_file: str | Pa
         )
     from megatron_epp.data.chat import ChatEncoder
 
-    return ChatEncoder(encoder.apply_template, template, tuple(roles))
+    return ChatEncoder(encoder.apply_template, template, tuple(roles), turns, encoder.decode, encoder.stops)
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:

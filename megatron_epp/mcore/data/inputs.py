@@ -1,33 +1,50 @@
-"""Documents of input files as tokens: of texts, of lines of JSONL, and of conversations."""
+"""Documents of input files as tokens: of texts, of records of JSONL or Parquet, and of conversations."""
 
 from __future__ import annotations
 
 import json
 import logging
-import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_epp.data.chat import ASSISTANT, ChatEncoder, Tokens
-from megatron_epp.data.chat_fields import Fields, Message
+from megatron_epp.data.chat import ASSISTANT, ChatCounts, ChatEncoder, Tokens
+from megatron_epp.data.chat_fields import Message
+from megatron_epp.data.records import Record, has_records, opened, records, suffix_of
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json, shown
+from megatron_epp.plan.reading import parse_json, shown, told
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+"""Keys of a conversation next to its messages: functions that the assistant may call, and variables of the template."""
+_NO_VARIABLES = frozenset(
+    {"conversation", "messages", "chat_template", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"}
+    | {"return_dict", "return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"}
+    | {"add_generation_prompt", "continue_final_message"}
+)
+"""Arguments of Hugging Face's `apply_chat_template` that no line may set."""
 
 Documents = Iterator[tuple[str, Tokens | None]]
 """Every document's origin, for messages, and tokens: none if it is empty, None if it cannot be read, which is logged."""
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of all inputs, a folder's files in sorted order. Raises `EppError` if there are none."""
+    """Return the files of all inputs, a folder's files in sorted order.
+
+    Raises:
+        EppError: there are none, or one is of a pair that is prepared already.
+    """
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
+    for file in files:
+        if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
+            pair = file.with_suffix("")
+            raise EppError(f"{file} is one of a pair of documents that are prepared already: train with --data-path {pair}")
     if not files:
         raise EppError(
             f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
@@ -40,22 +57,29 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise EppError(f"--input {path} does not exist")
-    return sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    names = {file: {suffix_of(file), file.suffix, "".join(file.suffixes[-2:])} for file in files}
+    chosen = [file for file in files if not names[file].isdisjoint(suffixes)]
+    if left_out := Counter(suffix_of(file) or "no suffix" for file in files if names[file].isdisjoint(suffixes)):
+        counts = ", ".join(f"{count:,} of {suffix}" for suffix, count in left_out.most_common(5))
+        logger.info("%s: %s files taken, and others left out (%s); see --suffixes", path, f"{len(chosen):,}", counts)
+    return chosen
 
 
 def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | None) -> Documents:
-    """Yield the tokens of every file, or of every line of JSONL.
+    """Yield the tokens of every file, or of every record of JSONL or Parquet.
 
     Args:
-        files: a file without a suffix of JSONL is one document.
+        files: a file without records is one document.
         encoder: converts text to tokens.
-        json_key: key of the text of a line.
+        json_key: key of the text of a record.
         end: token that ends every document that is not empty; None adds none.
 
     Raises:
-        EppError: a line has no such text.
+        EppError: a record has no such text, or a file is binary of a known kind.
     """
     ending = np.array([] if end is None else [end], dtype=np.int64)
+    strange: list[str] = []
     for origin, raw in _raw_texts(files, json_key):
         try:
             ids = encoder.encode(raw)
@@ -64,47 +88,60 @@ def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | Non
             yield origin, None
             continue
         yield origin, Tokens(np.concatenate((ids, ending)) if len(ids) else ids)
+        try:
+            raw.decode("utf-8", errors="surrogatepass")
+        except UnicodeDecodeError:
+            strange.append(origin)
+    if strange:
+        logger.warning("%s documents are no text in UTF-8, and all their bytes are tokens: %s", f"{len(strange):,}", strange[0])
 
 
 def _raw_texts(files: Sequence[Path], json_key: str) -> Iterator[tuple[str, bytes]]:
     for file in files:
-        if file.suffix not in JSONL_SUFFIXES:
-            yield str(file), file.read_bytes()
+        if not has_records(file):
+            with opened(file) as stream:
+                yield str(file), stream.read()
             continue
-        for origin, line in _lines(file):
-            record = parse_json(line, origin, with_nan=True)
+        for origin, record in _records(file):
             text = record.get(json_key) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                raise EppError(f"{origin} has no text under {json_key!r}; name the key with --json-key")
+                raise EppError(f"{origin} has no text under {json_key!r}{_keys(record)}; name the key with --json-key")
             # JSON can hold half a surrogate pair, which has no UTF-8 form; byte-level tokens can carry it all the same.
             yield origin, text.encode("utf-8", errors="surrogatepass")
 
 
-def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, end: int | None, fields: Fields) -> Documents:
-    """Yield the tokens of the conversation of every line of JSONL, with the mask of trained tokens.
+def _records(file: Path) -> Iterator[Record]:
+    return records(file, lambda _, number: f"{file}:{number}")
+
+
+def _keys(record: object) -> str:
+    """Return the first keys of a record, for an error."""
+    return f" (it has {', '.join(map(shown, [*record][:8]))})" if isinstance(record, dict) and record else ""
+
+
+def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, counts: ChatCounts) -> Documents:
+    """Yield the tokens of the samples of the conversation of every record, with the mask of trained tokens.
 
     Args:
-        files: JSONL, whatever their suffix.
+        files: JSONL or Parquet, whatever their suffix.
         encoder: converts conversations to tokens.
-        json_key: key of the messages of a line; None: `messages`, or ShareGPT's `conversations` in a file that has them.
-        end: token that ends every conversation, trained if its last message is; None adds none.
-        fields: counts of what the template leaves out, to which the counts of every conversation are added.
+        json_key: key of the messages of a record; None: `messages`, or ShareGPT's `conversations` in a file that has them.
+        counts: to add to.
 
     Raises:
-        EppError: a line has no conversation, or the template does not take it; or no conversation of all has a trained message.
+        EppError: a record has no conversation, or the template does not take it; or no conversation has a trained message.
     """
-    roles, told = set[str](), set[Path]()
+    roles, announced = set[str](), set[Path]()
     for file in files:
-        for origin, line in _lines(file):
-            record = parse_json(line, origin, with_nan=True)
+        for origin, record in _records(file):
             key = json_key or _key_of(record)
-            if key == _SHAREGPT and json_key is None and file not in told:
-                told.add(file)
+            if key == _SHAREGPT and json_key is None and file not in announced:
+                announced.add(file)
                 logger.info("%s has conversations as ShareGPT has them: `from` is read as role, `value` as content", file)
-            messages = messages_of(record, key, origin)
+            messages, options = messages_of(record, key, origin), options_of(record, origin)
             roles.update(message["role"] for message in messages)
             try:
-                json.dumps(record, ensure_ascii=False).encode("utf-8")
+                json.dumps([messages, options], ensure_ascii=False, default=str).encode("utf-8")
             except UnicodeEncodeError as error:
                 _log_unreadable(origin, error)
                 yield origin, None
@@ -113,36 +150,58 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, end
                 yield origin, Tokens(np.empty(0, dtype=np.int64))
                 continue
             try:
-                ids, trained = encoder.encode(messages, record.get("tools"))
-                encoder.count_fields(fields, messages, record.get("tools"))
+                samples = encoder.encode(messages, options, counts)
             except EppError as error:
                 raise error.within(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
-            assert trained is not None  # of a conversation
-            if end is not None:
-                ids = np.append(ids, end)
-                trained = np.append(trained, np.uint8(messages[-1]["role"] in encoder.roles))
-            yield origin, Tokens(ids, trained)
+            for sample in samples:
+                yield origin, sample
     if roles and not roles & set(encoder.roles):
         raise EppError(
             f"no message is of the roles that are trained ({', '.join(encoder.roles)}): the messages are of "
-            f"{', '.join(sorted(roles))}; name the roles to train with --train-on"
+            f"{', '.join(map(told, sorted(roles)))}; name the roles to train with --train-on"
         )
 
 
+def options_of(record: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return what a record gives to the chat template besides messages: its tools, and variables of the template.
+
+    Both may be text in JSON, as tables store them, and each of the tools may.
+
+    Raises:
+        EppError: they are no list and no object, or would change how the template is applied.
+    """
+    options = _parsed(record.get(VARIABLES), f"{origin}: {VARIABLES}") or {}
+    if not isinstance(options, dict):
+        raise EppError(f"{origin}: {VARIABLES} is {shown(options)}, which is not an object of variables of the template")
+    if reserved := sorted(_NO_VARIABLES.intersection(options)):
+        raise EppError(f"{origin}: {VARIABLES} has {', '.join(reserved)}, which is no variable of a chat template")
+    tools = _parsed(record.get(TOOLS), f"{origin}: {TOOLS}") or []
+    if not isinstance(tools, list):
+        raise EppError(f"{origin}: {TOOLS} is {shown(tools)}, which is not a list of descriptions of functions")
+    tools = [_parsed(tool, f"{origin}: tool {number}") for number, tool in enumerate(tools, start=1)]
+    return options | ({TOOLS: tools} if tools else {})
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """Return a value, from JSON if it is text that is not empty. Raises `EppError` for other text."""
+    return parse_json(value, what) if isinstance(value, str) and value.strip() else value or None
+
+
 def messages_of(record: object, key: str, origin: str) -> list[Message]:
-    """Return the messages of a line of JSONL.
+    """Return the messages of a record.
 
     Args:
-        record: value of the line.
-        key: of the messages.
-        origin: file and number of the line, for errors.
+        record: an object.
+        key: of the messages, which may be text in JSON, as tables store them.
+        origin: file and number of the record, for errors.
 
     Raises:
         EppError: there are none under the key, or one has no role, or neither content nor calls of tools.
     """
     messages = record.get(key) if isinstance(record, dict) else None
+    messages = parse_json(messages, f"{origin}: {key}") if isinstance(messages, str) and messages[:1] == "[" else messages
     if not isinstance(messages, list):
-        raise EppError(f"{origin} has no list of messages under {key!r}; name the key with --json-key")
+        raise EppError(f"{origin} has no list of messages under {key!r}{_keys(record)}; name the key with --json-key")
     messages = [_from_sharegpt(message) for message in messages]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -170,29 +229,6 @@ def _from_sharegpt(message: object) -> object:
     role = message.get("from")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     return rest | {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
-
-
-def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the origin and the bytes of every line that is not empty. Raises `EppError` if the file is not text."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if b"\0" in line:
-                raise EppError(_not_text(file, number))
-            if number == 1 and line.lstrip().startswith(b"["):
-                remedy = f"jq -c '.[]' {shlex.quote(str(file))} > documents.jsonl"
-                raise EppError(
-                    f"{file}:1 begins a list in JSON, not JSONL, which has an object in each line; make that by: {remedy}"
-                )
-            if line.strip():
-                yield f"{file}:{number}", line
-
-
-def _not_text(file: Path, number: int) -> str:
-    """Describe the likely format of a file in which a line has bytes that no text has."""
-    if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
-        pair = file.with_suffix("")
-        return f"{file} is not JSONL but one of a pair of documents that are prepared already: train with --data-path {pair}"
-    return f"{file}:{number} is not JSONL: it has bytes that no text in UTF-8 has; give text, with an object in each line"
 
 
 def _log_unreadable(origin: str, error: UnicodeError) -> None:

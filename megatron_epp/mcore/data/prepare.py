@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_epp.data.chat import ChatEncoder, Tokens
-from megatron_epp.data.chat_fields import Fields
+from megatron_epp.data.chat import Answers, ChatCounts, ChatEncoder, Tokens
+from megatron_epp.data.chat_example import example_lines
+from megatron_epp.data.records import RECORD_SUFFIXES
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder
-from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES, Documents, chats, files_of, texts
+from megatron_epp.mcore.data.inputs import SUFFIXES, Documents, chats, files_of, texts
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.writing import sync
 
@@ -36,13 +37,15 @@ class Trained:
         roles: roles whose messages are trained.
         num_tokens: tokens that are trained as labels; the first one of a document never is.
         num_documents_without: documents without any, which are in the pair all the same.
-        fields: counts of what the chat template has left out.
+        counts: of conversations.
+        example: lines of the first document with trained tokens, as text.
     """
 
     roles: tuple[str, ...]
     num_tokens: int
     num_documents_without: int
-    fields: Fields
+    counts: ChatCounts
+    example: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +78,24 @@ class Summary:
             f"train on them with: --data-path {self.prefix} {self.record.flags}",
         ]
         if self.trained is not None:
-            lines.insert(1, _told(self.prefix, self.trained, int(lengths.sum())))
+            lines[1:1] = _lines_of(self.prefix, self.trained, int(lengths.sum()))
         return "\n".join(lines)
 
 
-def _told(prefix: str, trained: Trained, num_tokens: int) -> str:
-    return (
+def _lines_of(prefix: str, trained: Trained, num_tokens: int) -> Iterator[str]:
+    yield (
         f"{prefix}{MASK_SUFFIX}: {trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%}) are trained, messages of"
         f" {', '.join(trained.roles)}; conversations without any: {trained.num_documents_without:,} (they take time and train"
         " nothing)"
     )
+    answers: Answers = trained.counts.answers
+    if answers.num_split:
+        yield (
+            f"{answers.num_split:,} conversations are {answers.num_samples:,} samples, since the chat template renders earlier "
+            f"answers otherwise than the last: each answer has its history with it, {answers.num_repeated:,} tokens "
+            f"({answers.num_repeated / num_tokens:.1%}) more than in one sample; --chat-turns last trains the last answer alone"
+        )
+    yield from trained.example
 
 
 def prepare(
@@ -104,36 +115,36 @@ def prepare(
     and renamed when complete: on any error, earlier files stay as they were.
 
     Args:
-        inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
-            is an object whose `json_key` is a document), and other files (each one document).
+        inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), files of JSONL or Parquet
+            (every line or row is an object whose `json_key` is a document), and other files (each one document). Compressed
+            files are read as what they hold.
         encoder: converts text to tokens.
-        append_eod: end every document with the tokenizer's `eod`; by default texts, and not conversations, since templates do.
-        suffixes: by default `SUFFIXES`, for conversations `JSONL_SUFFIXES`.
+        append_eod: end every document with the tokenizer's `eod`; by default texts, and of conversations those whose last
+            answer has no stop token.
+        suffixes: by default `SUFFIXES`, for conversations `RECORD_SUFFIXES`.
         json_key: by default ``text``, for conversations ``messages``.
-        chat: converts conversations to tokens, with the tokenizer of `encoder`: every line of every file is one.
+        chat: converts conversations to tokens, with the tokenizer of `encoder`: every line or row of every file is one.
 
     Raises:
         EppError: there is nothing to read, a line is malformed, or a file cannot be read or written.
     """
-    if append_eod is None:
-        append_eod = chat is None
-    if append_eod and encoder.tokenizer.eod is None:
+    eod = encoder.tokenizer.eod
+    if eod is None and (append_eod or (append_eod is None and chat is None)):
         raise EppError("this tokenizer has no end-of-document token; pass --no-append-eod")
-    end = encoder.tokenizer.eod if append_eod else None
-    prefix = str(output_prefix)
-    files = files_of(inputs, suffixes or (SUFFIXES if chat is None else JSONL_SUFFIXES))
-    fields = Fields()
+    prefix, counts = str(output_prefix), ChatCounts()
+    files = files_of(inputs, suffixes or (SUFFIXES if chat is None else RECORD_SUFFIXES))
     if chat is None:
-        documents = texts(files, encoder, json_key or "text", end)
+        documents = texts(files, encoder, json_key or "text", None if append_eod is False else eod)
     else:
-        documents = chats(files, chat, json_key, end, fields)
+        chat = replace(chat, eod=eod, append_eod=append_eod)
+        documents = chats(files, chat, json_key, counts)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        summary = _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles, fields)
+        summary = _write_and_rename(documents, prefix, encoder, chat, counts)
     except OSError as error:
         named = str(error.filename or prefix).replace(_partial(prefix), prefix)
         raise EppError(f"{named}: {error.strerror or error}") from error
-    for warning in fields.warnings(() if chat is None else chat.roles):
+    for warning in (*counts.fields.warnings(() if chat is None else chat.roles), *counts.answers.warnings()):
         logger.warning("%s", warning)
     return summary
 
@@ -151,12 +162,12 @@ def _partial(prefix: str) -> str:
 
 
 def _write_and_rename(
-    documents: Documents, prefix: str, encoder: Encoder, roles: tuple[str, ...] | None, fields: Fields
+    documents: Documents, prefix: str, encoder: Encoder, chat: ChatEncoder | None, counts: ChatCounts
 ) -> Summary:
     partial = _partial(prefix)
-    suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if roles else ()), ".idx")
+    suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if chat else ()), ".idx")
     try:
-        summary = _write(documents, prefix, partial, encoder, roles, fields)
+        summary = _write(documents, prefix, partial, encoder, chat, counts)
         summary.record.save(partial + SUFFIX)
         for suffix in suffixes:
             sync(partial + suffix)
@@ -192,12 +203,13 @@ def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
 
 
 def _write(
-    documents: Documents, prefix: str, partial: str, encoder: Encoder, roles: tuple[str, ...] | None, fields: Fields
+    documents: Documents, prefix: str, partial: str, encoder: Encoder, chat: ChatEncoder | None, counts: ChatCounts
 ) -> Summary:
     num_empty = num_unreadable = 0
+    example: list[str] = []
     last_log = time.monotonic()
     with ExitStack() as opened:
-        writer = _open_writer(partial, encoder.tokenizer, opened, has_mask=roles is not None)
+        writer = _open_writer(partial, encoder.tokenizer, opened, has_mask=chat is not None)
         for origin, tokens in documents:
             if tokens is None:
                 num_unreadable += 1
@@ -206,21 +218,33 @@ def _write(
                 num_empty += 1
                 continue
             writer.add(origin, tokens)
+            if (
+                not example
+                and chat is not None
+                and chat.decode is not None
+                and tokens.trained is not None
+                and tokens.trained.any()
+            ):
+                example = [
+                    f"first sample, from {origin}: {len(tokens.ids):,} tokens, what is marked is trained (\\n is a line break)",
+                    *example_lines(tokens.ids, tokens.trained, chat.decode),
+                ]
             if time.monotonic() - last_log > _LOG_EVERY_SECONDS:
                 last_log = time.monotonic()
                 done = f"{len(writer.lengths):,}", f"{sum(writer.lengths):,}"
                 logger.info("prepared %s documents, %s tokens; now at %s", *done, origin)
         if not writer.lengths:
             raise EppError(f"no documents: all {num_empty + num_unreadable} in the input are empty or not UTF-8")
-        if roles is not None and not any(writer.num_trained):
+        if chat is not None and not any(writer.num_trained):
             raise EppError(
                 f"no token of {len(writer.lengths):,} conversations is trained, though there are messages of "
-                f"{', '.join(roles)}: check the chat template's {{% generation %}} (--chat-template), or --train-on"
+                f"{', '.join(chat.roles)}: check the chat template's {{% generation %}} (--chat-template), or --train-on"
             )
         writer.builder.finalize(f"{partial}.idx")
     lengths = np.asarray(writer.lengths, dtype=np.int64)
     record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), int(lengths.sum()), writer.max_token)
-    trained = None if roles is None else Trained(roles, sum(writer.num_trained), writer.num_trained.count(0), fields)
+    num_trained = writer.num_trained
+    trained = None if chat is None else Trained(chat.roles, sum(num_trained), num_trained.count(0), counts, example)
     return Summary(prefix, lengths, num_empty, num_unreadable, record, trained)
 
 

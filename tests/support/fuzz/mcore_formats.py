@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -9,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import tokenizers
 import torch.distributed as dist
 import transformers
@@ -89,6 +92,22 @@ def kept_layout() -> bytes:
     return json.dumps(body | {"chosen_with": LAYOUT_FLAGS}).encode()
 
 
+LINES = r"jsonl:\d|no documents|is text in UTF-16"
+"""What says where the fault is in lines, of which not all may have documents."""
+BINARY_LINES = r"(gz|parquet):\d|no documents|no message is|damaged or cut short|is not JSONL"
+"""The same of a file whose bytes are not those of its lines."""
+ROWS = r"given\.|no documents|no message is"
+
+
+@cache
+def parquet() -> tuple[bytes, ...]:
+    """Return the conversations as a table."""
+    sink = io.BytesIO()
+    rows = [json.loads(line) for line in CHATS.splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return (sink.getvalue(),)
+
+
 def alone() -> None:
     """Make this process the only rank of a job, as collective calls need it."""
     if not dist.is_initialized():
@@ -102,6 +121,7 @@ def encoder() -> Encoder:
     vocabulary = {text: number for number, text in enumerate(["<|im_start|>", "<|im_end|>", *sorted(alphabet)])}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
     return Encoder(
         encode=lambda raw: np.asarray(fast.encode(raw.decode()), dtype=np.int64),
@@ -111,6 +131,8 @@ def encoder() -> Encoder:
             messages, chat_template=template, **options
         ),
         template=TEMPLATE.decode(),
+        decode=fast.decode,
+        stops=frozenset(fast.all_special_ids),
     )
 
 
@@ -218,8 +240,19 @@ FORMATS: dict[str, Format] = {
     "pair-index": _pair_format("given.idx", formats.index, binary_damage(index_fields)),
     "pair-tokens": _pair_format("given.bin", tokens, binary_damage(byte_fields)),
     "pair-mask": _pair_format("given.mask", formats.mask, binary_damage(byte_fields)),
-    "documents": Format("given.jsonl", lambda: (TEXTS,), lines_damage, {"prepare": _documents}, r"jsonl:\d|no documents"),
-    "chats": Format("given.jsonl", lambda: (CHATS,), lines_damage, {"prepare": _chats}, r"jsonl:\d|no documents"),
+    "documents": Format("given.jsonl", lambda: (TEXTS,), lines_damage, {"prepare": _documents}, LINES),
+    "chats": Format("given.jsonl", lambda: (CHATS,), lines_damage, {"prepare": _chats}, LINES),
+    "chats-gzip": Format(
+        "given.jsonl.gz",
+        lambda: (gzip.compress(CHATS, mtime=0),),
+        binary_damage(byte_fields),
+        {"prepare": _chats},
+        BINARY_LINES,
+        named=ROWS,
+    ),
+    "chats-parquet": Format(
+        "given.parquet", parquet, binary_damage(byte_fields), {"prepare": _chats}, BINARY_LINES, named=ROWS
+    ),
     "template": Format(
         "given.jinja",
         lambda: (TEMPLATE, MARKED),
