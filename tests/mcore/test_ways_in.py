@@ -15,7 +15,7 @@ from tests.support.mcore.launch import REPOSITORY, TINY, Finished, alone, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
-TRAIN = [*TINY, "--train-iters", 2, "--epp-lookahead", 3]
+TRAIN = [*TINY, "--train-iters", 2]
 RANKS = {"stock": 1, "epp": 1, "epp, two stages": 2}
 """Pipeline stages, each on a rank of its own. A single rank needs no launcher."""
 
@@ -41,7 +41,20 @@ def epp_flags(folder: Path, stages: int) -> list[object]:
     flags = [flag for flag in TRAIN if flag != "--mock-data"]
     flags += ["--pipeline-model-parallel-size", stages]
     flags += ["--lr", 1e-2]  # so that one step counts for more than the batch
-    return [*flags, "--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
+    return [
+        *flags,
+        "--epp",
+        "--epp-lookahead",
+        3,
+        "--micro-batch-size",
+        1,
+        "--data-path",
+        prefix,
+        "--split",
+        "100,0,0",
+        "--eval-iters",
+        0,
+    ]
 
 
 def started(ranks: int, *command: object, env: dict[str, str] | None = None) -> Finished:
