@@ -68,7 +68,7 @@ def test_what_weights_do_not_leave_room_for_is_refused_with_flags_that_fit_and_n
 
 
 def test_even_layers_that_fit_where_balanced_ones_do_not_are_named(capsys):
-    argv = [*SMALL, "--stages", "2", "--memory-cap-gb", "73"]
+    argv = [*SMALL, "--stages", "2"]
     assert exit_code(argv) == 2
     assert "--layout even (" in capsys.readouterr().err
     assert exit_code([*argv, "--layout", "even"]) == 0
