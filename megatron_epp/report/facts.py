@@ -6,6 +6,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.units import format_bytes
 
 
 def busy_us(plan: Plan, rank: int) -> float:
@@ -81,3 +82,9 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
 def kv_offload_bytes(plan: Plan) -> int:
     """Bytes of keys, values and their gradients that all ranks have in host memory (KV offload)."""
     return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.kv_offload)
+
+
+def main_items(items: dict[str, int]) -> str:
+    """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
+    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)

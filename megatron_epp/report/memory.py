@@ -125,12 +125,6 @@ def figures(account: Account) -> list[dict[str, Any]]:
     return found
 
 
-def main_items(items: dict[str, int]) -> str:
-    """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
-    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
-    return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
-
-
 def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:
     most = [0] * width
     ends = [*live[1:], (makespan_us, 0)]

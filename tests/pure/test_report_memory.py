@@ -6,7 +6,8 @@ import pytest
 
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.report.memory import figures, main_items, memory_picture, save_memory_picture
+from megatron_epp.report.facts import main_items
+from megatron_epp.report.memory import figures, memory_picture, save_memory_picture
 from megatron_epp.report.page.data import item_columns
 from tests.support.plan.planner_cases import pipeline, problem
 

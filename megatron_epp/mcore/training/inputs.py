@@ -17,7 +17,6 @@ from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
 from megatron_epp.runtime.context import Program, program_of
-from megatron_epp.runtime.loss.scopes import shards_of_loss
 from megatron_epp.runtime.upload import Upload, Uploader
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class RankInputs:
         if arrays.of_loss is None:
             return (*found, *ahead, *[None] * _OF_LOSS)
         assert self.of_loss is not None  # whose inputs these are
-        shards = shards_of_loss(self.context_parallel, self.of_loss.scope, len(arrays.tokens))
+        shards = self.context_parallel.shards_of_loss(self.of_loss.scope, len(arrays.tokens))
         trained = arrays.of_loss.of_trained(shards, self.context_parallel.shard(len(arrays.tokens)))
         return (*found, *ahead, *(getattr(trained, one.name) for one in fields(trained)))
 

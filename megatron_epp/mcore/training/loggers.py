@@ -9,7 +9,7 @@ from megatron.training import global_vars
 from megatron.training.utils import print_rank_last
 
 from megatron_epp.plan.account import Account
-from megatron_epp.report.memory import main_items
+from megatron_epp.report.facts import main_items
 
 _MS, _GIB = 1e3, 2**30
 

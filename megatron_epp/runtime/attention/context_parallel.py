@@ -35,6 +35,10 @@ class ContextParallel:
         """Return this rank's tokens, as `shards` does."""
         return self.shards(num_tokens)[self.rank]
 
+    def shards_of_loss(self, scope: str, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
+        """Return the tokens that a loss of this `losses.Scope` gets on a rank: its own, or those of every rank."""
+        return (self.shard(num_tokens),) if scope == "token" else self.shards(num_tokens)
+
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
         """Run core attention; `attend` runs it on this rank, of all tokens of a chunk for some heads.
 

@@ -26,14 +26,9 @@ from megatron_epp.data.samples import columns_of
 from megatron_epp.losses import Loss, Rows, Scope
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
-from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group
 from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
-
-
-def shards_of_loss(shared: ContextParallel, scope: str, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
-    """Return the tokens of a chunk that a loss of this scope gets on a rank: its own, or those of every rank that shares it."""
-    return (shared.shard(num_tokens),) if scope == Scope.TOKEN else shared.shards(num_tokens)
 
 
 class _Part(NamedTuple):
@@ -265,7 +260,7 @@ class ScopedLoss:
         _, token, *values = check.figures.tolist()
         part, token = _at(int(token), [num_tokens for _, num_tokens in check.parts])
         table = check.parts[part].table
-        pieces = table.part(chain.from_iterable(shards_of_loss(self._shared, self.loss.scope, table.num_tokens)))
+        pieces = table.part(chain.from_iterable(self._shared.shards_of_loss(self.loss.scope, table.num_tokens)))
         at, token = _at(token, [piece.num_tokens for piece in pieces])
         piece = pieces[at]
         position = piece.start + token + (not self.asks.has_values)  # of the label, among the sample's tokens
