@@ -18,7 +18,6 @@ from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import lays_out_whole_matrices
 from megatron_epp.mcore.model.block_loss import block_tokens_of
-from megatron_epp.runtime.attention import kernels
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -123,19 +122,14 @@ def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
     return replace(H100_NODE, attention_kernel=_kernel(args, shape)) if torch.cuda.is_initialized() else CPU
 
 
-_KERNELS = {
-    kernels.TRANSFORMER_ENGINE: CUDNN,
-    kernels.FLASH_ATTN_3: FLASH_3,
-    kernels.FLASH_ATTN: FLASH_2,
-    kernels.TORCH_FLASH: FLASH_2,
-}
-"""Names of kernels with published rates; torch's own is FlashAttention-2."""
-
-
 def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
     """Return the name of the attention kernel that the run will take; empty for one without published rates."""
+    from megatron_epp.runtime.attention import kernels  # whose libraries no run without formulas needs
+
+    names = {kernels.TRANSFORMER_ENGINE: CUDNN, kernels.FLASH_ATTN_3: FLASH_3}
+    names |= dict.fromkeys((kernels.FLASH_ATTN, kernels.TORCH_FLASH), FLASH_2)
     width = shape.value_head_width if shape.value_head_width != shape.head_width else 0
     heads = shape.num_attention_heads // shape.ranks, shape.kv_heads_on_rank
     case = kernels.AttentionCase("cuda", args.params_dtype, shape.head_width, *heads, width)
     chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
-    return "" if chosen is None else _KERNELS.get(chosen, "")
+    return "" if chosen is None else names.get(chosen, "")
