@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "context-parallel ranks take each other's tokens",
         "runtime/attention/context_parallel.py",
-        "return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)",
-        "index = size - 1 - index\n        return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)",
+        "return tuple((slice(index * num_tokens // size, (index + 1) * num_tokens // size),) for index in range(size))",
+        "return tuple((slice(index * num_tokens // size, (index + 1) * num_tokens // size),) for index in range(size))[::-1]",
         f"{MATRIX} 'cp2 and pp2 and v2'",
     ),
     Fault(

@@ -99,6 +99,6 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     given = replace(given, cap_bytes=(30_000_000_000,) * given.num_ranks)
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= SMALL
-    assert made.makespan_us(given, costs) == pytest.approx(211_229, abs=1)
+    assert made.makespan_us(given, costs) == pytest.approx(211_727, abs=1)
     monkeypatch.setattr("megatron_epp.planner.search.local.SMALL", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
