@@ -19,8 +19,8 @@ HEAD = """\
 
 # Communicators
 
-Communicators, SMs and memory of a pipeline's messages, **by formula** ([what has run on a
-GPU, and what has not](first-hour.md#what-has-run-on-a-gpu)). Every pair of
+Communicators, SMs and memory of a pipeline's messages, **by formula**
+([what has run on a GPU, and what has not](first-hour.md#what-has-run-on-a-gpu)). Every pair of
 ranks that exchanges messages has a communicator for activations and one for gradients, in each direction that the placement
 uses. While a message waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with
 them channels, whose buffers are in device memory. A rank's communicators may hold a quarter of the SMs together, unless the
