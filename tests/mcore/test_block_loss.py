@@ -13,7 +13,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost import H100, Line, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
@@ -253,7 +253,8 @@ def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
         analytic_profile(shape_of(flags | {"epp_loss_block_tokens": tokens}), H100).costs([16, 16]).stages[1]
         for tokens in (0, 2048)
     )
-    for found in (_by_blocks(ordinary, 7), _by_blocks(_by_blocks(ordinary, 5), 7)):
+    product = ordinary.line_of_ends("weight")
+    for found in (_by_blocks(ordinary, product, 7), _by_blocks(_by_blocks(ordinary, Line(), 5), product, 7)):
         assert found.line_of_ends("backward").per_token_us == pytest.approx(by_blocks.line_of_ends("backward").per_token_us)
         assert found.line_of_ends("backward").fixed_us == pytest.approx(by_blocks.line_of_ends("backward").fixed_us)
         assert found.line_of_ends("weight") == by_blocks.line_of_ends("weight")

@@ -17,7 +17,7 @@ def test_layers_run_with_and_without_recompute_and_without_gradients(monkeypatch
 
     monkeypatch.setattr(memory_probe, "forward", forward)
     monkeypatch.setattr(memory_probe, "backward", lambda stage, output, context: ran.append("backward"))
-    stage = SimpleNamespace(token_multiple=4, num_layers=3)
+    stage = SimpleNamespace(token_multiple=4, num_layers=3, has_gradient=True)
     memory_probe.run_other_size(stage)
     first = memory_probe.bytes_chunk(stage).num_tokens
     with_gradients = [(first + 4, 0, True), "backward", (first + 4, 3, True), "backward"]

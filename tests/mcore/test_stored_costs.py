@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from torch.nn import Linear
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs, analytic_profile
 from megatron_epp.cost.blocks import HEAD
@@ -72,18 +73,21 @@ def one_rank(first, monkeypatch):
         "model_shape": lambda args: SHAPE,
         "for_run": lambda args, measured: measured or analytic_profile(SHAPE, CPU),
         "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
-        "_by_stage": lambda mine, links: tuple(mine.values()),
+        "by_stage": lambda mine, links: tuple(mine.values()),
         "gathered": lambda mine, links, choose=None: [mine],
         "_with_largest_workspaces": lambda mine: mine,
         "_undisturbed": lambda stages: nullcontext(),
-        "_measured_bytes": lambda args, stage, base: with_static(HERE, optimizer=args.optimizer).stages[0],
+        "_measured_bytes": lambda args, stage, base, product: with_static(HERE, optimizer=args.optimizer).stages[0],
     }
     for name, stand_in in played.items():
         monkeypatch.setattr(costs_of_runs, name, stand_in)
 
     def learn(args: Namespace) -> PipelineCosts:
         message = lambda tokens: (None, None, "cpu")  # noqa: E731
-        stages = {number: Namespace(num_layers=2, num_halves=4, message=message) for number in range(2)}
+        stages = {
+            number: Namespace(num_layers=2, num_halves=4, message=message, model=Linear(1, 1), has_gradient=True)
+            for number in range(2)
+        }
         return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2)
 
     return learn

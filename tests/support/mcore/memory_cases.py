@@ -49,7 +49,8 @@ PIPELINES = {
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
         "latents, seven slices, some recompute": f"{LATENT} --epp-latents on --epp-slices 7 --epp-recompute 2",
-        "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2",
+        "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 "
+        "--epp-planner seq1f1b",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
     },
