@@ -161,7 +161,6 @@ ROWS = (
         measured_s=11.64,
         per_chunk=2,
         dispatcher="hybridep",
-        left_out="one layer is dense, planned with experts",
     ),
     Row(
         number="6",
@@ -185,7 +184,6 @@ ROWS = (
         measured_s=61.76,
         dispatcher="hybridep",
         again=(UP,),
-        left_out="three layers are dense, planned with experts",
     ),
     Row(
         **_QWEN,
