@@ -83,7 +83,7 @@ class MegatronStage:
     """
 
     problem = ""
-    """What is wrong with the loss of the last iteration; empty for nothing, and always without a loss of the user's."""
+    """Problem of the last iteration's loss, as `ScopedLoss.end` says it; empty for none."""
     has_gradient = True
     more_weights: tuple[Tensor, ...] = ()
     """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
