@@ -328,6 +328,8 @@ def windows(config: Config) -> Flags:
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise EppError(f"layer_types has {shown(sorted(unknown)[0])}; known are sliding_attention and full_attention")
     narrow = [int(kind == "sliding_attention") for kind in kinds]
+    if any(narrow) and not width and "use_sliding_window" not in config.body:
+        raise EppError("layer_types has sliding_attention, and sliding_window does not say how wide it is")
     if not width or (kinds and not any(narrow)):
         return {}
     flags: Flags = {"window_size": f"({width - 1},0)"}
@@ -336,6 +338,11 @@ def windows(config: Config) -> Flags:
     every = next(number for number, is_narrow in enumerate(narrow, start=1) if not is_narrow)
     is_regular = narrow == [int(number % every != 0) for number in range(1, layers + 1)]
     return flags | {"window_attn_skip_freq": every if is_regular else runs(narrow)}
+
+
+def usual_windows(config: Config) -> Flags:
+    """Read windows of a kind of model that has them of 4,096 tokens where its config does not say."""
+    return windows(Config({"sliding_window": 4096, **config.body}))
 
 
 def listed_windows(config: Config) -> Flags:
@@ -429,7 +436,7 @@ _LATENT = (trunk, count, rotation, gated_mlp, latents, experts, sigmoid_router, 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture((*_GQA, listed_windows)),
-    "mistral": Architecture((*_GQA, windows)),
+    "mistral": Architecture((*_GQA, usual_windows)),
     "qwen2": Architecture((*_GQA, switched_windows), _QKV_BIAS),
     "qwen3": Architecture((*_GQA, switched_windows), _QK_NORM),
     "olmo3": Architecture((*_GQA, windows), _QK_NORM),

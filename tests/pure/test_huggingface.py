@@ -109,6 +109,15 @@ def test_a_window_that_is_switched_off_is_none(change):
 
 def test_a_window_that_is_switched_on_without_a_width_has_the_usual_one():
     assert flags_of_config(DENSE | {"use_sliding_window": True})["window_size"] == "(4095,0)"
+    mistral = {name: value for name, value in DENSE.items() if "window" not in name} | {"model_type": "mistral"}
+    assert flags_of_config(mistral)["window_size"] == "(4095,0)"
+    assert "window_size" not in flags_of_config(mistral | {"sliding_window": None})
+
+
+def test_layers_with_a_window_of_no_width_are_refused():
+    config = DENSE | {"model_type": "llama", "layer_types": ["sliding_attention"] * DENSE["num_hidden_layers"]}
+    with pytest.raises(EppError, match="sliding_window does not say how wide it is"):
+        flags_of_config({name: value for name, value in config.items() if "window" not in name})
 
 
 def test_gated_delta_nets_stand_between_layers_of_attention():
