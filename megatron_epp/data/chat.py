@@ -21,7 +21,7 @@ ASSISTANT = "assistant"
 TURNS = ("all", "last")
 """Which messages of the trained roles are trained."""
 OF_LINES = " (of chat_template_kwargs)"
-"""What follows the name of a variable that a line gives to the template, where it is counted among the fields."""
+"""Suffix of the name of a variable that a line gives to the template, where it is counted among the fields."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Start of the part of a chat template that the model writes, by which tokenizers make a mask of their own."""
 _MARKS = ("zq0qz", "QZ0ZQ")

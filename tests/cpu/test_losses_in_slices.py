@@ -240,7 +240,7 @@ def columns_in(given, of_tokens, length):
 
 
 def model_outputs(weight, batch):
-    """What a model gives for every sequence: logarithms of the probabilities of labels and of a teacher's tokens, entropies,
+    """Outputs of a model for every sequence: logarithms of the probabilities of labels and of a teacher's tokens, entropies,
     and values."""
     for number, given in enumerate(batch):
         logits, values = outputs(weight, Segment(number, 0, LENGTHS[number]))

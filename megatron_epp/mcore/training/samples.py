@@ -335,7 +335,7 @@ class SampleSchedule:
 def _has_gradients(models: Sequence[torch.nn.Module]) -> bool | None:
     """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
 
-    Of the smallest parameters, such as norms' weights: gradients of a whole model would take milliseconds to read.
+    Only the smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
     """
     if get_model_config(models[0]).finalize_model_grads_func is None:
         return None
