@@ -1,12 +1,12 @@
 """Shared by all tests: the sets `fast` and `slow`, hypothesis without deadlines, and the order of files."""
 
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.fast import FAST, LONG
+from tests.support.processes import Processes
 
 settings.register_profile("patient", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
@@ -20,16 +20,14 @@ What asks torch for a GPU's tensors comes before Megatron: its stand-ins for CUD
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, metavar="N", help="run N test files at once, each in a process of its own")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fast" if _is_fast(config) else "patient")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """With `-m fast` alone, take two processes."""
-    if _is_fast(config) and "PYTEST_XDIST_WORKER" not in os.environ and getattr(config.option, "numprocesses", 0) is None:
-        config.option.numprocesses, config.option.dist = min(2, os.cpu_count() or 1), "loadfile"
-        config.option.loadscopereorder = False
+    if (number := config.option.processes) is not None:
+        config.pluginmanager.register(Processes(number))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -3,22 +3,31 @@
 What a process does when it starts afresh, under torch's launcher, is not tested by these: see `launch.py`.
 """
 
+import atexit
 import functools
 import json
+import logging
 import os
 import shutil
+import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megatron_epp.launch.forked import Forks
+from megatron_epp.launch.forked import Forks, serve
+from megatron_epp.planner.service.worker import started
 from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 
+SHARED = "EPP_TESTS_SHARED_FORKS"
+"""Environment variable that names the socket of the process that all test files share."""
 RECORDER = Path(__file__).with_name("recorded_training.py")
 
 
@@ -91,8 +100,60 @@ def ranks() -> list[psutil.Process]:
 
 @functools.cache
 def forks() -> Forks:
-    """Return the process that forks the ranks of all tests, started when the first needs it."""
-    return Forks(ENVIRONMENT, (__name__, "preload"))
+    """Return the process that forks this process's ranks: from the one that all test files share, if there is one."""
+    return SharedForks(path) if (path := os.environ.get(SHARED)) else Forks(ENVIRONMENT, (__name__, "preload"))
+
+
+class SharedForks(Forks):
+    """A process that forks ranks, itself forked from the one that `share` runs in, which has imported Megatron.
+
+    Args:
+        path: of the socket at which that one waits.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = threading.Lock()
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(path)
+            self._connection = Connection(door.detach())
+        self._process = psutil.Process(self._connection.recv())
+        atexit.register(self.close)
+
+
+def start_shared(folder: Path) -> object:
+    """Start the process from which those are forked that fork ranks. It ends when what is returned is no longer kept."""
+    path = str(folder / "forks")
+    process, connection = started(share, path, options=("-W", "ignore"), environment=ENVIRONMENT)
+    connection.recv()
+    os.environ[SHARED] = path
+    return process, connection
+
+
+def share(handle: int, path: str) -> None:
+    """Import and prepare Megatron, then fork a process that forks ranks for everyone who connects to a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("megatron_epp").setLevel(logging.WARNING)  # it says what is patched
+    log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    owner = Connection(handle)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(path)
+        door.listen(100)
+        owner.send("it may be connected to")
+        preload()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+        while owner not in wait([door, owner]):
+            client = door.accept()[0].detach()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                owner.close()
+                door.close()
+                connection = Connection(client)
+                connection.send(os.getpid())
+                serve(os.dup(client), "gc", "collect")
+                os._exit(0)
+            os.close(client)
 
 
 def preload() -> None:
