@@ -1,8 +1,8 @@
 """Runs test files in processes forked from the one that has collected them: `pytest --processes 3`.
 
-All modules are imported and all tests collected once. Every file has a process of its own, so that it sees nothing of what another
-has left behind, and the next file goes to whichever place is free first. Reports come back over a pipe and are logged as if the
-tests had run here: `-x`, `--durations` and `--junitxml` work as ever.
+All modules are imported and all tests collected once. Every file has a process of its own and sees nothing of what another has left
+behind; the next one goes to whichever place is free first. Reports come back over a pipe and are logged as if the tests had run
+here: `-x`, `--durations` and `--junitxml` work as ever.
 """
 
 from __future__ import annotations
