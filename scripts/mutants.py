@@ -1,46 +1,53 @@
-"""Asks how much breakage the fast tests notice: damages the package in one place, runs them, and looks whether one fails.
+"""Asks whether tests would notice if a package were broken: changes it in one place, runs its own tests, sees whether one fails.
 
-    python scripts/mutants.py                          50 mutants, seed 0
-    python scripts/mutants.py --number 20 --seed 3     others, and fewer
-    python scripts/mutants.py --show                   lists them, runs nothing
-    python scripts/mutants.py --under planner/search   in a part of the package alone
+    python scripts/mutants.py planner plan               as many mutants as are recorded of each, or 12
+    python scripts/mutants.py                            of every package
+    python scripts/mutants.py cost --number 20 --seed 3  others
+    python scripts/mutants.py cost --under cost/fit.py   in a part of it
+    python scripts/mutants.py cost --show                lists them, runs nothing
+    python scripts/mutants.py cost --record              keeps the results in tests/mutants.json
 
 A mutant is one change to one expression or statement of `megatron_epp/`, made from its syntax tree: another operator or
 comparison, a constant that is off by one, a truth value turned round, two arguments swapped, a statement dropped, a result not
 returned. Text, annotations, docstrings and log calls stay as they are. Every mutant is made in a temporary copy of the tracked
-files, never in place. The fast tests of the folder that is nearest to it run first, then those of the others. It counts as
-killed where a test fails or the run exceeds its time limit, which is several times what the tests take without a mutant. Some
-mutants change nothing that anybody could notice, so all cannot be killed.
+files, never in place. Which ones are drawn depends on the seed and on each one's own text: where code stays, its mutants do.
 
-Prints a line for each and the share that was killed; the exit code is 1 where that is below `--goal`.
+A package's own tests are those named for it, those that import it more often than any other, and a folder of its name in `tests`;
+all that are not slow run, the shortest first, behind the one that noticed the mutant before. A mutant counts as killed where one
+fails or the run exceeds its time limit, which is several times what the tests take without a mutant. Some change nothing that
+anybody could notice: `tests/mutants.json` names the reason, and they do not count.
+
+Prints a line for each and the share that was killed beside the recorded one; the exit code is 1 where it is lower.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import copy
+import hashlib
 import importlib.util
+import json
 import os
-import random
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_epp"
-TESTS = "-m fast -n 0 -x -q -p no:cacheprovider --no-header --tb=line"
+RECORDED = ROOT / "tests/mutants.json"
+PYTEST = "-m 'not slow and not callers' --processes 2 -x -q -p no:cacheprovider --no-header --tb=line"
 PATIENCE = 4.0
 """Time limit of a mutant's run, in runs without one."""
-NEAREST = {"runtime": "cpu", "data": "cpu", "mcore": "mcore", "contrib": "contrib"}
-"""Folder of the tests that are nearest to a package, by package; of the others it is `pure`."""
-FOLDERS = ("pure", "cpu", "mcore", "contrib")
+NUMBER, SEED = 12, 0
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -73,9 +80,10 @@ class Mutant:
     def applied(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
 
-    def describe(self, source: bytes) -> str:
+    def change(self, source: bytes) -> str:
+        """Return what it changes, in words."""
         was = " ".join(source[self.start : self.end].decode().split())
-        return f"{self.path}:{self.line}: {self.kind}: {_short(was)}  ->  {_short(' '.join(self.text.split()))}"
+        return f"{self.kind}: {_short(was)}  ->  {_short(' '.join(self.text.split()))}"
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
@@ -179,18 +187,93 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def chosen(number: int, seed: int, under: str = "") -> list[Mutant]:
-    """Some mutants of the package, drawn with a seed from those of all its files.
+def drawn(package: str, number: int, seed: int, under: str = "") -> dict[str, Mutant]:
+    """Some mutants of a package by name, those whose names have the least digests with a seed.
 
     Args:
+        package: folder or module of `megatron_epp`.
         number: how many.
         seed: the same one draws the same ones from the same files.
         under: part of a path that files must have.
     """
-    files = sorted(path for path in (ROOT / PACKAGE).rglob("*.py") if under in path.as_posix())
-    every = [mutant for path in files for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_bytes())]
-    print(f"{len(every):,} mutants of {len(files)} files; {min(number, len(every))} of them, seed {seed}", flush=True)
-    return random.Random(seed).sample(every, min(number, len(every)))
+    top = ROOT / PACKAGE / package
+    files = sorted(path for path in top.rglob("*.py") if under in path.as_posix()) if top.is_dir() else [top.with_suffix(".py")]
+    mutants: dict[str, Mutant] = {}
+    for path in files:
+        source, before = path.read_bytes(), collections.Counter[str]()
+        for mutant in mutants_of(str(path.relative_to(ROOT)), source):
+            change = mutant.change(source)
+            before[change] += 1
+            again = f" ({before[change]})" if before[change] > 1 else ""
+            mutants[f"{path.relative_to(ROOT / PACKAGE)}: {change}{again}"] = mutant
+    print(
+        f"{package}: {len(mutants):,} mutants of {len(files)} files; {min(number, len(mutants))} of them, seed {seed}",
+        flush=True,
+    )
+    names = sorted(mutants, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+    return {name: mutants[name] for name in names[:number]}
+
+
+def own_tests(package: str) -> list[str]:
+    """Return the files of a package's own tests, relative to the root."""
+    files = []
+    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
+        imports = collections.Counter(re.findall(rf"{PACKAGE}\.(\w+)", path.read_text())).most_common()
+        is_named = re.match(rf"test_{package}(_|\b)", path.name) is not None or path.parent.name == package
+        if is_named or [name for name, count in imports if count == imports[0][1]] == [package]:
+            files.append(str(path.relative_to(ROOT)))
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a mutant.
+
+    Attributes:
+        mutant: its place and its change.
+        noticed_by: the test that failed, or what else ended the run; empty if nothing did.
+        equivalent: why nobody could notice it, where that is so.
+    """
+
+    mutant: str
+    noticed_by: str = ""
+    equivalent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What became of a package's mutants, drawn with a seed."""
+
+    seed: int
+    mutants: tuple[Result, ...]
+
+    @property
+    def killed(self) -> int:
+        return sum(bool(result.noticed_by) for result in self.mutants)
+
+    @property
+    def counted(self) -> int:
+        return sum(not result.equivalent for result in self.mutants)
+
+    @property
+    def share(self) -> float:
+        return self.killed / max(1, self.counted)
+
+
+def recorded() -> dict[str, Results]:
+    """Return the results that are kept, by package."""
+    if not RECORDED.exists():
+        return {}
+    return {
+        package: Results(kept["seed"], tuple(Result(**result) for result in kept["mutants"]))
+        for package, kept in json.loads(RECORDED.read_text()).items()
+    }
+
+
+def record(package: str, results: Results) -> None:
+    """Keep the results of a package."""
+    kept = recorded() | {package: results}
+    RECORDED.write_text(json.dumps({name: asdict(kept[name]) for name in sorted(kept)}, indent=1) + "\n")
 
 
 class Copy:
@@ -208,15 +291,6 @@ class Copy:
         path = self._folder / name
         path.write_bytes(source)
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # it may look as old as the file
-
-    def fault(self, mutant: Mutant, tests: str, limit_s: float) -> str | None:
-        """Run all fast tests on what is written, the nearest first. Returns what failed first, None if nothing did."""
-        nearest = NEAREST.get(Path(mutant.path).parts[1], "pure")
-        for folder in sorted(FOLDERS, key=lambda name: name != nearest):
-            fault, _ = self.run(f"{tests} tests/{folder}", limit_s, "planner/kernels" not in mutant.path)
-            if fault is not None:
-                return fault
-        return None
 
     def run(self, tests: str, limit_s: float | None, compiled: bool = True) -> tuple[str | None, str]:
         """Run the tests.
@@ -246,52 +320,82 @@ class Copy:
             os.killpg(process.pid, 9)
             process.communicate()
             return "it takes too long", ""
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return None if process.returncode == 0 else (failed or [f"exit code {process.returncode}"])[0], output[-3000:]
+
+
+def results_of(package: str, mutants: Mapping[str, Mutant], seed: int) -> Results:
+    """Run a package's own tests on each mutant, and print what becomes of it.
+
+    Raises:
+        SystemExit: they fail without a mutant.
+    """
+    before = {result.mutant: result for result in recorded().get(package, Results(seed, ())).mutants}
+    results = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree, tests = Copy(Path(folder)), f"{PYTEST} {shlex.join(own_tests(package))}"
+        start_s = time.monotonic()
+        fault, output = tree.run(tests, None)
+        if fault is not None:
+            raise SystemExit(f"the tests fail without a mutant: {fault}\n{output}")
+        limit_s = 20 + PATIENCE * (time.monotonic() - start_s)
+        print(f"without a mutant: {time.monotonic() - start_s:.0f} s", flush=True)
+        for number, (name, mutant) in enumerate(mutants.items(), start=1):
+            source = (ROOT / mutant.path).read_bytes()
+            known = before.get(name, Result(name))
+            start_s = time.monotonic()
+            tree.write(mutant.path, mutant.applied(source))
+            # A function does not notice in its compiled form, kept on disk, that one it calls has changed.
+            is_compiled, noticed_by = "planner/kernels" not in mutant.path, None
+            if known.noticed_by.startswith("tests/"):
+                noticed_by, _ = tree.run(f"{PYTEST} {known.noticed_by.partition('::')[0]}", limit_s, is_compiled)
+            if noticed_by is None:
+                noticed_by, _ = tree.run(tests, limit_s, is_compiled)
+            tree.write(mutant.path, source)
+            results.append(Result(name, noticed_by or "", known.equivalent))
+            verdict = "killed    " if noticed_by else "equivalent" if known.equivalent else "survived  "
+            print(f"{number:3} {verdict} {time.monotonic() - start_s:4.0f} s  line {mutant.line} of {name}", flush=True)
+            if noticed_by:
+                print(f"               {noticed_by}", flush=True)
+    return Results(seed, tuple(results))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    picked = chosen(args.number, args.seed, args.under)
-    if args.show:
-        for number, mutant in enumerate(picked, start=1):
-            print(f"{number:3} {mutant.describe((ROOT / mutant.path).read_bytes())}")
-        return 0
-    survivors = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Copy(Path(folder))
-        start_s = time.monotonic()
-        fault, output = tree.run(args.tests, None)
-        if fault is not None:
-            print(f"the tests fail without a mutant: {fault}\n{output}")
-            return 2
-        limit_s = 20 + PATIENCE * (time.monotonic() - start_s)
-        print(f"without a mutant: {time.monotonic() - start_s:.0f} s", flush=True)
-        for number, mutant in enumerate(picked, start=1):
-            source = (ROOT / mutant.path).read_bytes()
-            start_s = time.monotonic()
-            tree.write(mutant.path, mutant.applied(source))
-            fault = tree.fault(mutant, args.tests, limit_s)
-            tree.write(mutant.path, source)
-            if fault is None:
-                survivors.append(mutant)
-            verdict = "survived" if fault is None else "killed  "
-            print(f"{number:3} {verdict} {time.monotonic() - start_s:4.0f} s  {mutant.describe(source)}", flush=True)
-            if fault is not None:
-                print(f"      {_short(fault)}", flush=True)
-    share = 1 - len(survivors) / len(picked)
-    print(f"\nkilled {len(picked) - len(survivors)} of {len(picked)}, {share:.0%}; the goal is {args.goal:.0%}")
-    return int(share < args.goal)
+    fell = []
+    for package in args.packages or packages():
+        kept = recorded().get(package)
+        number = args.number or (len(kept.mutants) if kept else NUMBER)
+        mutants = drawn(package, number, args.seed, args.under)
+        if args.show:
+            for name, mutant in mutants.items():
+                print(f"    line {mutant.line} of {name}")
+            continue
+        results = results_of(package, mutants, args.seed)
+        print(f"{package}: killed {results.killed} of {results.counted}, {results.share:.0%}")
+        if kept is not None:
+            print(f"    recorded: {kept.killed} of {kept.counted}, {kept.share:.0%}")
+            fell += [package] * (results.share < kept.share)
+        if args.record:
+            record(package, results)
+    if fell:
+        print(f"fewer were noticed than recorded: {', '.join(fell)}")
+    return int(bool(fell))
+
+
+def packages() -> list[str]:
+    """Return the packages of `megatron_epp`, in order."""
+    return sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=50, help="mutants to run (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="draws other ones (default 0)")
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {PACKAGE} (default: all)")
+    parser.add_argument("--number", type=int, help=f"mutants of each (default: as recorded, else {NUMBER})")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"draws other ones (default {SEED})")
     parser.add_argument("--under", default="", metavar="PART", help="only in files whose path has this part (default: all)")
-    parser.add_argument("--tests", default=TESTS, metavar="ARGUMENTS", help=f"arguments of pytest (default {TESTS!r})")
-    parser.add_argument("--goal", type=float, default=0.8, help="least share that must be killed (default 0.8)")
     parser.add_argument("--show", action="store_true", help="list the mutants and run nothing")
+    parser.add_argument("--record", action="store_true", help=f"keep the results in {RECORDED.relative_to(ROOT)}")
     return parser
 
 

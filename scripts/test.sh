@@ -37,8 +37,8 @@ step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages
 printf '\n== python -m mypy\n'
 wait "$checker" || failed+=("python -m mypy")
 cat "$typed"
-# Files stay whole, for their tests share what they look at, and in order. A third process uses two cores while others wait.
-step python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not callers" --durations=25 tests
+# A third file at once uses two cores while others wait.
+step python -m pytest --processes 3 -m "not slow and not callers" --durations=25 tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

@@ -1,8 +1,8 @@
 """Runs test files in processes forked from the one that has collected them: `pytest --processes 3`.
 
-All modules are imported and all tests collected once. Every file has a process of its own and sees nothing of what another has left
-behind; the next one goes to whichever place is free first. Reports come back over a pipe and are logged as if the tests had run
-here: `-x`, `--durations` and `--junitxml` work as ever.
+All modules are imported and all tests collected once. Every file has a process of its own and sees nothing of what others have
+left behind; the next file goes to whichever place is free first. Reports come back over a pipe and are logged as if the tests
+ran here: `-x`, `--durations` and `--junitxml` work as ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
@@ -83,7 +84,11 @@ class _File:
         self._hook, self._config = session.config.hook, session.config
         self._to_do = {item.nodeid: item for item in items}
         self.connection, theirs = Pipe(duplex=False)
-        self._pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of another thread: that of pyarrow's allocator, which expects forks
+            self._pid = os.fork()
         if self._pid == 0:
             self.connection.close()
             _run(session, items, theirs)
