@@ -1,4 +1,4 @@
-"""Asks whether tests would notice if a package were broken: changes it in one place, runs its own tests, sees whether one fails.
+"""Asks whether tests would notice if a package were broken: changes it in one place, runs its tests, sees whether one fails.
 
     python scripts/mutants.py planner plan               as many mutants as are recorded of each, or 12
     python scripts/mutants.py                            of every package
@@ -12,12 +12,12 @@ comparison, a constant that is off by one, a truth value turned round, two argum
 returned. Text, annotations, docstrings and log calls stay as they are. Every mutant is made in a temporary copy of the tracked
 files, never in place. Which ones are drawn depends on the seed and on each one's own text: where code stays, its mutants do.
 
-A package's own tests are those named for it, those that import it more often than any other, and a folder of its name in `tests`;
-all that are not slow run, the shortest first, behind the one that noticed the mutant before. A mutant counts as killed where one
-fails or the run exceeds its time limit, which is several times what the tests take without a mutant. Some change nothing that
-anybody could notice: `tests/mutants.json` names the reason, and they do not count.
+A package's own tests are those named for it, those that import it more often than any other, and a folder of its name in
+`tests`. All that are not slow run, the shortest first, after the one that noticed the mutant before. A mutant counts as killed
+where one fails or the run exceeds its time limit, which is several times what the tests take without a mutant. Some change
+nothing that anyone could notice: `tests/mutants.json` names the reason, and they do not count.
 
-Prints a line for each and the share that was killed beside the recorded one; the exit code is 1 where it is lower.
+Prints a line for each and the share that was killed, and the recorded one; the exit code is 1 where it is lower.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Result:
     Attributes:
         mutant: its place and its change.
         noticed_by: the test that failed, or what else ended the run; empty if nothing did.
-        equivalent: why nobody could notice it, where that is so.
+        equivalent: why no test can notice it, where that is so.
     """
 
     mutant: str

@@ -85,9 +85,8 @@ class _File:
         self._to_do = {item.nodeid: item for item in items}
         self.connection, theirs = Pipe(duplex=False)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of another thread: that of pyarrow's allocator, which expects forks
+            # That there is another thread: it is of pyarrow's allocator, which provides for forks.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
             self.connection.close()

@@ -142,7 +142,7 @@ def share(handle: int, path: str) -> None:
         door.listen(100)
         owner.send("it may be connected to")
         preload()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # or processes that have ended would stay
         while owner not in wait([door, owner]):
             client = door.accept()[0].detach()
             if os.fork() == 0:
