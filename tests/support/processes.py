@@ -82,6 +82,9 @@ class _File:
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Item]) -> None:
         self._hook, self._config = session.config.hook, session.config
+        # Not by the hook, which repeats all its calls to every plugin that is registered later: to that of the next file, too.
+        terminal = session.config.pluginmanager.getplugin("terminalreporter")
+        self._warn = terminal.pytest_warning_recorded if terminal else lambda **_: None
         self._to_do = {item.nodeid: item for item in items}
         self.connection, theirs = Pipe(duplex=False)
         with warnings.catch_warnings():
@@ -108,7 +111,7 @@ class _File:
             self._hook.pytest_runtest_logfinish(**content)
             del self._to_do[content["nodeid"]]
         elif kind == "warning":
-            self._hook.pytest_warning_recorded.call_historic(kwargs=content)
+            self._warn(**content)
         else:
             os.waitpid(self._pid, 0)
             return False
@@ -145,9 +148,9 @@ class _Reporter:
         self._connection.send(("finish", {"nodeid": nodeid, "location": location}))
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
-        told = {"warning_message": warning_message, "when": when, "nodeid": nodeid, "location": location}
-        warning_message.source = None  # any object
-        self._connection.send(("warning", told))
+        if when == "runtest":
+            warning_message.source = None  # any object
+            self._connection.send(("warning", {"warning_message": warning_message, "nodeid": nodeid}))
 
 
 def _run(session: pytest.Session, items: Sequence[pytest.Item], connection: Connection) -> NoReturn:
