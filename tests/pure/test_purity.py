@@ -3,9 +3,19 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+TESTS = """
+import importlib.util, pathlib, sys
+for path in sorted(pathlib.Path(sys.argv[1]).glob("test_*.py")):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    heavy = {module.partition(".")[0] for module in sys.modules} & {"torch", "megatron", "transformer_engine"}
+    assert not heavy, f"{path.name} imports {heavy}"
+"""
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys
 name = sys.argv[1]
@@ -45,3 +55,10 @@ def test_an_import_deep_in_a_package_would_be_noticed(tmp_path):
     (inner / "__init__.py").write_text("import megatron")
     (inner / "deep.py").write_text("import torch")
     assert imported("outer", tmp_path) == (["outer", "outer.inner", "outer.inner.deep"], ["megatron", "torch"])
+
+
+def test_these_tests_import_no_torch_either():
+    """Or running one of them would take as long as importing torch does."""
+    here = Path(__file__).parent
+    run = subprocess.run([sys.executable, "-c", TESTS, here], capture_output=True, text=True, cwd=here.parents[1])
+    assert run.returncode == 0, run.stderr[-1000:]
