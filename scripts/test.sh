@@ -22,7 +22,7 @@ step() {
     "$@" || failed+=("$*")
 }
 
-# On a second core the type checker takes no time of its own.
+# On a second core the type checker takes no time of its own, for tests are collected on one.
 typed="$(mktemp)"
 trap 'rm -f "$typed"' EXIT
 python -m mypy >"$typed" 2>&1 &
@@ -34,11 +34,11 @@ step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
 # A first plan compiles the planner's inner loops and keeps them on disk; otherwise every process that plans would compile them.
 step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
     --memory-cap-gb 8 --offload --split-weight
+# A third file at once uses two cores while others wait.
+step python -m pytest --processes 3 -m "not slow and not callers" --durations=25 tests
 printf '\n== python -m mypy\n'
 wait "$checker" || failed+=("python -m mypy")
 cat "$typed"
-# A third file at once uses two cores while others wait.
-step python -m pytest --processes 3 -m "not slow and not callers" --durations=25 tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'
