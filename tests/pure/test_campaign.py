@@ -37,7 +37,7 @@ def test_problems_that_once_had_a_fault_have_none(seed: int):
 
 
 def test_plans_of_the_exact_planner_have_no_fault():
-    found = campaign.run_exact(0, 20)
+    found = campaign.run_exact(0, 12)
     assert found["faults"] == 0
     assert found["planned"] > 0
     assert found["tried"] == found["planned"] + found["refused"]

@@ -31,6 +31,15 @@ def planner() -> Iterator[BackgroundPlanner]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def made() -> list[Plan]:
+    """What a process plans that knows its costs from its start."""
+    planner = BackgroundPlanner(pipeline(2), Options())
+    found = plans(planner)
+    planner.close()
+    return found
+
+
 def plans(planner: BackgroundPlanner) -> list[Plan]:
     return [packed.plan() for packed in planner.plan(ASKED)]
 
@@ -52,19 +61,19 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
     ids=("default", "nothing fits in loading", "a planner of the user's"),
 )
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
-    options: Options, planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
+    options: Options, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
     early = BackgroundPlanner(pipeline(2), Options(), process=start_early(options))
-    assert plans(early) == plans(planner)
+    assert plans(early) == made
     assert "it is started again" not in caplog.text
     early.close()
 
 
-def test_an_early_process_that_has_ended_is_started_again(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):
     process = start_early(Options())
     process.close()
     early = BackgroundPlanner(pipeline(2), Options(), process=process)
-    assert plans(early) == plans(planner)
+    assert plans(early) == made
     assert "it is started again" in caplog.text
     early.close()
 
@@ -89,10 +98,12 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Op
     monkeypatch.setattr(background, "KEPT", 2)
     plan = background._planning(pipeline(2), options, 0, ((0,), (1,)))
     batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
-    for _ in range(7):
+    gc.freeze()  # what other tests hold is neither searched nor counted
+    for _ in range(5):
         for batch in batches:
             plan(batch)
         gc.collect()
         counts.append(len(gc.get_objects()))
+    gc.unfreeze()
     planned_since = len(batches) * len(counts[3:])
     assert counts[-1] - counts[2] < planned_since / 2, counts
