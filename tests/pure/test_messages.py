@@ -75,7 +75,7 @@ def test_even_layers_that_fit_where_balanced_ones_do_not_are_named(capsys):
 
 
 def test_a_sequence_that_is_too_long_is_refused_with_the_context_that_fits(capsys):
-    argv = [*SMALL[:2], "600000,300", *SMALL[3:-1], "4"]
+    argv = [*SMALL[:2], "400000", *SMALL[3:-1], "2", "--layers", "8"]
     assert exit_code(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     (context,) = (

@@ -24,20 +24,17 @@ def ending(*_: object) -> None:
     os._exit(9)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planner() -> Iterator[BackgroundPlanner]:
+    """Its process knows its costs from its start."""
     made = BackgroundPlanner(pipeline(2), Options())
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def made() -> list[Plan]:
-    """What a process plans that knows its costs from its start."""
-    planner = BackgroundPlanner(pipeline(2), Options())
-    found = plans(planner)
-    planner.close()
-    return found
+def made(planner: BackgroundPlanner) -> list[Plan]:
+    return plans(planner)
 
 
 def plans(planner: BackgroundPlanner) -> list[Plan]:
@@ -45,13 +42,12 @@ def plans(planner: BackgroundPlanner) -> list[Plan]:
 
 
 def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
-    planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
+    planner: BackgroundPlanner, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
-    before = plans(planner)
     for _ in range(2):
         planner._worker._process.kill()
         with caplog.at_level(logging.WARNING):
-            assert plans(planner) == before
+            assert plans(planner) == made
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
 
 
@@ -86,7 +82,8 @@ def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptu
     planner.close()
 
 
-def test_a_closed_planner_starts_no_process(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
+    planner = BackgroundPlanner(pipeline(2), Options())
     planner.close()
     with pytest.raises(WorkerError, match="has ended"):
         planner.plan(ASKED)
