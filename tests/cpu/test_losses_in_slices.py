@@ -27,6 +27,7 @@ from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.loss.scopes import ScopedLoss
+from tests.support.seeds import spread_by_default
 
 VOCABULARY, WIDTH, TOP = 11, 5, 3
 LENGTHS = (13, 4, 9, 2, 1, 7)
@@ -337,8 +338,7 @@ def of_pairs(loss, batch, of_model):
     return sum(losses) / 3
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", LOSSES)
+@spread_by_default(3, name=LOSSES, cut=CUTS)  # a third of the cuts of every loss, and of the losses of every cut
 def test_every_cut_has_the_loss_and_gradient_of_whole_sequences(batch, weight, name, cut):
     expected, gradient = by_hand(name, batch, weight)
     samples = samples_for(LOSSES[name], batch)

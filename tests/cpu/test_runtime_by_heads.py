@@ -12,6 +12,7 @@ from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
+from tests.support.seeds import spread_by_default
 
 
 def layer_of(case, kv_heads, layers=2):
@@ -21,11 +22,7 @@ def layer_of(case, kv_heads, layers=2):
     return layer
 
 
-@pytest.mark.parametrize("fp32_gradients", ["off", "on"])
-@pytest.mark.parametrize("mode", RECOMPUTE)
-@pytest.mark.parametrize("when", [None, *HOSTS])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("case", CASES)
+@spread_by_default(3, case=CASES, kv_heads=(4, 2), when=(None, *HOSTS), mode=RECOMPUTE, fp32_gradients=("off", "on"))
 def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
     together, apart = (layer_of(case, kv_heads) for _ in range(2))
     run(together, None, mode, fp32_gradients)

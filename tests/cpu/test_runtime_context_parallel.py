@@ -5,6 +5,7 @@ import pytest
 from tests.support.runtime.context_parallel_runs import cache_bytes, differences, there_and_back
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.relay_chunks import slices
+from tests.support.seeds import spread_by_default
 
 CASES = {
     "packed": ((5, 1, 8), [[(0, 0, 5), (1, 0, 1), (2, 0, 8)]]),
@@ -35,9 +36,7 @@ def test_fewer_heads_than_ranks_are_repeated(ranks):
         assert between == [[token * 100] for token in range(8)], rank
 
 
-@pytest.mark.parametrize("mode", ["kept", "recomputed"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("case", CASES)
+@spread_by_default(2, case=CASES, kv_heads=(4, 2, 1), mode=("kept", "recomputed"))
 def test_chunks_shared_by_ranks_give_outputs_and_gradients_of_whole_sequences(ranks, case, kv_heads, mode):
     started, size = ranks
     assert max(started.run(differences, *CASES[case], size, kv_heads, mode)) < 1e-12

@@ -21,6 +21,7 @@ from tests.support.runtime.launch_recorder import (
 )
 from tests.support.runtime.launch_timeline import PLANS, picture, timeline
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, two_ranks
+from tests.support.seeds import spread_by_default
 
 CASES = {**PLANS, "KV offload": lambda: offloading_kv(offloading(two_ranks(), 0.5))}
 LONG_US = 1e9
@@ -113,9 +114,7 @@ def test_a_stages_reduction_overlaps_with_the_cool_down_of_the_stages_before_it(
         assert reductions[stage].start_us < last_of[before]
 
 
-@pytest.mark.parametrize("queues", [1, 8])
-@pytest.mark.parametrize("num_buckets", [1, 2])
-@pytest.mark.parametrize("case", ["one stage per rank", "looped", "v", "split weight gradients"])
+@spread_by_default(2, case=("one stage per rank", "looped", "v", "split weight gradients"), num_buckets=(1, 2), queues=(1, 8))
 def test_compute_never_waits_for_the_reduction_of_a_bucket_however_long_it_takes(case, num_buckets, queues):
     ends_us = [_compute_ends_us(timeline([CASES[case]()], queues, time_us, num_buckets)) for time_us in (LONG_US, 0.0)]
     assert ends_us[0] == ends_us[1]

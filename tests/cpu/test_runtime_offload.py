@@ -11,6 +11,7 @@ from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LATE_HOSTS
 from tests.support.runtime.pipeline_runs import run_plan
 from tests.support.runtime.runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
+from tests.support.seeds import spread_by_default
 
 KIB = 1024
 CPU = torch.device("cpu")
@@ -48,10 +49,13 @@ def storages(*sizes):
     return [Storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
 
 
-@pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
-@pytest.mark.parametrize("recompute_layers", [0, 1])
-@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
-@pytest.mark.parametrize("when", ["at once", *LATE_HOSTS])
+@spread_by_default(
+    3,
+    make=(one_rank, one_rank_split, one_rank_two_stages),
+    recompute_layers=(0, 1),
+    share=(0.3, 0.7, 1.0),
+    when=("at once", *LATE_HOSTS),
+)
 def test_gradients_are_those_without_offload_whenever_copies_happen(make, recompute_layers, share, when):
     plan = make(recompute_layers=recompute_layers)
     host = LATE_HOSTS[when]() if when in LATE_HOSTS else None

@@ -44,12 +44,6 @@ def test_a_signal_is_named(tmp_path):
     assert "Traceback" not in said
 
 
-def test_what_ends_well_says_nothing(tmp_path):
-    done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0
-    assert "megatron-epp" not in done.stderr
-
-
 def test_a_folder_for_temporary_files_that_cannot_be_made_is_said_in_one_line(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile.tempdir = '/proc/nowhere'\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
@@ -68,13 +62,14 @@ def node(rank, port, path, **launch):
     return subprocess.Popen(starter, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_nodes_find_each_other_at_the_first_one(tmp_path):
+def test_nodes_find_each_other_at_the_first_one_and_say_nothing_where_all_ends_well(tmp_path):
     says = script(tmp_path, "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
     port = free_port()
     nodes = [node(rank, port, says) for rank in (1, 0)]
     said = [one.communicate(timeout=120) for one in nodes]
     assert [one.returncode for one in nodes] == [0, 0], said
     assert sorted(output for output, _ in said) == ["rank 0 of 2\n", "rank 1 of 2\n"]
+    assert not any("megatron-epp" in errors for _, errors in said)
 
 
 def test_a_node_that_is_missing_ends_the_other_in_one_line(tmp_path):

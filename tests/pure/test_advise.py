@@ -36,7 +36,7 @@ MODEL = {
 }
 NODES_OF_TWO = Cluster("nodes-of-two", H100, None, 2)
 CONTEXT = 32768
-SKEWED = (CONTEXT, *web_lengths(15, 1, CONTEXT))
+SKEWED = (CONTEXT, *web_lengths(7, 1, CONTEXT))
 SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
 
 
@@ -59,6 +59,15 @@ def question(lengths=SKEWED, cap_bytes=UNLIMITED_BYTES, devices=4, **rest) -> Qu
 
 def fits(asked: Question) -> bool:
     return any(misfit(asked, config) is None for config in candidates(asked)[0])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_searches():
+    """Few variants, and few plans of the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in {"VARIED": 2, "SEARCHED": 1, "PLANNED": 4}.items():
+            patch.setattr(search, name, count)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +118,12 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
 
 
 def test_equal_questions_get_equal_advice():
-    asked = question(SKEWED[:4], cap_bytes=9 << 30, devices=2, fixed={"pipeline": 2})
+    asked = question(SKEWED[:4], cap_bytes=9 << 30, devices=2, fixed={"pipeline": 2, "context": 1})
     assert as_json(advise(asked)) == as_json(advise(asked))
 
 
 def test_of_equal_lengths_in_ample_memory_plain_1f1b_is_as_good():
-    advice = advise(replace(question([8192] * 64), context=8192))
+    advice = advise(replace(question([8192] * 16), context=8192))
     assert advice.plain_is_as_good
     assert "Plain 1F1B is as good" in as_text(advice, 3, everything=False)
 
@@ -319,7 +328,7 @@ def test_where_nothing_fits_offload_is_tried_and_that_is_said():
 
 
 def test_where_memory_limits_the_best_offload_is_tried_and_kept_only_if_it_pays(monkeypatch):
-    tight, offloads = question(cap_bytes=7 << 30, **TWO), []
+    tight, offloads = question((CONTEXT, *web_lengths(15, 1, CONTEXT)), cap_bytes=7 << 30, **TWO), []
 
     def counted(asked, say):
         offloads.append(asked.options.offload)

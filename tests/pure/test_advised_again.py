@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from megatron_epp.advice import search
 from megatron_epp.advice.judge import exactly
 from megatron_epp.advice.question import Configuration
 from megatron_epp.advice.search import advise
@@ -46,7 +47,8 @@ def again(tmp_path, capsys):
         pytest.param(["--seed", "7"], id="seed"),
     ],
 )
-def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again):
+def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again, monkeypatch):
+    monkeypatch.setattr(search, "PLANNED", 4)
     args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags)
     question = question_of(args)
     advice = advise(question)

@@ -88,15 +88,15 @@ def test_random_batches_are_planned_once_and_wins_and_losses_counted(
 
 ONCE_FASTER = [
     (0, "interleaved, 4"),
-    (48, "interleaved, 4"),
     (91, "hanayo"),
+    (48, "interleaved, 4"),
     (97, "slimpipe"),
     (29, "slimpipe"),
     (71, "hanayo"),
 ]
 
 
-@some_by_default(("seed", "order"), ONCE_FASTER, 4)
+@some_by_default(("seed", "order"), ONCE_FASTER, 2)
 def test_greedy_has_learnt_from_orders_that_were_faster(seed: int, order: str):
     """Any number of coarse chunks, one warm-up for all ranks, narrow windows for grains that are nearly the best, and slices of
     equal length.

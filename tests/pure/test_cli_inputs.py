@@ -175,7 +175,7 @@ def test_compare_sets_planners_side_by_side_over_several_batches(tmp_path, capsy
 
 
 def test_compare_shows_a_planner_without_a_plan_as_such(capsys):
-    cap = ["--memory-gb", "0.0001"]
+    cap = ["--memory-gb", "0.0001", "--layout", "even", "--slices", "1"]
     argv = ["compare", "--lengths", "900,50", "--lengths", "70", "--planner", "greedy", *SMALL, *cap]
     assert main(argv) == 0
     assert capsys.readouterr().out.count("greedy: no plan. no plan fits a memory cap") == 2

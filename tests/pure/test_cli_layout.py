@@ -8,6 +8,7 @@ from megatron_epp.cli.main import _parser, main
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
+from tests.support.seeds import some_by_default
 
 BATCH = ["--lengths", "9000,4000,4000,2000,1000,700"]
 V = Layout.of_layers((7, 8, 9, 8), Placement("v", 2, 2))
@@ -40,7 +41,7 @@ def test_a_list_says_how_many_stages_there_are(tmp_path, capsys):
     assert "in training:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stages", [4, 6])
+@some_by_default("stages", [4, 6], 1)
 def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(tmp_path, capsys, stages):
     batch = [*BATCH, "--stages", str(stages)]
     lines, layers = [], []

@@ -24,11 +24,17 @@ def ending(*_: object) -> None:
     os._exit(9)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planner() -> Iterator[BackgroundPlanner]:
+    """Its process knows its costs from its start."""
     made = BackgroundPlanner(pipeline(2), Options())
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def made(planner: BackgroundPlanner) -> list[Plan]:
+    return plans(planner)
 
 
 def plans(planner: BackgroundPlanner) -> list[Plan]:
@@ -36,13 +42,12 @@ def plans(planner: BackgroundPlanner) -> list[Plan]:
 
 
 def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
-    planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
+    planner: BackgroundPlanner, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
-    before = plans(planner)
     for _ in range(2):
         planner._worker._process.kill()
         with caplog.at_level(logging.WARNING):
-            assert plans(planner) == before
+            assert plans(planner) == made
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
 
 
@@ -52,19 +57,19 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
     ids=("default", "nothing fits in loading", "a planner of the user's"),
 )
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
-    options: Options, planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture
+    options: Options, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
     early = BackgroundPlanner(pipeline(2), Options(), process=start_early(options))
-    assert plans(early) == plans(planner)
+    assert plans(early) == made
     assert "it is started again" not in caplog.text
     early.close()
 
 
-def test_an_early_process_that_has_ended_is_started_again(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):
     process = start_early(Options())
     process.close()
     early = BackgroundPlanner(pipeline(2), Options(), process=process)
-    assert plans(early) == plans(planner)
+    assert plans(early) == made
     assert "it is started again" in caplog.text
     early.close()
 
@@ -77,7 +82,8 @@ def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptu
     planner.close()
 
 
-def test_a_closed_planner_starts_no_process(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture):
+def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
+    planner = BackgroundPlanner(pipeline(2), Options())
     planner.close()
     with pytest.raises(WorkerError, match="has ended"):
         planner.plan(ASKED)
@@ -89,10 +95,12 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Op
     monkeypatch.setattr(background, "KEPT", 2)
     plan = background._planning(pipeline(2), options, 0, ((0,), (1,)))
     batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
-    for _ in range(7):
+    gc.freeze()  # what other tests hold is neither searched nor counted
+    for _ in range(5):
         for batch in batches:
             plan(batch)
         gc.collect()
         counts.append(len(gc.get_objects()))
+    gc.unfreeze()
     planned_since = len(batches) * len(counts[3:])
     assert counts[-1] - counts[2] < planned_since / 2, counts

@@ -27,8 +27,8 @@ from megatron_epp.planner.kernels.compiled import is_compiled
 print(is_compiled())
 for lengths, stages, options in [
     ((9000, 4000, 700), 2, Options(slices=3, steps=300)),
-    (web_lengths(20, seed=1, longest=30000), 4, Options()),
-    (web_lengths(20, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
+    (web_lengths(8, seed=1, longest=30000), 4, Options()),
+    (web_lengths(8, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
 ]:
     for turns in (1, 2):
         costs = replace(pipeline(stages), host_turns=turns)

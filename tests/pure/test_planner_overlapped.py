@@ -18,6 +18,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, fitted, plan, slice_groups
 from megatron_epp.planner.search.greedy import greedy
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem, web_lengths
+from tests.support.seeds import some_by_default, spread_by_default
 
 RANKS = 4
 ASKED = Options(overlap_exchanges=True)
@@ -33,8 +34,15 @@ def joined(made: Plan) -> list[Step]:
     return [step for step in chain.from_iterable(made.ranks) if step.also]
 
 
-@pytest.mark.parametrize("lengths", [(8192,) * 24, (30000, 9000, 5000, *[900] * 40)], ids=["equal", "skewed"])
-@pytest.mark.parametrize("options", [Options(), Options(split_weight=True), Options(budget_ms=0)], ids=["", "split", "budget"])
+EQUAL, SKEWED = (8192,) * 24, (30000, 9000, 5000, *[900] * 40)
+SPLIT, BUDGET = Options(split_weight=True), Options(budget_ms=0)
+
+
+@some_by_default(
+    ("lengths", "options"),
+    [(EQUAL, Options()), (SKEWED, SPLIT), (SKEWED, BUDGET), (SKEWED, Options()), (EQUAL, SPLIT), (EQUAL, BUDGET)],
+    3,
+)
 def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(lengths: tuple[int, ...], options: Options):
     asked, costs = problem(lengths, RANKS, 40 * GIB), costs_of(8)
     plain, made = (plan(asked, costs, replace(options, overlap_exchanges=on)) for on in (False, True))
@@ -56,7 +64,7 @@ def test_weight_gradients_are_joined_with_forwards_where_these_have_no_backward_
 
 
 def test_slices_of_one_sequence_are_no_step():
-    asked = problem((30000, 9000, 5000, *[900] * 40), RANKS, 40 * GIB)
+    asked = problem(SKEWED, RANKS, 40 * GIB)
     made = plan(asked, costs_of(8), ASKED)
     steps = [step.actions for step in joined(made)]
     assert (Op.F, Op.F) in [(one.op, two.op) for one, two in steps]
@@ -71,9 +79,7 @@ def test_without_tensor_parallel_ranks_and_in_an_evaluation_nothing_is_joined():
     assert plan(evaluation, costs_of(8), ASKED) == plan(evaluation, costs_of(8))
 
 
-@pytest.mark.parametrize("kind", ["looped", "v"])
-@pytest.mark.parametrize("share", [1.2, 2.0])
-@pytest.mark.parametrize("seed", range(3))
+@spread_by_default(3, kind=("looped", "v"), share=(1.2, 2.0), seed=range(3))
 def test_plans_under_caps_are_no_slower_and_within_them(kind: str, share: float, seed: int):
     placement = Placement(kind, RANKS, 2).rank_of  # type: ignore[arg-type]
     costs = costs_of(4, 8)

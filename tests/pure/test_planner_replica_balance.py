@@ -23,6 +23,7 @@ from megatron_epp.planner.service.replica_balance import (
     divide,
     longest_first,
 )
+from tests.support.seeds import some_by_default
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
 COSTS = analytic_costs(SHAPE, CPU, [2, 2])
@@ -177,7 +178,7 @@ def test_an_estimate_counts_the_recompute_that_the_caps_force():
         estimate_us(problem(lengths, 1000), COSTS, Options())
 
 
-@pytest.mark.parametrize("options", [Options(), Options(budget_ms=30)])
+@some_by_default("options", [Options(budget_ms=30), Options()], 1)
 def test_replicas_plan_their_shares_of_one_division(options):
     """Each in a process of its own, with a planner that does not repeat itself too."""
     lengths = (900, 30, 400, 410, 20, 77, 500, 12)

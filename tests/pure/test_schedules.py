@@ -232,7 +232,15 @@ SLICING = [name for name in ORDERS if name != "helixpipe"]
 
 
 @pytest.mark.parametrize("name", SLICING)
-@pytest.mark.parametrize("options", [Options(), Options(slices=6), Options(split_weight=True)], ids=["any", "six slices", "W"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(Options(), id="any", marks=pytest.mark.slow),
+        pytest.param(Options(slices=6), id="six slices"),
+        pytest.param(Options(split_weight=True), id="W", marks=pytest.mark.slow),
+        pytest.param(Options(slices=6, split_weight=True), id="six slices, W"),
+    ],
+)
 def test_skewed_batches_have_sound_plans(name: str, options: Options):
     problem = problem_of(name)
     made = plan(problem, costs_of(problem), replace(options, planner=name))
