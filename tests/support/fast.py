@@ -115,7 +115,6 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_estimate.py": ("test_the_command_shows_it_beside_the_plan",),
     "mcore/test_recipes.py": (
         "test_a_dry_run_shows_no_secret",
-        "test_a_users_mistake_ends_the_command_without_a_traceback",
         "test_a_users_mistake_is_told_in_the_last_line",
         "test_what_every_rank_would_refuse_is_refused_before_anything_starts",
     ),
