@@ -271,7 +271,7 @@ LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
     "there and back, capped": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
         "both": f"{_YARN} --mtp-num-layers 2",
-        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.00115 --epp-recompute-modes all --epp-loss-block-tokens 5",
+        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0015 --epp-recompute-modes all --epp-loss-block-tokens 5",
         "choice": "off",
     },
     "tensor and sequence parallel": {
