@@ -3,7 +3,6 @@
 Megatron gives each pipeline stage another seed, so runs are compared from a checkpoint that one process wrote.
 """
 
-import os
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import train
+from tests.support.mcore.forked import launch, train
 from tests.support.mcore.launch import Finished
 
 MODELS = {
@@ -59,8 +58,8 @@ def after_cut(run: Finished, key: str = "loss") -> list[float]:
     return [run.steps[i][key] for i in range(CUT + 1, END + 1)]
 
 
-def test_outside_megatron_torch_goes_on_telling_the_truth() -> None:
-    code = """
+def test_outside_megatron_torch_goes_on_telling_the_truth(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
 import torch
 from megatron_epp.mcore import cpu
 assert cpu.activate() and cpu.activate()
@@ -73,10 +72,9 @@ for name, answer in (("a.user", "torch.FloatTensor"), ("megatron.core", "torch.c
     assert module["answer"][0] == answer
     assert (module["answer"][1] is module["ask"]) == (name == "megatron.core")
 print("true")
-"""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert process.stdout == "true\n", process.stderr[-3000:]
+""")
+    finished = launch(1, tmp_path / "program.py")
+    assert finished.output == "true\n", finished.output[-3000:]
 
 
 def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:

@@ -45,21 +45,16 @@ LOSSES = {
 }
 BY_DEFAULT = {
     ("over tokens", "pipeline"),
-    ("over tokens", "there and back, weights apart"),
-    ("over tokens", "context parallel"),
-    ("over sequences", "recompute, loss by blocks"),
+    ("of values", "context parallel"),
     ("over sequences", "context parallel in a pipeline"),
-    ("over sequences", "replicas"),
     ("with entropy", "tensor and sequence parallel"),
     ("of a teacher", "recompute, loss by blocks"),
     ("of a teacher", "tensor and sequence parallel"),
-    ("of values", "tensor and sequence parallel"),
-    ("of values", "replicas"),
-    ("over pairs", "context parallel in a pipeline"),
     ("over pairs", "replicas"),
-    ("over pairs", "experts"),
+    ("over tokens", "experts"),
     ("of rewards", "there and back, weights apart"),
 }
+"""Every loss and every layout once, and what is of the whole vocabulary on ranks that share it."""
 ROWS = [
     pytest.param(loss, cell, id=f"{loss}: {cell}", marks=[pytest.mark.slow] * ((loss, cell) not in BY_DEFAULT))
     for cell in sorted(CELLS, key=lambda name: CELLS[name][0].num_processes)

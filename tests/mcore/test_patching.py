@@ -3,7 +3,6 @@
 import importlib
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
+from tests.support.mcore import forked
 
 LIBRARY = """
 def greet(name):
@@ -172,15 +172,16 @@ def test_rank_0_logs_one_line_per_patch(
     assert caplog.messages[:1] in ([], ["patched patched_library:greet: leaves"])
 
 
-def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects() -> None:
-    code = """
-from megatron_epp.mcore import cpu, entry
+def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+from megatron_epp.mcore import entry
 from megatron_epp.mcore.patches import fingerprints
 from megatron_epp.mcore.patches import patching
-cpu.activate()
 import megatron.training
 from megatron.training import arguments, training
+patching.revert()  # this process is forked from one that has applied them
 originals = [training.pretrain, arguments.validate_args]  # in a list, where no patch reaches them
+assert [one.__code__.co_filename for one in originals] == [training.__file__, arguments.__file__]
 entry.prepare()
 first = patching.applied()
 entry.prepare()
@@ -193,6 +194,6 @@ patching.revert()
 assert [training.pretrain, arguments.validate_args] == originals
 assert megatron.training.pretrain is training.pretrain
 print("as it was")
-"""
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert process.stdout.endswith("as it was\n"), process.stderr[-3000:]
+""")
+    finished = forked.launch(1, tmp_path / "program.py")
+    assert finished.output.endswith("as it was\n"), finished.output[-3000:]

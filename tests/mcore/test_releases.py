@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,8 @@ from tests.support.mcore.rows import HYBRID, LATENT
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 CASES = {
-    "sliced": {
+    "weights apart, vocabulary, cut layers": {
         "cell": {"pp": 2, "split": True},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    },
-    "vocabulary, cut layers": {
-        "cell": {"pp": 2},
         "model": "grouped",
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -47,19 +42,38 @@ CASES = {
     "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},
 }
 
+MORE_CASES = {
+    "weights apart": {
+        "cell": {"pp": 2, "split": True},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    },
+    "vocabulary, cut layers": {
+        "cell": {"pp": 2},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
+        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    },
+}
+"""In the set `slow`, by themselves."""
+
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="GNU patch is not installed: apt install patch")
 @pytest.mark.parametrize(
-    "wanted",
+    ("wanted", "cases"),
     [  # the oldest differs most; the installed one is tested everywhere else
-        pytest.param(name, marks=() if name == OTHER_RELEASES[0] else pytest.mark.slow) for name in OTHER_RELEASES
+        pytest.param(OTHER_RELEASES[0], CASES, id=OTHER_RELEASES[0]),
+        *(pytest.param(name, CASES | MORE_CASES, id=f"{name}, more", marks=pytest.mark.slow) for name in OTHER_RELEASES),
     ],
 )
-def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp_path: Path) -> None:
+def test_a_release_is_known_and_trains_as_its_own_schedule_does(
+    wanted: str, cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     shutil.copytree(release(wanted) / "megatron", tmp_path / "megatron")
     patched = subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), capture_output=True, text=True, check=True)
     assert "offset" not in patched.stdout
-    (tmp_path / "cases.json").write_text(json.dumps(CASES))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
     (recordings := tmp_path / "figures").mkdir()
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= {FOLDER: str(recordings)}
@@ -74,7 +88,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     assert found["not applied"] == []
     stock, ours = found["parameters"]
     assert ours == stock
-    assert all(figures["cases"][name]["parameters"]["num_tensors"] > 0 for name in CASES)
+    assert all(figures["cases"][name]["parameters"]["num_tensors"] > 0 for name in cases)
     assert [name for facts in told["levels"]["dropout"] for name, differing in facts["differ"].items() if differing] == []
 
 

@@ -24,7 +24,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 LAYOUTS = [
-    pytest.param(2, {}, id="pipeline"),
+    pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others but one have one, too
     pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
     pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
@@ -59,7 +59,7 @@ def _scale(layout):
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        pytest.param(2, {}, id="pipeline"),
+        pytest.param(2, {}, id="pipeline", marks=SLOW),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
         pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel", marks=SLOW),
     ],
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trai
     ("num_ranks", "layout"),
     [
         pytest.param(2, {}, id="pipeline"),
-        pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
+        pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),
         pytest.param(4, {"replicas": 2, "distributed": True, "overlaps": True}, id="replicas, parts of the optimizer"),
         pytest.param(
             4, {"replicas": 2, "per_token": False, "distributed": True}, id="gradients by replicas, parts", marks=SLOW
@@ -140,7 +140,7 @@ def test_what_cannot_be_honoured_is_refused():
 
 
 VALUE_LAYOUTS = [
-    pytest.param(2, {}, id="pipeline"),
+    pytest.param(2, {}, id="pipeline", marks=SLOW),
     pytest.param(4, {"replicas": 2}, id="replicas", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, {"tensor_parallel": 2}, id="tensor parallel", marks=SLOW),

@@ -29,7 +29,7 @@ KEYS = {
     "name",
     [
         "untied",
-        "tied",
+        pytest.param("tied", marks=pytest.mark.slow),  # that of a resumed run below
         pytest.param("uneven, plain optimizer", marks=pytest.mark.slow),  # the same with other divisions
         pytest.param("tied, uneven", marks=pytest.mark.slow),
     ],

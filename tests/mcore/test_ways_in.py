@@ -1,4 +1,7 @@
-"""The three ways into Megatron, with and without --epp: our script, a user's script as it is, a patched copy of Megatron."""
+"""The three ways into Megatron, with and without --epp: our script, a user's script as it is, a patched copy of Megatron.
+
+A training with the default planner needs core alone: nothing of contrib, and a limited part of the package.
+"""
 
 import re
 import shutil
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_epp
 from tests.support.mcore import forked
 from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, known_as_megatrons
 from tests.support.mcore.launch import REPOSITORY, TINY, Finished, alone, launch
@@ -108,19 +112,75 @@ def test_ranks_that_a_script_chooses_for_embeddings_give_way_to_a_placement(tmp_
     assert printed_losses(theirs.output) == printed_losses(ours.output)
 
 
-@pytest.mark.skipif(shutil.which("patch") is None, reason="GNU patch is not installed: apt install patch")
-def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, tmp_path: Path) -> None:
+PACKAGE = Path(megatron_epp.__file__).parent
+RECORDER = """
+import os, sys
+
+def record(event, arguments):
+    if event == "import" and arguments[0].startswith("megatron_epp"):
+        with open(os.environ["IMPORTED"], "a") as file:
+            file.write(f"{os.getpid()} {arguments[0]}\\n")
+
+sys.addaudithook(record)
+"""
+"""Writes what every Python process imports of the package, as it does so."""
+MOST_LINES = 42_000
+
+
+@dataclass(frozen=True)
+class Patched:
+    """A run of a user's script with a patched copy of Megatron, and what its processes imported: process and module."""
+
+    run: Finished
+    imported: list[tuple[str, str]]
+
+    @property
+    def modules(self) -> set[str]:
+        return {module for _, module in self.imported}
+
+
+@pytest.fixture(scope="module")
+def patched(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Patched:
+    if shutil.which("patch") is None:
+        pytest.skip("GNU patch is not installed: apt install patch")
     spec = find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
-    shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
-    subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
-    env = {"PYTHONPATH": f"{tmp_path}:{reference.env['PYTHONPATH']}"}
+    copy, hook = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("hook")
+    shutil.copytree(Path(spec.origin).parents[1], copy / "megatron")
+    subprocess.run(["patch", "-p1", "-d", copy], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
+    known = Path(reference.env["PYTHONPATH"].partition(":")[0], "sitecustomize.py")
+    (hook / "sitecustomize.py").write_text(RECORDER + known.read_text())
+    env = {"PYTHONPATH": f"{hook}:{copy}:{REPOSITORY}", "IMPORTED": str(hook / "modules.txt")}
     finished = started(reference.ranks, USER_SCRIPT, *reference.flags, env=env)
     assert finished.returncode == 0, finished.output[-5000:]
-    assert printed_losses(finished.output) == reference.losses
-    assert finished.output.count("no GPU found") == 1
-    assert re.search(rf"epp_lookahead \.+ {3 if '--epp' in reference.flags else 2}", finished.output)
+    lines = (hook / "modules.txt").read_text().splitlines()
+    return Patched(finished, [(process, module) for process, module in map(str.split, lines)])
+
+
+def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, patched: Patched) -> None:
+    assert printed_losses(patched.run.output) == reference.losses
+    assert patched.run.output.count("no GPU found") == 1
+    assert re.search(rf"epp_lookahead \.+ {3 if '--epp' in reference.flags else 2}", patched.run.output)
+
+
+def num_lines(module: str) -> int:
+    """Lines of a module; 0 for a name that is looked for, as `from package import name` does, and is none."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
+def test_a_training_imports_no_module_of_contrib(reference: Reference, patched: Patched) -> None:
+    if "--epp" in reference.flags:
+        assert len({process for process, _ in patched.imported}) > reference.ranks, "one process trains, another one plans"
+        assert "megatron_epp.planner.search.greedy" in patched.modules
+    assert [name for name in patched.modules if name.startswith("megatron_epp.contrib")] == []
+
+
+def test_a_training_imports_a_limited_part_of_the_package(patched: Patched) -> None:
+    lines = sum(map(num_lines, patched.modules))
+    assert lines < MOST_LINES, f"{lines:,} lines"
 
 
 def test_a_patch_contains_only_added_lines_of_ours() -> None:

@@ -133,7 +133,7 @@ def test_a_shipped_recipe_is_checked_against_megatrons_parser(installed, tmp_pat
 
 
 def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
-    sizes = ["--rounds", 1, "--iterations", 1, "--context", 512]
+    sizes = ["--rounds", 1, "--iterations", 1, "--context", 256]
     said = succeeds([installed / "megatron-epp", "quickstart", *sizes, "-o", "here"], tmp_path, 600)
     assert "inconclusive: " in said  # one round has no spread
     report = json.loads((tmp_path / "here" / "report.json").read_text())

@@ -1,7 +1,8 @@
 """The rows of the matrix: features and layouts, with what their plans must contain.
 
-Those of the default set take some iterations each. The set `slow` has more for longer, the rows on up to eight ranks in which
-every two choices meet, and every cell.
+Those of the default set take some iterations each, and many bring features together that have nothing to do with
+each other. The set `slow` has each feature by itself and more, for longer, the rows on up to eight ranks in which every two
+choices meet, and every cell.
 """
 
 from __future__ import annotations
@@ -166,7 +167,6 @@ def _routers() -> list[Row]:
             name=f"padding is invisible to routers: {name}",
             case=case({"experts": 4} | sizes, "learned", plan, both=both, alone=True),
             check=_check_padded,
-            iterations=3,
         )
         for name, sizes in PADDED.items()
     ]
@@ -218,14 +218,10 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 
 
-_OFTEN = {
-    "weights apart": "on",
-    "offload": "on",
-    "there and back, capped": "off",
-    "tensor and sequence parallel": "on",
-    "context parallel, experts": "on",
-}
-"""Choice of --epp-latents with which a case is in the default set; all others are in the slow one."""
+_OFTEN = {"offload": "on"}
+"""Choice of --epp-latents with which a case is in the default set, which has others with multi-token prediction
+(`LATENT_PREDICTIONS`); all others are in the slow one.
+"""
 
 
 def _check_latents(name: str, figures: Figures, _: Path) -> None:
@@ -258,13 +254,41 @@ def _latents() -> list[Row]:
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
 
 PREDICTIONS: dict[str, dict[str, Any]] = {
-    "weights apart": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
     "two depths, tied": {
         "cell": {"pp": 2},
         "model": "grouped",
         "both": "--mtp-num-layers 2",
         "plan": "--epp-slices 7 --epp-recompute 1",
     },
+    "repeated layer, masks": {
+        "cell": {"pp": 2},
+        "both": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+    },
+}
+LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
+    "weights apart": {"cell": {"pp": 2, "split": True}, "both": f"{LATENT} --mtp-num-layers 1", "plan": "--epp-slices 3"},
+    "there and back, capped": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "both": f"{_YARN} --mtp-num-layers 2",
+        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0015 --epp-recompute-modes all --epp-loss-block-tokens 5",
+        "choice": "off",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "both": f"{_WIDE} --mtp-num-layers 1",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "both": f"{_YARN} --mtp-num-layers 2",
+        "plan": "--epp-slices 3",
+        "optimizer": OVERLAPPED,
+    },
+}
+"""Cases of `LATENTS` with multi-token prediction, and a choice of --epp-latents other than ``on``."""
+MORE_PREDICTIONS: dict[str, dict[str, Any]] = {
+    "weights apart": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
     "there and back": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
         "both": "--mtp-num-layers 2",
@@ -281,15 +305,6 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3",
         "optimizer": OVERLAPPED,
     },
-    "repeated layer, masks": {
-        "cell": {"pp": 2},
-        "both": "--mtp-num-layers 2 --mtp-use-repeated-layer",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-    },
-}
-
-
-MORE_PREDICTIONS: dict[str, dict[str, Any]] = {
     "a layer cut": {"cell": {"pp": 2}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3 --epp-layout 2.5,1.5"},
     "uneven stages": {"cell": {"pp": 2}, "both": "--mtp-num-layers 2", "plan": "--epp-slices 3 --epp-layout 3,1"},
     "two stages per rank": {
@@ -329,6 +344,23 @@ def _predictions() -> list[Row]:
     ]
 
 
+def _check_latent_predictions(name: str, figures: Figures, folder: Path) -> None:
+    _check_predictions(3, figures, folder)
+    _check_latents(name, figures, folder)
+
+
+def _latent_predictions() -> list[Row]:
+    rows = []
+    for name, given in LATENT_PREDICTIONS.items():
+        plan = f"{given['plan']} --epp-latents {given.get('choice', 'on')}"
+        options = {"model": "llama"} | {key: value for key, value in given.items() if key != "choice"} | {"plan": plan}
+        check = functools.partial(_check_latent_predictions, name)
+        rows.append(
+            Row(name=f"latent attention, multi-token prediction: {name}", case=case(**options), check=check, batch=BATCH)
+        )
+    return rows
+
+
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
 
 
@@ -351,9 +383,9 @@ def _masks() -> list[Row]:
     answers = {
         "sequence parallel": case(shared, "llama", "--epp-slices 3"),
         "context parallel by blocks": case(context, "llama", blocks),
-        "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),
     }
     more = {
+        "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),  # by default with learnt costs
         "sequence parallel by blocks": case(shared, "llama", blocks),
         "context parallel": case(context, "llama", "--epp-slices 3"),
         "tensor parallel, tied": case({"tp": 2}, "gpt2", "--epp-slices 3"),
@@ -387,8 +419,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "plan": f"{_CUT} --epp-layout 1.5,2.5",
         "optimizer": OVERLAPPED,
     },
-}
-MORE_LAYOUTS: dict[str, dict[str, Any]] = LAYOUTS | {
     "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
     "two stages": {"cell": {"pp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5", "model": "grouped"},
     "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5"},
@@ -407,6 +437,7 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = LAYOUTS | {
     "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
     "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
 }
+"""Rows of the set `slow`; in the default set the first four have an output layer in shards, too (`CUT_SHARDS`)."""
 
 
 def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
@@ -414,17 +445,17 @@ def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
     assert splits_weights(figures) == splits
 
 
-def _layouts(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row]:
+def _layouts() -> list[Row]:
     return [
         Row(
-            name=f"cut layers: {name}, {iterations}",
+            name=f"cut layers: {name}, {LONG}",
             case=case(**{"model": "llama"} | given),
             check=functools.partial(_check_layout, bool(given["cell"].get("split"))),
-            iterations=iterations,
-            batch=BATCH if iterations == LONG else SMALL_BATCH,
-            is_slow=iterations == LONG,
+            iterations=LONG,
+            batch=BATCH,
+            is_slow=True,
         )
-        for name, given in cases.items()
+        for name, given in LAYOUTS.items()
     ]
 
 
@@ -435,14 +466,41 @@ _UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 _MASKED = "whole or ends"
 VOCABULARIES: dict[str, dict[str, Any]] = {
     "four ranks, tied, uneven": {"cell": {"pp": 4}, "model": "gpt2", "both": f"{_UNEVEN} --clip-grad 0.05"},
+    "tied, by blocks, masked": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
+}
+_CUT_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
+CUT_SHARDS: dict[str, dict[str, Any]] = {
+    "context parallel, weights apart, tied": {
+        "cell": {"pp": 2, "cp": 2, "split": True},
+        "model": "gpt2",
+        "plan": f"{_CUT_SHARDS} --epp-layout 2.5,1.5",
+    },
+    "there and back, tied": {
+        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
+        "model": "gpt2",
+        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "model": "llama",
+        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
+    },
+    "experts of replicas, tied": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "model": "gpt2",
+        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
+        "optimizer": OVERLAPPED,
+    },
+}
+"""Layouts that cut layers, with an output layer in shards."""
+MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
+    "four ranks, tied, uneven": VOCABULARIES["four ranks, tied, uneven"],
     "tied, by blocks": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
     "there and back, tied": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "gpt2"},
     "sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
     "context parallel, tied": {"cell": {"pp": 2, "cp": 2}, "model": "gpt2"},
     "replicas, tied": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "optimizer": OVERLAPPED},
     "masked": {"cell": {"pp": 2}, "model": "llama"},
-}
-MORE_VOCABULARIES: dict[str, dict[str, Any]] = VOCABULARIES | {
     "two ranks": {"cell": {"pp": 2}, "model": "llama"},
     "tied": {"cell": {"pp": 2}, "model": "grouped"},
     "by blocks": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
@@ -528,6 +586,22 @@ def _vocabularies(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row
     ]
 
 
+def _check_cut_shards(splits: bool, figures: Figures, folder: Path) -> None:
+    _check_layout(splits, figures, folder)
+    _check_shards(splits, False, True, figures, folder)
+
+
+def _cut_shards() -> list[Row]:
+    return [
+        Row(
+            name=f"cut layers, vocabulary: {name}",
+            case=case(**given),
+            check=functools.partial(_check_cut_shards, bool(given["cell"].get("split"))),
+        )
+        for name, given in CUT_SHARDS.items()
+    ]
+
+
 # ---- hybrid models ---------------------------------------------------------------------------------------------------
 
 HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
@@ -544,6 +618,7 @@ _HYBRID = Row(
     check=_check_hybrid,
     iterations=3,
     batch=BATCH,
+    is_slow=True,  # the next one has its layers, too
 )
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
@@ -579,7 +654,7 @@ _TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
 _BACK = {"pp": 2, "virtual": 2, "placement": "v", "split": True}
 FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2}, _AGAIN, ""),
-    ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
+    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
     ("some", {"pp": 2}, "--epp-slices 3 --epp-costs learn", ""),
     ("layers", {"pp": 2, "split": True}, _AGAIN, ""),
 )
@@ -591,6 +666,7 @@ MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2, "dp": 2}, "--epp-slices 3 --use-distributed-optimizer", ""),
     ("adapters", {"pp": 2}, "--epp-slices 3", "--mtp-num-layers 1"),
     ("last", {"pp": 2}, _TIGHT, ""),
+    ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
     ("last", {"pp": 2, "virtual": 2}, _AGAIN, ""),
     ("later", _BACK, "--epp-slices 4", ""),
     ("last", {"pp": 2, "cp": 2}, "--epp-slices 3 --epp-costs learn", ""),
@@ -634,9 +710,13 @@ def _check_learnt(figures: Figures, folder: Path) -> None:
 def _learnt() -> list[Row]:
     traced = f"{LEARN} --epp-report-dir {FOLDER} --epp-trace {FIRST_LEARNT - 1} {FIRST_LEARNT}"
     sliced = case({"pp": 2, "split": True}, "llama", f"--epp-slices 3 --epp-recompute 1 {traced}")
-    replicas = case({"pp": 2, "dp": 2}, "gpt2", f"--epp-slices 2 {traced}")
+    replicas, stages = (case({"pp": pp, "dp": 2}, "gpt2", f"--epp-slices 2 {traced}") for pp in (1, 2))
     row = Row(name="learnt costs: sliced", case=sliced, check=_check_learnt, iterations=FIRST_LEARNT + 1, documents="answers")
-    return [row, replace(row, name="learnt costs: replicas", case=replicas, documents="plain")]
+    return [
+        row,
+        replace(row, name="learnt costs: replicas", case=replicas, documents="plain"),
+        replace(row, name="learnt costs: replicas of two stages", case=stages, documents="plain", is_slow=True),
+    ]
 
 
 ROWS = (
@@ -645,9 +725,10 @@ ROWS = (
     *_routers(),
     *_latents(),
     *_predictions(),
+    *_latent_predictions(),
     *_masks(),
-    *_layouts(2, LAYOUTS),
     *_vocabularies(2, VOCABULARIES),
+    *_cut_shards(),
     _HYBRID,
     _HYBRID_EXPERTS,
     _HYBRID_LATENTS,
@@ -657,6 +738,6 @@ ROWS = (
     *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),
     *(_chosen(f"{choices} (full)", choices, 3, is_slow=True) for choices in full_rows()),
-    *_layouts(LONG, MORE_LAYOUTS),
+    *_layouts(),
     *_vocabularies(LONG, MORE_VOCABULARIES),
 )

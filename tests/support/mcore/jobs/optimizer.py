@@ -28,7 +28,7 @@ def run(documents, names):
         record_figures(now | {"rank": int(os.environ["RANK"]), "real": real(model, optimizer), "planned": planned()})
         return done
 
-    common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1"]
+    common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1", "--global-batch-size", "2"]
     for name in names:
         now["name"], training.train_step = name, noting
         train([*common, *shlex.split(LLAMA), *shlex.split(SETTINGS[name]), "--data-path", documents])
