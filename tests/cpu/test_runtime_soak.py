@@ -43,7 +43,7 @@ def one_thread():
 
 @pytest.mark.parametrize(
     ("iterations", "warm_up"),
-    [(300, 100), pytest.param(2000, 600, marks=pytest.mark.slow)],  # whatever grows with every iteration shows in 200 of them
+    [(400, 200), pytest.param(2000, 600, marks=pytest.mark.slow)],  # whatever grows with every iteration shows in 200 of them
 )
 def test_hundreds_of_iterations_leave_nothing_behind(one_thread, iterations, warm_up):
     batches = [(plan, batch_of(plan)) for plan in plans()]
