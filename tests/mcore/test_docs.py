@@ -97,6 +97,7 @@ def test_a_block_for_a_laptop_runs(page, block, anywhere, monkeypatch):
     done = subprocess.run(command, cwd=anywhere, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, f"{name(page)}\n{(done.stdout + done.stderr)[-5000:]}"
     monkeypatch.chdir(anywhere)
+    monkeypatch.syspath_prepend(anywhere)
     for line in plain:
         assert cli.main(shlex.split(line)[1:]) == 0, f"{name(page)}\n{line}"
 
