@@ -97,7 +97,6 @@ def test_a_block_for_a_laptop_runs(page, block, anywhere, monkeypatch):
     done = subprocess.run(command, cwd=anywhere, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, f"{name(page)}\n{(done.stdout + done.stderr)[-5000:]}"
     monkeypatch.chdir(anywhere)
-    monkeypatch.syspath_prepend(anywhere)
     for line in plain:
         assert cli.main(shlex.split(line)[1:]) == 0, f"{name(page)}\n{line}"
 
@@ -109,7 +108,9 @@ def _parts(block):
     lines = block.splitlines(keepends=True)
     first = next((at for at, line in enumerate(lines) if line.startswith("megatron-epp ")), len(lines))
     plain = [line.partition("#")[0].strip() for line in lines[first:]]
-    if all(line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain):
+    if "cd " not in "".join(lines[:first]) and all(
+        line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain
+    ):
         return "".join(lines[:first]), plain
     return block, []
 
