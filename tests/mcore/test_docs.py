@@ -108,7 +108,9 @@ def _parts(block):
     lines = block.splitlines(keepends=True)
     first = next((at for at, line in enumerate(lines) if line.startswith("megatron-epp ")), len(lines))
     plain = [line.partition("#")[0].strip() for line in lines[first:]]
-    if all(line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain):
+    if "cd " not in "".join(lines[:first]) and all(
+        line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain
+    ):
         return "".join(lines[:first]), plain
     return block, []
 

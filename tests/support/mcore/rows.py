@@ -108,13 +108,13 @@ PLACEMENTS = {
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
 
-def _check_choices(choices: Choices, iterations: int, figures: Figures, _: Path) -> None:
+def _check_choices(choices: Choices, iterations: int, batch: int, figures: Figures, _: Path) -> None:
     cell, plans = choices.cell, plans_of(figures)
     assert figures["num_processes"] == cell.num_processes
     assert len(figures["plans"]) == cell.dp
     assert len(plans) == cell.dp * iterations
     counts = list(zip(*([plan["sequences"] for plan in replica] for replica in figures["plans"]), strict=True))
-    assert {sum(of_replicas) for of_replicas in counts} == {BATCH}
+    assert {sum(of_replicas) for of_replicas in counts} == {batch}
     assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
     assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
     assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
@@ -124,12 +124,14 @@ def _check_choices(choices: Choices, iterations: int, figures: Figures, _: Path)
     assert splits_weights(figures) == cell.split
 
 
-def _chosen(name: str, choices: Choices, iterations: int, is_slow: bool) -> Row:
-    check = functools.partial(_check_choices, choices, iterations)
-    return Row(name=name, case=choices.case, check=check, iterations=iterations, batch=BATCH, is_slow=is_slow)
+def _chosen(name: str, choices: Choices, iterations: int, batch: int = BATCH, is_slow: bool = True) -> Row:
+    check = functools.partial(_check_choices, choices, iterations, batch)
+    return Row(name=name, case=choices.case, check=check, iterations=iterations, batch=batch, is_slow=is_slow)
 
 
-KINDS = tuple(_chosen(str(choices), choices, 2, is_slow=False) for choices in CHOICES)
+KINDS = tuple(
+    _chosen(str(choices), choices, 2, BATCH if choices.cell.dp > 1 else SMALL_BATCH, is_slow=False) for choices in CHOICES
+)
 
 # ---- routers ---------------------------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ def _routers() -> list[Row]:
         Row(name=f"routers: {name}", case=case({"experts": 4}, "llama", plan, both=both), check=_anything, iterations=3)
         for name, (both, plan) in ROUTERS.items()
     ]
-    both, plan = f"{ALL_STATISTICS} --global-batch-size 8", "--epp-planner 1f1b --epp-recompute 4"
+    both, plan = ALL_STATISTICS, "--epp-planner 1f1b --epp-recompute 4"
     return rows + [
         Row(
             name=f"padding is invisible to routers: {name}",
@@ -630,7 +632,6 @@ _HYBRID_EXPERTS = Row(
     ),
     check=_check_hybrid,
     iterations=3,
-    batch=BATCH,
 )
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
@@ -736,8 +737,8 @@ ROWS = (
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
     *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)),
     *_cuts(MORE_ITERATIONS, MORE_CASES),
-    *(_chosen(str(choices), choices, 2, is_slow=True) for choices in PAIRS),
-    *(_chosen(f"{choices} (full)", choices, 3, is_slow=True) for choices in full_rows()),
+    *(_chosen(str(choices), choices, 2) for choices in PAIRS),
+    *(_chosen(f"{choices} (full)", choices, 3) for choices in full_rows()),
     *_layouts(),
     *_vocabularies(LONG, MORE_VOCABULARIES),
 )
