@@ -8,6 +8,7 @@ ran here: `-x`, `--durations` and `--junitxml` work as ever.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing.util
 import os
@@ -94,6 +95,8 @@ class _File:
         if self._pid == 0:
             self.connection.close()
             _run(session, items, theirs)
+        with contextlib.suppress(ProcessLookupError):
+            os.setpgid(self._pid, 0)
         theirs.close()
 
     def log_next(self) -> bool:
@@ -126,8 +129,9 @@ class _File:
         return False
 
     def end(self) -> None:
-        """End the process, whatever it does."""
-        os.kill(self._pid, signal.SIGTERM)
+        """End the process, whatever it does, and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGTERM)
         os.waitpid(self._pid, 0)
 
 
@@ -156,6 +160,7 @@ class _Reporter:
 def _run(session: pytest.Session, items: Sequence[pytest.Item], connection: Connection) -> NoReturn:
     """Run the tests of a file, in its process, and end it."""
     try:
+        os.setpgid(0, 0)
         lifetime.end_with_parent()
         atexit._clear()  # what is registered is for the process that registered it
         _adapt(session.config, items[0].path, connection)
