@@ -123,7 +123,7 @@ class SharedForks(Forks):
 def start_shared(folder: Path) -> object:
     """Start the process from which those are forked that fork ranks. It ends when what is returned is no longer kept."""
     path = str(folder / "forks")
-    process, connection = started(share, path, options=("-W", "ignore"), environment=ENVIRONMENT)
+    process, connection = started(share, path, options=("-W", "ignore"), environment=ENVIRONMENT | {"TORCH_GLOO_LAZY_INIT": "1"})
     connection.recv()
     os.environ[SHARED] = path
     return process, connection
