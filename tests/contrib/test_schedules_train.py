@@ -18,9 +18,9 @@ from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters
 from tests.support.mcore.parity_figures import Figures
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 
-BY_DEFAULT = ("kfkb", "breadth-first", "zb-h2", "stp", "sppo", "infinipipe")
-"""One of each kind: one stage per rank, several, with separate weight gradients, in a V with steps of two actions, which take
-turns at the exchanges of tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
+BY_DEFAULT = ("zb-h2", "stp", "sppo", "infinipipe")
+"""One of each kind: with separate weight gradients, in a V with steps of two actions, which take turns at the exchanges of
+tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
 WHOLE = ("1f1b-padded", "1f1b-packed")
 """Planners that cut no sequence."""
 OF_ONE_SIZE = ("seq1f1b", "chunkflow")

@@ -17,6 +17,8 @@ TESTS = Path(__file__).resolve().parents[1]
 RECORDED = TESTS / "durations.json"
 LONG_S = 0.5
 """A test, with all its parameters, or what a file sets up for its tests, is fast if it takes less."""
+LONG_FILE_S = 6.0
+"""A file that takes longer has no fast tests: they share what takes long, and the first one would pay for it."""
 UNKNOWN_S = 5.0
 """Of a file that is not recorded."""
 
@@ -39,7 +41,7 @@ class Duration:
 
     @property
     def fast_tests_exist(self) -> bool:
-        return self.setup_seconds < LONG_S and self.num_short_tests > 0
+        return self.seconds < LONG_FILE_S and self.setup_seconds < LONG_S and self.num_short_tests > 0
 
 
 @cache
