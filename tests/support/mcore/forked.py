@@ -123,7 +123,7 @@ class SharedForks(Forks):
 def start_shared(folder: Path) -> object:
     """Start the process from which those are forked that fork ranks. It ends when what is returned is no longer kept."""
     path = str(folder / "forks")
-    # Without torch's TORCH_GLOO_LAZY_INIT, which saves a sixth of a training: ranks end without a word when groups are taken down.
+    # Without TORCH_GLOO_LAZY_INIT, which saves a sixth of a training: ranks may crash where groups are taken down.
     process, connection = started(share, path, options=("-W", "ignore"), environment=ENVIRONMENT)
     connection.recv()
     os.environ[SHARED] = path
