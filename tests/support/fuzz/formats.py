@@ -22,10 +22,12 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import to_json
+from megatron_epp.planner import Options, plan
 from tests.support.fuzz.damage import binary_damage, byte_fields, index_fields, json_damage, text_damage
 from tests.support.fuzz.judge import Fault, Format, command
 from tests.support.plan.bad_files import SOUND, signed
 from tests.support.plan.campaign_cases import case_of, planned
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.small_plans import offload, shared_link
 
 MODEL = b"""megatron:
@@ -85,7 +87,9 @@ def keys(*documents: object) -> set[str]:
 @cache
 def plans() -> Sequence[bytes]:
     """Return plans with every optional field: copies, links that are shared, KV offload, vocabulary shards."""
-    made = [offload(), shared_link(), planned(case_of(15)), planned(case_of(149))]
+    hosted = Options(slices=3, offload=True, kv_offload=True, split_weight=True)
+    of_hosted_kv = plan(problem((100_000, 3_000), 2, 20 * GIB), pipeline(2), hosted)
+    made = [offload(), shared_link(), planned(case_of(15)), of_hosted_kv]
     messages = SOUND["plan"]["messages"] | {"num_bytes": [1], "collective_us": {"S": [1.0]}, "message_us": {"F": [1.0]}}
     whole = [signed(SOUND["plan"]), *map(to_json, made), signed(SOUND["plan"] | OPTIONAL | {"messages": messages})]
     return tuple(one.encode() for one in whole)
