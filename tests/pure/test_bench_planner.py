@@ -165,7 +165,7 @@ def test_batches_are_the_same_every_time_and_keep_to_the_context():
 
 def test_a_case_that_nobody_can_plan_is_reported_as_such():
     case = all_cases()[0]
-    hopeless = type(case)(case.lengths_like, case.context, 4, "llama3-70b", 1)
+    hopeless = type(case)(case.lengths_like, 8192, 2, "llama3-8b", 1)
     found = large([hopeless], ("seq1f1b",), jobs=1)
     assert (found["cases"], found["planned"]) == (1, 0)
     assert found["against"]["seq1f1b"]["both_have_a_plan"] == 0
