@@ -20,6 +20,12 @@ def test_lengths_are_those_of_the_corpus_and_of_the_seed(corpus, median, longest
     assert (found != draw(20_000, 8)).any()
 
 
+def test_articles_have_the_quantiles_that_were_counted():
+    found = sequence_lengths.wikipedia(400_000, 7)
+    for share, length in sequence_lengths.WIKIPEDIA[1:-2]:  # behind them are a few dozen
+        assert np.quantile(found, share) == pytest.approx(length, rel=0.1, abs=2)
+
+
 def test_one_in_twenty_files_of_code_is_long():
     found = sequence_lengths.code(20_000, 7)
     assert (found >= 16384).mean() == pytest.approx(0.05 + 0.95 * 0.053, abs=0.01)

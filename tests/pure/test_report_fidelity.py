@@ -1,14 +1,16 @@
 """Where a run went off its plan."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Messages
+from megatron_epp.plan.serialize import to_json
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.fidelity import RECOMPUTING, compare
+from megatron_epp.report.fidelity import RECOMPUTING, compare, traces
 from megatron_epp.report.measured import Measured
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
@@ -51,6 +53,17 @@ def test_what_others_took_is_told_apart_by_processor_time():
     assert found.undisturbed_us == pytest.approx(found.planned_us)
     assert found.undisturbed_error == pytest.approx(0.0, abs=1e-9)
     assert found.taken_us == pytest.approx(0.2 * found.measured_us)
+    for took in found.kinds.values():
+        assert took.cpu_us == pytest.approx(0.8 * took.measured_us, rel=1e-12)
+
+
+def test_the_iterations_of_a_run_are_those_of_its_folder(tmp_path: Path):
+    plans = [sliced_plan(num_ranks=2), sliced_plan(num_ranks=2, batched=3)]
+    runs = [(plan, measured_run(plan)) for plan in plans]
+    for number, (plan, measured) in enumerate(runs, start=1):
+        (tmp_path / f"plan-{number}.json").write_text(to_json(plan))
+        (tmp_path / f"measured-{number}.json").write_text(measured.to_json())
+    assert traces(tmp_path, 2) == runs
 
 
 def test_backwards_that_recompute_are_a_kind_of_their_own():

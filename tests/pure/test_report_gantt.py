@@ -114,6 +114,8 @@ def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
     assert shades.colour(sliced) == operation(Op.F).colour
     assert sum(bytes.fromhex(shades.colour(whole)[1:])) > sum(bytes.fromhex(shades.colour(sliced)[1:]))
     assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
+    assert [text for _, text in shades.kinds()] == ["slice of a long sequence", "whole sequences"]
+    assert [text for _, text in Shades(sliced_plan(slices=2, batched=0)).kinds()] == ["slice of a long sequence"]
 
 
 def test_tint_mixes_with_white_and_text_stays_readable():
