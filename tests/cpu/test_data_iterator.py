@@ -38,12 +38,13 @@ def batches(make_plan=whole_sequences, sampler=None, **options):
 
 def test_batches_carry_the_samplers_sequences_their_lengths_and_their_plan():
     iterator = batches()
-    for indices in islice(GlobalBatchSampler(len(LENGTHS), 3), 10):
+    for number, indices in enumerate(islice(GlobalBatchSampler(len(LENGTHS), 3), 10)):
         batch = next(iterator)
         assert batch.indices == indices
         assert batch.lengths == tuple(LENGTHS[index] for index in indices)
         assert batch.plan.lengths == batch.lengths
         assert batch.planning_us == 3000.0
+        assert batch.consumed_samples == 3 * (number + 1)
         assert batch.chunk(1).tokens.tolist() == [1000 * indices[1] + t for t in range(batch.lengths[1])]
     iterator.close()
 
@@ -71,6 +72,7 @@ def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
     assert asked == [(0, 0, 0, 1, 1), (0, 1, 1, 1, 2, 2, 2)]
     assert [batch.loss_groups for batch in (first, second)] == asked
     assert (first.global_size, second.global_size) == (2, 3)
+    assert (first.consumed_samples, second.consumed_samples) == (0, 0)  # a list does not count them
     assert samples_in(dataset).tolist() == [
         LENGTHS[0] + LENGTHS[3],
         LENGTHS[6],
