@@ -4,9 +4,10 @@
     python -m scripts.faults --only "loss"   those with this in their names
     python -m scripts.faults --show          lists them, runs nothing
 
-Where `scripts/mutants.py` draws changes at random and asks the fast set, each of these is written down: what breaks in `mcore/`
-or `runtime/`, and the tests that have to notice, which alone are run, in a temporary copy of the tracked files. A fault counts
-as killed where one of them fails or takes too long; without a fault they have to pass. The exit code is 1 where one survives.
+Where `scripts/mutants.py` draws changes at random and asks all tests of a package, each of these is written down: what breaks
+in `mcore/` or `runtime/`, and the tests that have to notice, which alone are run, in a temporary copy of the tracked files. A
+fault counts as killed where one of them fails or takes too long; without a fault they have to pass. The exit code is 1 where
+one survives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from scripts.mutants import PACKAGE, ROOT, Copy
 
-PYTEST = "-x -q -m 'not slow' -p no:cacheprovider --no-header --tb=line -n 0"
+PYTEST = "-x -q -m 'not slow' -p no:cacheprovider --no-header --tb=line"
 LIMIT_S = 600.0
 """Longest time that the tests of a fault may take."""
 

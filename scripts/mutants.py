@@ -227,7 +227,7 @@ def own_tests(package: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a mutant.
+    """Fate of a mutant.
 
     Attributes:
         mutant: its place and its change.
@@ -242,7 +242,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What became of a package's mutants, drawn with a seed."""
+    """Fates of a package's mutants, drawn with a seed."""
 
     seed: int
     mutants: tuple[Result, ...]
@@ -324,8 +324,14 @@ class Copy:
         return None if process.returncode == 0 else (failed or [f"exit code {process.returncode}"])[0], output[-3000:]
 
 
-def results_of(package: str, mutants: Mapping[str, Mutant], seed: int) -> Results:
+def results_of(package: str, mutants: Mapping[str, Mutant], seed: int, keeps: bool) -> Results:
     """Run a package's own tests on each mutant, and print what becomes of it.
+
+    Args:
+        package: folder of `megatron_epp`.
+        mutants: by name.
+        seed: with which they were drawn.
+        keeps: record the results after each one, so that a run that is ended loses nothing.
 
     Raises:
         SystemExit: they fail without a mutant.
@@ -333,7 +339,8 @@ def results_of(package: str, mutants: Mapping[str, Mutant], seed: int) -> Result
     before = {result.mutant: result for result in recorded().get(package, Results(seed, ())).mutants}
     results = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree, tests = Copy(Path(folder)), f"{PYTEST} {shlex.join(own_tests(package))}"
+        tree, files = Copy(Path(folder)), own_tests(package)
+        tests = f"{PYTEST} {shlex.join(files)}"
         start_s = time.monotonic()
         fault, output = tree.run(tests, None)
         if fault is not None:
@@ -347,12 +354,15 @@ def results_of(package: str, mutants: Mapping[str, Mutant], seed: int) -> Result
             tree.write(mutant.path, mutant.applied(source))
             # A function does not notice in its compiled form, kept on disk, that one it calls has changed.
             is_compiled, noticed_by = "planner/kernels" not in mutant.path, None
-            if known.noticed_by.startswith("tests/"):
-                noticed_by, _ = tree.run(f"{PYTEST} {known.noticed_by.partition('::')[0]}", limit_s, is_compiled)
+            if (first := known.noticed_by.partition("::")[0]) in files:
+                noticed_by, _ = tree.run(f"{PYTEST} {first}", limit_s, is_compiled)
             if noticed_by is None:
                 noticed_by, _ = tree.run(tests, limit_s, is_compiled)
             tree.write(mutant.path, source)
-            results.append(Result(name, noticed_by or "", known.equivalent))
+            results.append(Result(name, noticed_by or "", "" if noticed_by else known.equivalent))
+            if keeps:
+                later = (before[name] for name in [*mutants][number:] if name in before)
+                record(package, Results(seed, (*results, *later)))
             verdict = "killed    " if noticed_by else "equivalent" if known.equivalent else "survived  "
             print(f"{number:3} {verdict} {time.monotonic() - start_s:4.0f} s  line {mutant.line} of {name}", flush=True)
             if noticed_by:
@@ -361,7 +371,10 @@ def results_of(package: str, mutants: Mapping[str, Mutant], seed: int) -> Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.record and args.under:
+        parser.error("--record keeps the results of whole packages: leave out --under")
     fell = []
     for package in args.packages or packages():
         kept = recorded().get(package)
@@ -371,13 +384,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, mutant in mutants.items():
                 print(f"    line {mutant.line} of {name}")
             continue
-        results = results_of(package, mutants, args.seed)
+        results = results_of(package, mutants, args.seed, keeps=args.record)
         print(f"{package}: killed {results.killed} of {results.counted}, {results.share:.0%}")
-        if kept is not None:
+        if kept is not None and args.seed == kept.seed and not args.under:
             print(f"    recorded: {kept.killed} of {kept.counted}, {kept.share:.0%}")
             fell += [package] * (results.share < kept.share)
-        if args.record:
-            record(package, results)
     if fell:
         print(f"fewer were noticed than recorded: {', '.join(fell)}")
     return int(bool(fell))

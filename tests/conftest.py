@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if (number := config.option.processes or 2 * _is_fast_set(config)) > 0:
         config.pluginmanager.register(Processes(number))
     if config.option.record_durations:
+        if config.option.keyword or _is_fast_set(config):
+            raise pytest.UsageError("--record-durations needs all tests of a file: leave out -k and -m fast")
         config.pluginmanager.register(Recorder())
 
 

@@ -130,7 +130,7 @@ def test_an_empty_file_is_named_as_such(argv, tmp_path, capsys):
 
 
 def test_help_imports_nothing_heavy():
-    """Of all commands in one process, so that the first that imports such a package is named."""
+    """All commands run in one process, which names the first that imports such a package."""
     commands = ["", *MODULES, *NAMES]
     program = (
         "import sys; from megatron_epp.cli.main import main\n"

@@ -97,6 +97,13 @@ def test_what_fails_is_told_as_by_pytest_and_a_process_that_ends_fails_all_tests
     assert (tmp_path / "results.xml").read_text().count("<testcase") == 9
 
 
+def test_a_process_that_ends_behind_its_last_test_is_an_error(tmp_path: Path):
+    ending = "import atexit, os\n\ndef test_passes():\n    atexit.register(os._exit, 4)\n"
+    output = run(tmp_path, test_ending=ending)
+    assert re.search(r"1 passed,.* 1 error in", output)
+    assert "ended with exit code 4" in output
+
+
 def test_with_x_the_first_failure_ends_all(tmp_path: Path):
     slow = "import time\n\ndef test_waits():\n    time.sleep(600)\n"
     output = run(tmp_path, "-x", test_a=slow, test_b="def test_fails():\n    assert False\n", test_c=STATEFUL)

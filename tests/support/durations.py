@@ -20,7 +20,7 @@ LONG_S = 0.5
 LONG_FILE_S = 6.0
 """A file that takes longer has no fast tests: they share what takes long, and the first one would pay for it."""
 UNKNOWN_S = 5.0
-"""Of a file that is not recorded."""
+"""Taken for the duration of a file that is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class _File:
         # Not by the hook, which repeats all its calls to every plugin that is registered later: to that of the next file, too.
         terminal = session.config.pluginmanager.getplugin("terminalreporter")
         self._warn = terminal.pytest_warning_recorded if terminal else lambda **_: None
-        self._to_do = {item.nodeid: item for item in items}
+        self._to_do, self._last = {item.nodeid: item for item in items}, items[-1]
         self.connection, theirs = Pipe(duplex=False)
         with warnings.catch_warnings():
             # That there is another thread: it is of pyarrow's allocator, which provides for forks.
@@ -123,15 +123,16 @@ class _File:
     def _log_lost(self) -> bool:
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         error = f"no result: the process of the file's tests ended with exit code {exit_code}"
-        for item in self._to_do.values():
-            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", error, "call")
+        phase = "call" if self._to_do else "teardown"  # it may have ended behind the last test
+        for item in self._to_do.values() or [self._last]:
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", error, phase)
             self._hook.pytest_runtest_logreport(report=report)
         return False
 
     def end(self) -> None:
         """End the process, whatever it does, and what it has started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGTERM)
+            os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
 
