@@ -33,6 +33,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -320,6 +321,8 @@ class Copy:
             os.killpg(process.pid, 9)
             process.communicate()
             return "it takes too long", ""
+        if -process.returncode in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+            raise SystemExit(f"the tests were ended by signal {-process.returncode}: that says nothing of a mutant")
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return None if process.returncode == 0 else (failed or [f"exit code {process.returncode}"])[0], output[-3000:]
 
