@@ -95,7 +95,8 @@ def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     starts, pieces, size = list[int](), list[Tensor](), 0
     for tensor in tensors:
         starts.append(size)
-        pieces.append(tensor.reshape(-1).view(torch.uint8))
+        # Not `view(-1)`: it leaves the only element of a strided tensor its stride, of which bytes cannot be a view.
+        pieces.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8))
         unused = -tensor.nbytes % _ALIGNMENT_BYTES
         if unused:
             pieces.append(_PADDING[:unused])

@@ -17,6 +17,8 @@ TENSORS = [
     torch.empty(0, dtype=torch.int64),
     torch.ones(4, dtype=torch.bool),
     torch.arange(12).view(3, 4).t(),
+    torch.arange(6)[::2],
+    torch.arange(4)[1::4],  # one element, as of a chunk of which every rank of a context-parallel group has one token
 ]
 
 

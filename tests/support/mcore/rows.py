@@ -336,8 +336,8 @@ def _predictions() -> list[Row]:
             name=f"multi-token prediction: {name}",
             case=case(**{"model": "llama"} | given),
             check=functools.partial(_check_predictions, 1 if "packed" in name else 3),
-            iterations=3,
-            batch=BATCH,
+            iterations=3 if name in MORE_PREDICTIONS else 2,
+            batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
             documents="answers" if "masks" in name else "plain",
             unused="tied" in name,  # the output layer of a last stage that has a copy of the embedding
             is_slow=name in MORE_PREDICTIONS,
@@ -357,8 +357,9 @@ def _latent_predictions() -> list[Row]:
         plan = f"{given['plan']} --epp-latents {given.get('choice', 'on')}"
         options = {"model": "llama"} | {key: value for key, value in given.items() if key != "choice"} | {"plan": plan}
         check = functools.partial(_check_latent_predictions, name)
+        batch = BATCH if "cap" in name else SMALL_BATCH
         rows.append(
-            Row(name=f"latent attention, multi-token prediction: {name}", case=case(**options), check=check, batch=BATCH)
+            Row(name=f"latent attention, multi-token prediction: {name}", case=case(**options), check=check, batch=batch)
         )
     return rows
 
@@ -394,14 +395,8 @@ def _masks() -> list[Row]:
         "sequence parallel by blocks, tied": case(shared, "grouped", blocks),
     }
     return [
-        Row(name="masked labels: part of every document", case=parts, check=_check_sliced, batch=BATCH, documents="parts"),
-        Row(
-            name="masked labels: one of two replicas",
-            case=few,
-            check=_check_one_each,
-            batch=BATCH,
-            documents="one of two replicas",
-        ),
+        Row(name="masked labels: part of every document", case=parts, check=_check_sliced, documents="parts"),
+        Row(name="masked labels: one of two replicas", case=few, check=_check_one_each, documents="one of two replicas"),
         *(
             Row(name=f"answers: {name}", case=one, check=_check_sliced, documents="answers", is_slow=name in more)
             for name, one in (answers | more).items()
@@ -631,7 +626,6 @@ _HYBRID_EXPERTS = Row(
         both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
     ),
     check=_check_hybrid,
-    iterations=3,
 )
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
