@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron_epp.launch import lifetime
+from megatron_epp.planner.service.loading import load_planner
 
 
 class Processes:
@@ -50,6 +51,8 @@ class Processes:
         for item in session.items:
             files.setdefault(item.path, []).append(item)
         self._start_shared(session.config)
+        if len(files) > self._number:
+            load_planner()  # its compiled loops, which takes longer than most plans of a file
         gc.collect()
         gc.freeze()  # or collecting garbage in a child would copy all pages
         waiting, running = list(files.values()), dict[Connection, _File]()
