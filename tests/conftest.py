@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.durations import Recorder, is_fast, seconds_of
 from tests.support.processes import Processes
 
-settings.register_profile("patient", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 

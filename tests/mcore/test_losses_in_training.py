@@ -23,7 +23,7 @@ from tests.support.mcore.forked import launch
 from tests.support.mcore.parity_figures import check_closeness
 
 OWN = "tests.support.mcore.own_losses"
-BATCH, ITERATIONS = 8, 2
+BATCH, ITERATIONS = 4, 2
 CELLS = {
     "pipeline": (Cell(pp=2), "--epp-slices 3"),
     "there and back, weights apart": (Cell(pp=2, virtual=2, placement="v", split=True), "--epp-slices 4"),

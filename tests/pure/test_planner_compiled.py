@@ -27,13 +27,13 @@ from megatron_epp.planner.kernels.compiled import is_compiled
 print(is_compiled())
 for lengths, stages, options in [
     ((9000, 4000, 700), 2, Options(slices=3, steps=300)),
-    (web_lengths(8, seed=1, longest=30000), 4, Options()),
-    (web_lengths(8, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
+    (web_lengths(5, seed=1, longest=30000), 4, Options()),
+    (web_lengths(3, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
 ]:
     for turns in (1, 2):
         costs = replace(pipeline(stages), host_turns=turns)
         print(digest(plan(problem(lengths, stages, 30 * GIB), costs, options)))
-for options in (Options(slices=4), Options(slices=4, split_weight=True)):
+for options in (Options(slices=4), Options(slices=2, split_weight=True)):
     twice = replace(problem((9000, 4000, 700), 4, 30 * GIB), placement=(0, 1, 0, 1), cap_bytes=(30 * GIB,) * 2)
     print(digest(plan(twice, pipeline(4), options)))
 print(digest(planned(case_of(47))))  # with the vocabulary in shards

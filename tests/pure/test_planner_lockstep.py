@@ -307,6 +307,7 @@ def test_a_weight_gradient_is_no_exchange(matched):
     assert check_lockstep([matched[0], extra]) == []
 
 
+@pytest.mark.slow  # seconds of planning
 def test_copies_are_never_planned_with_the_sizes_of_another_candidates_kv_offload():
     """Where the token cap binds, the search goes on from a plan with KV offload: a cache that stays counts all the same."""
     shape = ModelShape(

@@ -41,7 +41,7 @@ SPLIT, BUDGET = Options(split_weight=True), Options(budget_ms=0)
 @some_by_default(
     ("lengths", "options"),
     [(EQUAL, Options()), (SKEWED, SPLIT), (SKEWED, BUDGET), (SKEWED, Options()), (EQUAL, SPLIT), (EQUAL, BUDGET)],
-    3,
+    2,
 )
 def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(lengths: tuple[int, ...], options: Options):
     asked, costs = problem(lengths, RANKS, 40 * GIB), costs_of(8)
@@ -83,7 +83,7 @@ def test_without_tensor_parallel_ranks_and_in_an_evaluation_nothing_is_joined():
 def test_plans_under_caps_are_no_slower_and_within_them(kind: str, share: float, seed: int):
     placement = Placement(kind, RANKS, 2).rank_of  # type: ignore[arg-type]
     costs = costs_of(4, 8)
-    batch = Problem(web_lengths(40, seed, longest=20000), placement, (1,) * RANKS)
+    batch = Problem(web_lengths(24, seed, longest=20000), placement, (1,) * RANKS)
     with pytest.raises(InfeasibleError) as error:
         plan(batch, costs)
     asked = replace(batch, cap_bytes=(int(share * named_cap_bytes(error.value)),) * RANKS)

@@ -136,7 +136,7 @@ def test_ranks_that_take_turns_on_a_link_copy_no_slower_than_with_a_fixed_share_
     assert took_us[1] < took_us[2]
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3])
+@some_by_default("turns", [2, 3, 1], 2)
 def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
     given, costs = problem(WHALE, 4, 26 * GIB), dataclasses.replace(pipeline(4), host_turns=turns)
     made = greedy(given, costs, Options(offload=True))
@@ -191,7 +191,7 @@ def test_without_a_link_there_is_nothing_to_offload():
 
 @pytest.mark.parametrize("lengths", [WEB, WHALE, EQUAL, BIMODAL], ids=["web", "whale", "equal", "bimodal"])
 def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int, ...]):
-    times = [plan(problem(lengths, 4, cap * GIB), pipeline(4)).predicted.makespan_us for cap in (26, 30, 36, 44, 60, 90, 150)]
+    times = [plan(problem(lengths, 4, cap * GIB), pipeline(4)).predicted.makespan_us for cap in (26, 36, 60, 150)]
     for less, more in pairwise(times):
         assert more <= 1.01 * less
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,15 @@ def _chosen(name: str, choices: Choices, iterations: int, batch: int = BATCH, is
     return Row(name=name, case=choices.case, check=check, iterations=iterations, batch=batch, is_slow=is_slow)
 
 
-KINDS = tuple(
-    _chosen(str(choices), choices, 2, BATCH if choices.cell.dp > 1 else SMALL_BATCH, is_slow=False) for choices in CHOICES
-)
+def _kinds() -> Iterator[Row]:
+    """Yield the default set's rows: small where that leaves what they are for."""
+    for choices in CHOICES:
+        row = _chosen(str(choices), choices, 2, BATCH if choices.cell.dp > 1 else SMALL_BATCH, is_slow=False)
+        layers = "" if choices.cell.pp > 1 else " --num-layers 2"
+        yield replace(row, case=replace(row.case, both=row.case.both + layers))
+
+
+KINDS = tuple(_kinds())
 
 # ---- routers ---------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def run(folder: Path, names: Collection[str] = ()) -> dict[str, Any]:
 
     engine_stand_in.pretend()
     common = [
-        *common_flags(ITERATIONS, 64, 8, validates=False),
+        *common_flags(ITERATIONS, 64, 4, validates=False),
         "--data-path",
         write_documents(folder / "documents", LENGTHS, VOCABULARY),
     ]
