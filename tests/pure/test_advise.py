@@ -92,6 +92,7 @@ def test_the_best_comes_first_and_its_parts_are_its_step(tight):
     assert all(best.parts.step_us <= 1.02 * entry.parts.step_us for entry in tight.best)
     for entry in tight.best:
         assert entry.parts.step_us == pytest.approx(entry.plan.predicted.makespan_us + entry.parts.reduction_us)
+        assert (entry.parts.exchange_us > 0) == (entry.config.ranks > 1)
 
 
 def test_a_configuration_that_does_not_fit_is_named_with_what_it_needs(tight):
@@ -206,7 +207,14 @@ def test_where_nothing_fits_each_change_that_is_named_would_do():
     assert not fits(replace(asked, cap_bytes=int(changes["memory-cap-gb"]) - 1 << 30))
 
 
+def test_reduction_is_that_of_the_layers_and_the_vocabulary_alone():
+    asked = replace(question(), flags=MODEL | {"vocab_size": 8})
+    few, many = (asked.reduction_us(Configuration(1, 1, 2, 2, layers=layers)) for layers in ((4, 4), (8, 8)))
+    assert many == pytest.approx(2 * few, rel=0.01)
+
+
 def test_a_configuration_says_its_flags():
+    assert Configuration(2, 1, 2, 1, expert=2, expert_tensor=2, layers=(4, 4)).name == "TP 2 CP 1 PP 2 DP 1 EP 2 ETP 2"
     uneven = Configuration(1, 1, 2, 1, layers=(5, 3))
     assert uneven.settings({})["pipeline_model_parallel_layout"] == "Et*5|t*3L"
     assert uneven.settings({"mtp_num_layers": 2})["pipeline_model_parallel_layout"] == "Et*5|t*3mmL"

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from megatron_epp.cli import main
-from megatron_epp.cost import H100, ModelShape, Profile, analytic_costs, analytic_profile
+from megatron_epp.cost import H100, ModelShape, OptimizerBytes, Profile, analytic_costs, analytic_profile
 from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
@@ -33,6 +33,14 @@ BILLIONS = {
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_shipped_model_has_the_parameters_that_it_is_known_by(name: str):
     assert parameters_of(load_flags(name)) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+
+
+def test_a_mamba_mixer_has_the_parameters_of_its_projections_and_its_convolution():
+    """Mamba-2 with 2,048 channels: 64 heads of 64 channels, one group of 128 states, a convolution over 4 tokens."""
+    sizes = {"mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_num_groups": 1, "mamba_state_dim": 128}
+    model = {"num_layers": 1, "hidden_size": 2048, "num_attention_heads": 32, "vocab_size": 1, "hybrid_layer_pattern": "M"}
+    projections = 2048 * (2 * 4096 + 2 * 128 + 64) + 4096 * 2048
+    assert parameters_of(sizes | model) == 2048 + projections + 4 * (4096 + 2 * 128)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,7 @@ _SIZES = {
 def test_stages_hold_the_parameters_of_the_layers_that_they_have_and_of_no_others(frequency, layers):
     flags = _SIZES | {"moe_layer_freq": frequency}
     costs = analytic_costs(shape_of(flags), H100, layers, state_bytes_per_parameter=2)
+    counted = analytic_profile(shape_of(flags), H100).costs(layers, optimizer=OptimizerBytes.of_flags(flags))
     vocabulary, ends = 1024 * 64, [0.0, *accumulate(layers)]
     attention, dense, routed = 4 * 64 * 64, 3 * 64 * 256, 64 * 8 + 3 * 64 * (16 + 8 * 32)
     kinds = [mlp for _, mlp in kinds_of_layers(flags)]
@@ -68,6 +77,7 @@ def test_stages_hold_the_parameters_of_the_layers_that_they_have_and_of_no_other
         for layer, kind in enumerate(kinds):
             count += attention * (start <= layer < end) + (routed if kind == "E" else dense) * (start <= layer + 0.5 < end)
         assert costs.stages[stage].static_bytes == pytest.approx(2 * count, abs=2)
+        assert counted.stages[stage].static.weights == pytest.approx(2 * count, abs=2)
     assert sum(stage.static_bytes for stage in costs.stages) == pytest.approx(2 * parameters_of(flags) + 2 * vocabulary, abs=8)
 
 

@@ -15,7 +15,7 @@ from tests.support.plan.launch_campaign import judge, late_receives
 from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import stuck, stuck_together
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
+from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole, with_step
 from tests.support.seeds import some_by_default
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
@@ -162,6 +162,10 @@ def test_lockstep_plans_that_receive_at_different_exchanges_may_wait_for_each_ot
     early[0].insert(1, receive)
     assert blocked([rows, rows], lockstep=True) == []
     assert blocked([late, early], lockstep=True)
+    slow = [with_step(plan, step, time_us=50.0) for step in ("0F1", "1F0")]  # messages become due in another order
+    assert [check_lockstep([one, one]) for one in slow] == [[], []]
+    (fault,) = check_lockstep(slow)
+    assert "the launches can hang: replica " in fault.reason
 
 
 @some_by_default("seed", [*range(1, 20), 0, 290], 5)

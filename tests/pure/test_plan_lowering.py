@@ -79,6 +79,12 @@ def test_a_stage_reduces_when_its_last_gradient_is_on_its_way_and_all_later_stag
     assert rows == ["0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0", "1RECV_F0 1F0 1B0 1SEND_B0 1W0 1REDUCE0"]
 
 
+def test_a_reduction_is_launched_ahead_of_compute_that_starts_behind_its_gradients():
+    plan = make_plan(["0F0 0F1 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1"], whole(4, 4), placement=(0, 0, 0))
+    reduced = "0F0 0F1 1F0 1F1 2F0 2F1 2B0 2B1 2REDUCE1 1B0 1B1 1REDUCE1 0B0 0B1 0REDUCE1"
+    assert text(lower(plan)) == [reduced]
+
+
 def test_a_deadlock_is_not_lowered():
     plan = with_rows(looped(), "2F0 0F0 0F1 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")
     with pytest.raises(PlanError, match=r"the order deadlocks: rank 0 at position 0: 2F0 waits for 1F0 \(rank 1, position 0\)"):

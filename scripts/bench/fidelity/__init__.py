@@ -1,1 +1,0 @@
-"""Predicted against measured times and bytes: `python -m scripts.bench.fidelity`."""
