@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.report.rounds import Occupancy
-from scripts.bench.layouts.compared import Measured, Ratio, Trained, lines_of, ratio, verdict
-from scripts.bench.layouts.emulated import Emulated
-from scripts.bench.layouts.emulated import lines_of as emulated_lines
+from scripts.bench.layouts.compared import Measured, Ratio, Trained, ratio, verdict
 from scripts.bench.layouts.trained import Case, chosen_layers
 
 QUIET = Occupancy(0.1, num_ranks=2, num_cores=2)
@@ -49,29 +47,6 @@ def test_ratios_are_those_of_the_medians() -> None:
 )
 def test_a_verdict_is_given_only_where_the_machine_was_quiet(auto: Measured, others: float, says: str) -> None:
     assert verdict(auto, EVEN, replace(QUIET, others=others)).startswith(says)
-
-
-def test_the_table_has_a_line_per_layout_and_one_per_ratio() -> None:
-    lines = lines_of([EVEN, AUTO], QUIET)
-    assert [line.split()[0] for line in lines] == ["layout", "even", "auto", "auto"]
-    assert lines[1].split()[-5:] == ["400", "410", "23%", "420", "410"]
-    assert lines[-1] == (
-        "auto / even: 0.875 planned, 0.871 measured (-0.5%), 0.871 by processor time (-0.5%), 0.874 with the optimizer; "
-        "as planned, within 5%"
-    )
-
-
-def test_emulated_pipelines_have_planned_and_measured_ratios() -> None:
-    layers = {"even": "8, 8, 8, 8", "auto": "9, 9, 8, 6", "vocabulary": "8, 8, 8, 8, vocabulary over all ranks"}
-    planned, measured = ({"even": 2e6, "auto": 1.5e6, "vocabulary": 1.2e6}, {"even": 2.2e6, "auto": 1.6e6, "vocabulary": 1.4e6})
-    one = Emulated(4, layers, planned, measured)
-    assert one.ratio("auto").error == pytest.approx((1.6 / 2.2) / 0.75 - 1)
-    header, even, auto, vocabulary, *last = emulated_lines([one])
-    assert even.split() == ["4", "even", "2000.0", "2200.0"]
-    assert auto.split() == ["4", "auto", "1500.0", "1600.0", "0.750", "0.727", "-3.0%"]
-    assert vocabulary.split()[:4] == ["4", "vocabulary", "1200.0", "1400.0"]
-    assert last == ["auto on 4 ranks: 9, 9, 8, 6", f"vocabulary on 4 ranks: {layers['vocabulary']}"]
-    assert len(header.split("  ")) > 4
 
 
 def test_layers_are_those_that_the_log_names() -> None:

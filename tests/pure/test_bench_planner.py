@@ -1,9 +1,7 @@
-"""The planner's benchmark in its reduced form: its figures are there and fit together. Times are not judged."""
+"""The planner's benchmark: its cases, and what it keeps of them. `test_benches.py` runs it in its reduced form."""
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 
@@ -13,62 +11,10 @@ from megatron_epp import planner
 from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost.library import load_flags, shape_of
 from scripts.bench.planner import small as planner_small
-from scripts.bench.planner.bench import against, large
-from scripts.bench.planner.fixed import FIXED
+from scripts.bench.planner.bench import large
 from scripts.bench.planner.report import markdown
 from scripts.bench.planner.runs import BATCHES, RunCase
-from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases
-
-END_TO_END = pytest.mark.slow
-"""The benchmark in its reduced form takes 10 s; its parts are tested by default."""
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "scripts.bench.planner", "--reduced", "-o", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((folder / "report.json").read_text())
-    assert (folder / "report.md").read_text() == markdown(found)
-    return found
-
-
-@END_TO_END
-def test_every_plan_is_at_or_above_its_bound(report):
-    rows = [row for row in report["large"]["rows"] if "gap" in row]
-    assert rows
-    for row in rows:
-        for plan in (row, row["all_features"]):
-            assert plan["gap"] >= -1e-9
-            assert plan["peak_over_cap"] <= 1.0
-            assert plan["why"]
-            assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
-
-
-@END_TO_END
-@pytest.mark.parametrize(("part", "rivals"), [("large", RIVALS), ("runs", FIXED)])
-@pytest.mark.parametrize(("key", "all_features"), [("against", False), ("against_all_features", True)])
-def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part, rivals, key, all_features):
-    found = report[part]
-    assert set(found[key]) == set(rivals)
-    for name, figures in found[key].items():
-        assert figures == against(found["rows"], name, all_features)
-        if figures["both_have_a_plan"]:
-            assert figures["least"] - 1e-9 <= figures["geometric_mean"] <= figures["most"] + 1e-9
-            if part == "large":
-                assert figures["geometric_mean_over_bound"] >= figures["geometric_mean"] - 1e-9
-
-
-@END_TO_END
-def test_a_setting_is_reported_for_every_rival_that_fits_a_run(report):
-    for row in report["runs"]["rows"]:
-        fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
-        assert fitting
-        for name, rival in fitting.items():
-            assert (rival["chunk_tokens"] is None) == name.startswith("1f1b")
-            assert (rival["retain"] is None) == (name != "chunkflow")
-            assert (rival["recompute"] is None) == (name == "chunkflow")
+from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, STAGES, Case, all_cases, sampled_cases
 
 
 def test_the_suite_computes_the_loss_as_training_with_its_flags_does():
@@ -95,19 +41,6 @@ def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
     assert len(case.worst.lengths) == len(case.lengths)
     alone = Case("wikipedia", 1048576, 8, "llama3-8b", 40)
     assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
-
-
-@END_TO_END
-def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
-    found = report["small"]
-    if "skipped" in found:
-        pytest.skip(f"{found['skipped']} (install the extra milp)")
-    for figures in found["features"].values():
-        others = ("infeasible_for_both", "infeasible_for_the_planner_alone", "undecided")
-        assert figures["compared"] + sum(figures[other] for other in others) == figures["cases"] == 3
-        assert figures["proven"]["cases"] + figures["not_proven"]["cases"] == figures["compared"]
-        assert 0 <= figures["at_most"]["mean_gap"] <= figures["at_most"]["worst_gap"]
-        assert figures["contradicted"] == 0
 
 
 def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
@@ -138,12 +71,6 @@ def test_a_case_is_the_same_every_time_and_binds():
         assert 2 <= len(case.chunks) <= planner_small.MOST_CHUNKS
         free = replace(case.problem, cap_bytes=(planner.UNLIMITED_BYTES,) * case.problem.num_stages)
         assert max(planner.plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
-
-
-@END_TO_END
-def test_speed_is_measured_for_every_size(report):
-    assert [row["sequences"] for row in report["speed"]] == [64, 128]
-    assert all(row["planning_ms"] > 0 for row in report["speed"])
 
 
 def test_the_sample_covers_everything_evenly():

@@ -1,9 +1,6 @@
 """Sharing a batch out over replicas: every sequence once, plans of about equal time, and what no division can do."""
 
-import json
 import math
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -190,15 +187,3 @@ def test_replicas_plan_their_shares_of_one_division(options):
     assert sorted(packed[0].share + packed[1].share) == list(range(8))
     for one in packed:
         assert one.plan().lengths == tuple(lengths[at] for at in one.share)
-
-
-@pytest.mark.slow  # a benchmark from end to end
-def test_the_benchmark_of_divisions_puts_time_before_count(tmp_path):
-    command = [sys.executable, "-m", "scripts.bench.balance", "--reduced", "--json", str(tmp_path / "report.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "report.json").read_text())
-    assert {row["replicas"] for row in rows} == {2, 8}
-    for row in rows:
-        assert row["floor"] <= row["by_time"] < row["by_count"] / 4
-        assert str(row["batch"]) in done.stdout
