@@ -115,7 +115,9 @@ class Matrix:
     def check(self, row: Row) -> None:
         """Assert that a row trains as Megatron's schedule does, and what its plans contain."""
         figures = self.figures(row)
-        attention = "PlainAttention" if has_stand_in(row.case.both.split()) else "DotProductAttention"
+        both = row.case.both.split()
+        attention = "PlainAttention" if has_stand_in(both) else "DotProductAttention"
+        attention = "TEDotProductAttention" if "transformer_engine" in both else attention
         check_closeness(figures, attention, row.unused)
         assert figures["num_losses"] == [row.iterations, 1]
         row.check(figures, self.folder(row))

@@ -1,0 +1,107 @@
+"""Rows of the matrix whose layers are Transformer Engine's, in the run with plans and in that of Megatron's schedule."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.mcore.matrix import Row, case
+from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
+from tests.support.mcore.rows import LATENT, OVERLAPPED, kinds_of, plans_of, splits_weights
+
+ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
+GROUPED = "--moe-grouped-gemm"
+CAPPED = "--epp-slices 3 --epp-memory-cap-gb 0.0006"
+BACK = {"pp": 2, "virtual": 2, "placement": "v"}
+SHARED = {"pp": 2, "tp": 2, "sp": True}
+EXPERTS = {"pp": 2, "dp": 2, "experts": 4, "ep": 2}
+BY_DEFAULT: dict[str, dict[str, Any]] = {
+    "slices, some recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
+    "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},
+    "weights apart, half layers": {
+        "cell": {"pp": 2, "split": True},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-layout 2.5,1.5",
+    },
+    "tensor and sequence parallel": {"cell": SHARED, "model": "gpt2", "plan": "--epp-slices 3"},
+    "experts with grouped products": {
+        "cell": EXPERTS,
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": GROUPED,
+        "optimizer": OVERLAPPED,
+    },
+    "latent attention, offload": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": f"{CAPPED} --epp-offload --epp-latents on",
+        "both": LATENT,
+        "batch": 8,
+    },
+}
+MORE: dict[str, dict[str, Any]] = {
+    "slices": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 7"},
+    "all recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 2"},
+    "parts of layers recompute": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": f"{CAPPED} --epp-recompute-modes all",
+        "batch": 8,
+    },
+    "weights apart": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": "--epp-slices 3"},
+    "weights apart, experts": {
+        "cell": {"pp": 2, "split": True, "experts": 4},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": GROUPED,
+    },
+    "there and back": {"cell": BACK, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
+    "there and back, weights apart": {"cell": BACK | {"split": True}, "model": "llama", "plan": "--epp-slices 4"},
+    "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama", "plan": "--epp-slices 3"},
+    "half layers": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-layout 1.5,2.5 --epp-recompute 1"},
+    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "model": "llama", "plan": "--epp-slices 3"},
+    "sequence parallel, weights apart": {"cell": SHARED | {"split": True}, "model": "llama", "plan": "--epp-slices 3"},
+    "context parallel": {"cell": {"cp": 2}, "model": "llama", "plan": "--epp-slices 3"},
+    "context parallel in a pipeline": {"cell": {"cp": 2, "pp": 2}, "model": "gpt2", "plan": "--epp-slices 3"},
+    "replicas, distributed optimizer": {
+        "cell": {"pp": 2, "dp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "optimizer": OVERLAPPED,
+    },
+    "experts": {"cell": {"experts": 4}, "model": "grouped", "plan": "--epp-slices 3 --epp-recompute 1"},
+    "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
+    "multi-token prediction": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3", "both": "--mtp-num-layers 1"},
+    "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
+}
+"""In the set `slow`, by themselves."""
+
+
+def _check(plan: str, splits: bool, figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & ({"packed"} if "--epp-slices 1" in plan else {"split", "hybrid"})
+    assert splits_weights(figures) == splits
+    plans = plans_of(figures)
+    assert any(one["copies"] for one in plans) == ("--epp-offload" in plan)
+    assert any(one["recompute"] != ["none"] for one in plans) or not re.search("recompute-modes|recompute [12]", plan)
+
+
+def _rows() -> Iterator[Row]:
+    for name, given in (BY_DEFAULT | MORE).items():
+        batch = given.get("batch", SMALL_BATCH)
+        options = {key: value for key, value in given.items() if key != "batch"}
+        made = case(**options | {"both": f"{ENGINE} {given.get('both', '')}"})
+        check = functools.partial(_check, given["plan"], bool(given["cell"].get("split")))
+        yield Row(name=name, case=made, check=check, batch=batch, is_slow=name in MORE)
+
+
+ROWS = tuple(_rows())
+
+
+def optimizer() -> str:
+    """Return the name of the class that Megatron takes for Adam."""
+    from megatron.core import optimizer
+
+    return optimizer.Adam.__name__
