@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.mcore import worker
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.samples import LENGTHS
 from tests.support.mcore.matrix import Matrix, Row, parameters, train
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
@@ -93,3 +95,9 @@ def test_its_layers_keep_the_bytes_that_the_plan_says(ranks: None, name: str, tm
 
 def test_its_adam_updates_the_weights(ranks: None) -> None:
     assert worker.call(1, "tests.support.transformer_engine.rows:optimizer") == ["FusedAdam"]
+
+
+def test_a_loop_of_ones_own_trains_samples_in_slices_on_its_layers(ranks: None) -> None:
+    for one in of_ranks(job(2, "samples:grpo")):
+        assert max(one["worst"], one["afterwards"], one["evaluated"], *one["logprobs"]) <= 1e-5
+        assert one["chunks"] > len(LENGTHS)

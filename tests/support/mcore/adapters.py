@@ -3,13 +3,17 @@
 `--spec tests.support.mcore.adapters NAME` trains such a part of a GPT, a key of `PARTS`. Imports Megatron.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -88,9 +92,11 @@ def _freeze_when_built(model: nn.Module, name: str, module: Any) -> None:
 torch.nn.modules.module.register_module_module_registration_hook(_freeze_when_built)
 
 
-def _spec(part: str) -> Any:
-    layer = type("Layer", (_Layer,), {"part": part})
-    return replace(get_gpt_layer_local_spec(normalization="RMSNorm"), module=layer)
+def _specs(layers: Any) -> Iterator[Any]:
+    for part in PARTS:
+        yield replace(layers, module=type("Layer", (_Layer,), {"part": part}))
 
 
-adapters, some, last, first, later, layers, head = map(_spec, PARTS)
+adapters, some, last, first, later, layers, head = _specs(get_gpt_layer_local_spec(normalization="RMSNorm"))
+if HAVE_TE:
+    engine_adapters, *_, engine_layers, _ = _specs(get_gpt_layer_with_transformer_engine_spec())

@@ -75,6 +75,18 @@ MORE: dict[str, dict[str, Any]] = {
     "experts": {"cell": {"experts": 4}, "model": "grouped", "plan": "--epp-slices 3 --epp-recompute 1"},
     "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
     "multi-token prediction": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3", "both": "--mtp-num-layers 1"},
+    "adapters on frozen layers": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": "--spec tests.support.mcore.adapters engine_adapters",
+    },
+    "layers train, their ends do not": {
+        "cell": {"pp": 2, "split": True},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": "--spec tests.support.mcore.adapters engine_layers",
+    },
     "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
 }
 """In the set `slow`, by themselves."""

@@ -119,9 +119,12 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
     """Return this rank's model chunks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
+    has_engine = specs.HAVE_TE  # in ranks of `transformer_engine.forked`
+    layer = specs.get_gpt_layer_with_transformer_engine_spec if has_engine else specs.get_gpt_layer_local_spec
     is_latent = bool(settings.get("multi_latent_attention"))
     if is_latent:
         _take_sizes_of_latent_attention()
@@ -142,6 +145,7 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         masked_softmax_fusion=False,
         deallocate_pipeline_outputs=not virtual,
         num_moe_experts=num_experts,
+        attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto,
         **settings,
     )
     config.batch_p2p_comm = False
@@ -150,7 +154,7 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         stage = number * world + rank
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=num_experts, multi_latent_attention=is_latent),
+            layer(num_experts=num_experts, multi_latent_attention=is_latent),
             vocab_size=64,
             max_sequence_length=64,
             pre_process=stage == 0,
