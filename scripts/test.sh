@@ -31,6 +31,7 @@ step python -m ruff check .
 step python -m ruff format --check .
 step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
+bash scripts/te.sh || printf '%s\n' "Transformer Engine's Python cannot be installed: its tests will be skipped" >&2
 # A first plan compiles the planner's inner loops and keeps them on disk; otherwise every process that plans would compile them.
 step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
     --memory-cap-gb 8 --offload --split-weight

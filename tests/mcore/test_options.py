@@ -5,27 +5,18 @@ import math
 import pytest
 
 from tests.support.mcore.forked import job, returned
-from tests.support.mcore.jobs.options import ITERATIONS, LOADED, MORE_RUNS, SAVED
+from tests.support.mcore.jobs.options import ITERATIONS, LOADED, SAVED
 
 TOLERANCE = 1e-5
 
 
-def results(folder, *names):
-    """Result of every run of the worker, or of those that are named."""
-    found = returned(job(1, "options", folder=folder, names=names, timeout_s=900))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Result of every run of the worker."""
+    found = returned(job(1, "options", folder=tmp_path_factory.mktemp("options"), timeout_s=900))
     errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
     assert not errors, errors
     return found
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return results(tmp_path_factory.mktemp("options"))
-
-
-@pytest.fixture(scope="module")
-def more_runs(tmp_path_factory):
-    return results(tmp_path_factory.mktemp("options"), "engine", *MORE_RUNS)
 
 
 def apart(expected, found):
@@ -77,23 +68,3 @@ def test_a_checkpoint_of_two_stages_goes_on_with_another_number_of_them(runs, na
     assert len(runs["saving"]["losses"]) == SAVED
     assert len(loaded["losses"]) == ITERATIONS - SAVED
     assert_same_training(whole, loaded)
-
-
-def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs):
-    joint, split = runs["engine"], runs["engine, split, fused and overlapped"]
-    assert not any(plan["weights"] for plan in joint["plans"])
-    assert all(plan["weights"] > 0 for plan in split["plans"])
-    assert_same_training(joint, split)
-
-
-def test_layers_that_note_at_a_saved_weight_where_its_gradient_went_train_alike(runs):
-    """With --overlap-grad-reduce Megatron's data parallelism ends the run where a weight has no gradient and no such note.
-    Bytes are counted with hooks on saved tensors, at the start of every run and with --epp-measure-memory in training.
-    """
-    assert_same_training(runs["engine"], runs["engine, fused, overlapped and counted"])
-
-
-@pytest.mark.slow  # the default set has them with more options together
-@pytest.mark.parametrize("name", MORE_RUNS)
-def test_with_fewer_options_together_layers_train_alike_too(more_runs, name):
-    assert_same_training(more_runs["engine"], more_runs[name])

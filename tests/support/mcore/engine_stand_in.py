@@ -1,21 +1,12 @@
-"""Stands in for Transformer Engine's linear layers where there is no GPU: what Megatron and this package see of them.
+"""Linear layers that put their weights' gradients off as Transformer Engine's do, one by one and with faults.
 
-Written from Transformer Engine's documentation of `delay_wgrad_compute`, `WeightGradStore` and `backward_dw` (2.7 to 2.18).
-With `--spec tests.support.mcore.engine_stand_in layer_spec` a GPT has these layers, on one tensor-parallel rank.
+Its own layers train in `test_transformer_engine.py`.
 """
 
 import queue
 from functools import partial
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
 
@@ -125,33 +116,3 @@ class StandInParallelLinear(StandInLinear):
 
 class FusedStandInParallelLinear(StandInParallelLinear):
     fused = True
-
-
-def _layer(linear):
-    attention = SelfAttentionSubmodules(linear_qkv=linear, core_attention=DotProductAttention, linear_proj=linear)
-    parts = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
-    in_layer = hasattr(MLP, "as_mlp_submodule")  # since 0.18
-    mlp = partial(MLP.as_mlp_submodule, submodules=parts) if in_layer else ModuleSpec(module=MLP, submodules=parts)
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-layer_spec, fused_layer_spec = _layer(StandInParallelLinear), _layer(FusedStandInParallelLinear)
-
-
-def pretend():
-    """Megatron asks for the version of Transformer Engine before it lets layers delay anything."""
-    from megatron.training import arguments
-
-    arguments.is_te_min_version = lambda *_: True

@@ -51,7 +51,13 @@ MORE: dict[str, dict[str, Any]] = {
         "plan": f"{CAPPED} --epp-recompute-modes all",
         "batch": 8,
     },
-    "weights apart": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": "--epp-slices 3"},
+    "weights apart, replicas": {
+        "cell": {"pp": 2, "dp": 2, "split": True},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "optimizer": OVERLAPPED,
+        "batch": 8,
+    },
     "weights apart, experts": {
         "cell": {"pp": 2, "split": True, "experts": 4},
         "model": "llama",

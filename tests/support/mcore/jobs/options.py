@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,6 @@ ITERATIONS, SAVED = 3, 1
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
-ENGINE = "--transformer-impl transformer_engine"
-SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
-FUSED = f"{ENGINE} --spec tests.support.mcore.engine_stand_in fused_layer_spec"
 LOADED = {
     "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
     "stock on 1": (1, "--epp-schedule stock"),
@@ -29,34 +24,22 @@ RUNS = {
     "dropout, recompute": (2, f"{DROPOUT} --epp-recompute 2"),
     "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
-    "engine": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {ELASTIC}"),
-    "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
-    "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
     "fp16 stock": (2, "--epp-schedule stock --fp16 --loss-scale 128"),
     "fp16 elastic": (2, f"{ELASTIC} --fp16 --loss-scale 128 --epp-loss-block-tokens 7"),
 }
-MORE_RUNS = {
-    "engine, split": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {SPLIT}"),
-    "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
-    "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
-}
-"""In the set `slow`: with fewer options together than those above."""
 
 
-def run(folder: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Run all `RUNS` and `LOADED`, or only what is named, of `MORE_RUNS` too."""
+def run(folder: Path) -> dict[str, Any]:
+    """Run all `RUNS` and `LOADED`."""
     from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from scripts.parity.runs import Run, contents
     from scripts.parity.worlds import Training, load_megatron, train_all
     from scripts.random_documents import write_documents
 
     load_megatron()
-    from tests.support.mcore import engine_stand_in  # it imports Megatron, which has to be prepared
-
-    engine_stand_in.pretend()
     common = [
         *common_flags(ITERATIONS, 64, 4, validates=False),
         "--data-path",
@@ -68,14 +51,11 @@ def run(folder: Path, names: Collection[str] = ()) -> dict[str, Any]:
         return Training(stages, (*common, "--pipeline-model-parallel-size", str(stages), *shlex.split(flags)))
 
     saving = f"--train-iters {SAVED} --save {folder / 'saved'} --save-interval {SAVED} --ckpt-format torch_dist"
-    runs = {name: training(*run) for name, run in (RUNS | MORE_RUNS).items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
+    runs = {name: training(*run) for name, run in RUNS.items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
     loading = f"--load {folder / 'saved'} --ckpt-format torch_dist --override-opt_param-scheduler"
     loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
     done: dict[Training, list[Run] | str] = {}
-    if names:
-        loads = {}
-    runs = {name: run for name, run in runs.items() if name in (names or (*RUNS, "saving"))}
-    for part in filter(None, (runs, loads)):
+    for part in (runs, loads):
         (world := folder / f"worlds{len(part)}").mkdir()
         done |= train_all(part.values(), world, limit_s=240)
     return {name: figures(done[one], contents) for name, one in (runs | loads).items()}
