@@ -1,0 +1,47 @@
+"""Ranks of a plan run by themselves, with real layers: every action is timed, and put on the plan's dependencies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.launch import runs
+from megatron_epp.plan.serialize import load
+from tests.support.mcore import forked
+from tests.support.mcore.forked import launch
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
+
+WAYS = ["elastic", "elastic, weights apart"]
+
+
+def alone(*arguments: object) -> str:
+    finished = launch(1, "-m", "scripts.bench.alone", *arguments)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished.output
+
+
+@pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
+def test_every_rank_runs_all_its_actions_by_itself(tmp_path: Path, way: str) -> None:
+    said = alone("--reduced", "--ways", way, "-o", tmp_path)
+    (row,) = json.loads((tmp_path / "report.json").read_text())
+    made = load(next(tmp_path.glob("plan-*.json")))
+    assert said.count(" of compute; peak ") == made.num_ranks == 4
+    assert max(made.static_bytes) < row["measured_bytes"] < 1.3 * row["planned_bytes"]  # a stage has one tiny layer
+    assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])
+    counts = {kind: count for kind, (count, *_) in row["kinds"].items()}
+    each = made.num_stages * len(made.chunks)
+    assert counts == dict.fromkeys("FBW" if "weights" in way else "FB", each)
+
+
+@pytest.mark.slow  # trains on two ranks first
+def test_a_plan_that_a_training_has_run_is_put_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_forks", forked.forks)
+    data = write_pair(tmp_path / "documents", documents_of([n + 1 for n in (900, 40, 300, 700) * 6]))
+    sizes = {"pipeline_model_parallel_size": 2, "seq_length": 1024, "train_iters": 3, "epp_trace": 3}
+    runs.train(tmp_path / "run", 2, runs.tiny_gpt(**sizes, data_path=data))
+    there = ["--plan", tmp_path / "run" / "plan.json", "--measured", tmp_path / "run" / "measured.json"]
+    said = alone("--model", "tiny-gpt", *there, "-o", tmp_path)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert f"by times of ranks alone {found['alone_us'] / found['in_training_us']:.3f} of it" in said
