@@ -4,12 +4,12 @@
     python -m scripts.bench.alone --layers te --costs FILE     with Transformer Engine's layers, planned with measured costs
     python -m scripts.bench.alone --reduced                    a tiny model on 4 stages, on a CPU too
     python -m scripts.bench.alone --plan plan-3.json --measured measured-3.json --model tiny-gpt
-                                                               a plan that a training has run, beside what it took there
+                                                               a plan that a training has run, next to what it took there
 
 Each rank in turn builds its stages as training does, runs its actions twice by the executor of training, and is gone; the
-second time counts. Its messages lead nowhere, so every action's time is its own, and the peak is that of torch's allocator.
+second time counts. Its messages are made up or dropped, so every action's time is its own, and the peak is that of torch's allocator.
 Measured times are then put on the plan's dependencies; messages and copies take their planned times there. Not in it: links
-that are slower than planned, communication kernels beside compute, ranks of unlike speed, the reduction of gradients, the
+that are slower than planned, communication kernels that overlap compute, ranks of unlike speed, the reduction of gradients, the
 optimizer's step. Its states are counted, not allocated. The result is a makespan by measured times, not a measured training.
 """
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     with one_rank():
         if args.plan:
-            return _beside_training(args, model)
+            return _as_trained(args, model)
         rows, end_s = [], time.monotonic() + args.seconds
         for row in _planned(args, model, end_s):
             rows.append(row)
@@ -177,8 +177,8 @@ def _planned(args: argparse.Namespace, model: Model, end_s: float) -> Iterator[R
         yield row_of(way, made, found)[0]
 
 
-def _beside_training(args: argparse.Namespace, model: Model) -> int:
-    """Run the plan of a training's iteration, and print its makespan by itself beside that of the training."""
+def _as_trained(args: argparse.Namespace, model: Model) -> int:
+    """Run the plan of a training's iteration, and print its makespan by itself next to that of the training."""
     made, there = load(args.plan), Measured.load(args.measured)
     row, alone = row_of(args.plan.name, made, [*ran(made, model)])
     in_training = compare(made, there)

@@ -85,7 +85,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
     splits = any(step.action.op is Op.W for row in plan.ranks for step in row)
     built = {number: _stage(plan, number, model, splits) for number in plan.stages_of(rank)}
     stages = {number: stage for number, (_, stage) in built.items()}
-    inputs, links = _inputs(plan, model), _Nowhere()
+    inputs, links = _inputs(plan, model), _NoLinks()
     host = HostMemory(model.device, host_bytes) if host_bytes else None
     on_gpu = model.device.type == "cuda"
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters]
@@ -110,8 +110,8 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
     return Ran(events, torch.cuda.max_memory_allocated() + states)
 
 
-class _Nowhere:
-    """Links that lead nowhere, with the methods of `runtime.links.links.Links` that an executor calls."""
+class _NoLinks:
+    """Stands for the links of a pipeline, with the methods of `runtime.links.links.Links` that an executor calls."""
 
     def uses_slots(self, device: torch.device) -> bool:
         return device.type != "cpu"
