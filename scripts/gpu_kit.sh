@@ -110,12 +110,13 @@ if [ ${#reduced[@]} -gt 0 ]; then sizes=(--model tiny-gpt --tokens "64,128" --pr
 step profile "${expandable[@]}" "${epp[@]}" profile "${sizes[@]}" -o "$folder/profile.json"
 if has megatron.core; then
     step first-run "${expandable[@]}" "${epp[@]}" first-run --steps links,kernels,parity,plan "${reduced[@]}" -o "$folder/first-run"
-    for part in parity slices long peaks copies; do
+    for part in parity peaks slices race copies; do  # `long` takes longer than a step may
         step "training-$part" "${expandable[@]}" "${training[@]}" --parts "$part" -o "$folder/training-$part"
     done
+    step alone "${expandable[@]}" "$python" -W ignore -m scripts.bench.alone --seconds 400 "${reduced[@]}" -o "$folder/alone"
     tests tests-megatron caps.py links.py delayed.py training.py pipeline.py
 else
-    for part in first-run training-{parity,slices,long,peaks,copies} tests-megatron; do
+    for part in first-run training-{parity,peaks,slices,race,copies} alone tests-megatron; do
         without "$part" "Megatron is not installed"
     done
 fi

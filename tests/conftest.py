@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.support.durations import Recorder, is_fast, seconds_of
 from tests.support.processes import Processes
 
-settings.register_profile("patient", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a machine for `tests/gpu` may lack it, and they need none
+    settings = None
+else:
+    settings.register_profile("patient", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("fast" if _is_fast_set(config) else "patient")
+    if settings is not None:
+        settings.load_profile("fast" if _is_fast_set(config) else "patient")
     if (number := config.option.processes or 2 * _is_fast_set(config)) > 0:
         config.pluginmanager.register(Processes(number))
     if config.option.record_durations:

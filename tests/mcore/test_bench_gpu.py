@@ -64,6 +64,14 @@ def test_something_was_offloaded_and_its_copies_were_timed(report):
     assert 0 <= part["hidden_share"] <= 1
 
 
+@pytest.mark.slow
+def test_plans_raced_packed_rows(report):
+    part = report["parts"]["race"]
+    assert part["failures"] == {}
+    assert set(part["tokens_per_second"]) == {"plans", "packed, all recomputed", "packed, one layer kept"}
+    assert part["losses"]["plans"][:3] == pytest.approx(part["losses"]["packed, one layer kept"], rel=1e-2)
+
+
 def test_copies_are_hidden_where_their_own_rank_computes():
     def events(*rows):
         return tuple(Event(Action.parse(text), start, end) for text, start, end in rows)

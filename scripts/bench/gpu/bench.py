@@ -7,6 +7,8 @@ slices      a long sequence in slices against the same unsliced, same kernel and
 long        a sequence that does not fit unsliced; what the unsliced run says is reported as it is
 peaks       planned against measured peak of device memory, without a cap and under one that asks for recompute
 copies      activations offloaded: how much of the copies is overlapped with compute, and what the iteration takes longer
+race        documents of 120 to 32,768 tokens under a cap, one stage: plans against packed rows with every layer recomputed, and
+            with as few layers recomputed as fit below the cap
 
 Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` are the default then.
 `--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing. `--profile FILE` measures
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 
 from megatron_epp.launch.machine import machine
+from megatron_epp.launch.runs import RecordedRun, TrainingError
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.parity import TIMES, deviation
@@ -123,6 +126,44 @@ class Bench:
         cap = {"epp_memory_cap_gb": (static + _CAP_SHARE * (peak - static)) / 2**30}
         return free, self.launches.run(" ".join(["under a cap", *changes]), settings | cap | changes, lengths)
 
+    def race(self) -> Part:
+        layers, lengths, cap_gb = self.sizes.raced
+        iterations = RACE_ITERATIONS
+        packed: Settings = {"epp_schedule": "packed", "train_iters": 2 + COUNTED}
+        learnt = {"epp_costs": "learn", "epp_trace": [iterations], "train_iters": iterations}
+        runs, failures = dict[str, Launched](), dict[str, str]()
+
+        def run(name: str, changes: Settings) -> Launched | None:
+            settings = self.sizes.settings(max(lengths), num_layers=layers, lr_decay_iters=iterations, **changes)
+            try:
+                runs[name] = self.launches.run(f"race {name}", settings, lengths)
+            except (OutOfMemory, TrainingError) as error:  # the others go on
+                failures[name] = str(error)
+            return runs.get(name)
+
+        every = run("packed, all recomputed", packed | {"epp_recompute": layers})
+        run("plans", learnt | {"epp_memory_cap_gb": cap_gb})
+        # As little recompute as fits, by what one layer less takes: a baseline that is tuned as well as it can be.
+        one_less = run("packed, one layer kept", packed | {"epp_recompute": layers - 1, "train_iters": 3})
+        if every and one_less and every.device_peak_bytes and one_less.device_peak_bytes:
+            per_layer = max(1, one_less.device_peak_bytes - every.device_peak_bytes)
+            kept = min(layers, int((cap_gb * 2**30 - every.device_peak_bytes) / per_layer))
+            if kept > 0:
+                run(f"packed, {kept} layers kept", packed | {"epp_recompute": layers - kept})
+        speeds = {name: last_iterations(one.run) for name, one in runs.items()}
+        found = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
+        return found | _speeds(runs) | {"tokens_per_second": speeds}
+
+
+RACE_ITERATIONS, COUNTED = 10, 4
+"""Iterations of plans, and those at the end that count: costs are learnt in the first ones."""
+
+
+def last_iterations(run: RecordedRun) -> float:
+    """Tokens per second of the iterations that count in a race."""
+    lines, times_ms = run.lines[-COUNTED:], run.iteration_ms[-COUNTED:]
+    return 1e3 * sum(line["tokens"] for line in lines) / sum(times_ms)
+
 
 def hidden_copies(iterations: Sequence[Measured]) -> Part:
     """Total time of the copies, and the share of it in which their rank computed too."""
@@ -160,11 +201,12 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "long": Bench.long,
     "peaks": Bench.peaks,
     "copies": Bench.copies,
+    "race": Bench.race,
 }
 
 
-def measure(bench: Bench, parts: Sequence[str]) -> dict[str, Part]:
-    """All parts. One that fails says so in its place, and the others go on."""
+def measure(bench: Bench, parts: Sequence[str], keep: Callable[[dict[str, Part]], None]) -> dict[str, Part]:
+    """All parts. One that fails says so in its place, and the others go on. What there is is kept after each."""
     found: dict[str, Part] = {}
     for name in parts:
         print(f"{name}", flush=True)
@@ -175,6 +217,7 @@ def measure(bench: Bench, parts: Sequence[str]) -> dict[str, Part]:
             traceback.print_exc()
             found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
         found[name]["seconds"] = time.monotonic() - start_s
+        keep(found)
     return found
 
 
@@ -205,12 +248,16 @@ def main() -> int:
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     large = Sizes.small() if arguments.small else Sizes.full(device_bytes)
     sizes = Sizes.reduced() if arguments.reduced else large
-    parts = measure(Bench(sizes, Launches(arguments.output, arguments.limit)), arguments.parts)
-    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS, "parts": parts}
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (arguments.output / "report.md").write_text(text := markdown(report), encoding="utf-8")
-    print(text)
+    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS}
+
+    def keep(parts: dict[str, Part]) -> None:
+        whole = report | {"parts": parts}
+        (arguments.output / "report.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        (arguments.output / "report.md").write_text(markdown(whole), encoding="utf-8")
+
+    parts = measure(Bench(sizes, Launches(arguments.output, arguments.limit)), arguments.parts, keep)
+    print((arguments.output / "report.md").read_text(encoding="utf-8"))
     if arguments.profile is not None:
         profile(arguments.profile.resolve(), arguments.reduced)
     return int(any("failed" in part for part in parts.values()))

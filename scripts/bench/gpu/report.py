@@ -69,6 +69,18 @@ def _copies(part: Part, goals: dict[str, float]) -> str:
     return table(["", ""], rows)
 
 
+def _race(part: Part, goals: dict[str, float]) -> str:
+    ours = part["tokens_per_second"].get("plans")
+    ratios = [
+        f"Plans are {ours / speed:.2f}x as fast as {name}."
+        for name, speed in part["tokens_per_second"].items()
+        if ours and name != "plans"
+    ]
+    failed = [f"{name}: {reason}" for name, reason in part["failures"].items()]
+    what = f"{part['layers']} layers, one stage, cap {part['cap_gb']:g} GB. A peak above the cap makes a row invalid."
+    return "\n\n".join([what, _speeds(part), *ratios, *failed])
+
+
 def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**30:.3g}"
 
@@ -83,4 +95,5 @@ _TELL: dict[str, Callable[[Part, dict[str, float]], str]] = {
     "long": _long,
     "peaks": _peaks,
     "copies": _copies,
+    "race": _race,
 }
