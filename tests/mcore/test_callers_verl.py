@@ -10,7 +10,8 @@ from megatron_epp.mcore.microbatches import wrap
 
 
 @pytest.mark.parametrize(
-    ("ranks", "padded"), [((1, 1), [5, 8, 1]), ((4, 1), [8, 8, 4]), ((1, 2), [8, 8, 4]), ((2, 2), [8, 8, 8])]
+    ("ranks", "padded"),
+    [((1, 1), [5, 8, 1]), ((4, 1), [8, 8, 4]), ((1, 2), [8, 8, 4]), ((2, 2), [8, 8, 8]), ((1, 4), [8, 8, 8])],
 )
 def test_every_sequence_is_padded_to_a_multiple_of_the_ranks_that_share_it(
     monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], padded: list[int]
