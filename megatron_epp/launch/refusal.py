@@ -18,7 +18,7 @@ FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _KEY, _CODE = "megatron_epp", "exit_code"
 
 
-def hand_over(text: str, exit_code: int = 1) -> bool:
+def hand_over(text: str, exit_code: int) -> bool:
     """Write a refusal for the launcher. Return True if the launcher is this package's own, which repeats it at the end.
 
     Args:

@@ -97,7 +97,7 @@ def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_pri
     failed = ChildFailedError("script", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
     assert "megatron_epp, rank 0: too few layers" in str(failed).splitlines()[-2]
     monkeypatch.delenv(refusal.FILE_VARIABLE)
-    assert not refusal.hand_over("without torchrun it is printed as well")
+    assert not refusal.hand_over("without torchrun it is printed as well", 1)
 
 
 # ---- the short form of the output ------------------------------------------------------------------------------------
