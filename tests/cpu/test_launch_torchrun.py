@@ -93,7 +93,7 @@ def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monke
 def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_prints_it_too(monkeypatch, tmp_path):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.setenv(refusal.FILE_VARIABLE, str(tmp_path / "error.json"))
-    assert not refusal.hand_over("megatron_epp, rank 0: too few layers")
+    assert not refusal.hand_over("megatron_epp, rank 0: too few layers", 1)
     failed = ChildFailedError("script", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
     assert "megatron_epp, rank 0: too few layers" in str(failed).splitlines()[-2]
     monkeypatch.delenv(refusal.FILE_VARIABLE)
