@@ -287,6 +287,8 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
+        if (ROOT / ".venv").is_dir():
+            (folder / ".venv").symlink_to(ROOT / ".venv")  # blocks of the README activate it
 
     def write(self, name: str, source: bytes) -> None:
         path = self._folder / name
@@ -305,11 +307,9 @@ class Copy:
         Returns:
             What failed first, None if nothing did, and the end of the output.
         """
-        environment = os.environ | {
-            "PYTHONPATH": str(self._folder),
-            "MEGATRON_EPP_COMPILED": str(int(compiled)),
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1"}
+        if not compiled:
+            environment["MEGATRON_EPP_COMPILED"] = "0"
         command = [sys.executable, "-m", "pytest", *shlex.split(tests)]
         process = subprocess.Popen(
             command, cwd=self._folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
