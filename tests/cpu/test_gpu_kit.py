@@ -52,7 +52,9 @@ def test_a_dry_run_tells_every_command_with_its_limit(kit):
     assert all(line.startswith("timeout 600 ") and "--reduced" not in line for line in lines.values())
     parts = {name for name, line in lines.items() if "scripts.bench.device" in line}
     assert parts == {*bench.PARTS, "memory-fixed"}
-    assert {name for name in lines if name.startswith("training-")} == {f"training-{part}" for part in TRAINING_PARTS if part != "long"}
+    assert {name for name in lines if name.startswith("training-")} == {
+        f"training-{part}" for part in TRAINING_PARTS if part != "long"
+    }
     files = {word for line in lines.values() for word in line.split() if word.startswith("tests/gpu/")}
     assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 

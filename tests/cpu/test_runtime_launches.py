@@ -19,7 +19,7 @@ from tests.support.runtime.launch_recorder import (
     RecordedLaunch,
     record,
 )
-from tests.support.runtime.launch_timeline import PLANS, picture, timeline
+from tests.support.runtime.launch_timeline import PLANS, timeline
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, two_ranks
 from tests.support.seeds import spread_by_default
 
@@ -168,11 +168,3 @@ def _all_waits(row, number):
                 found.add(other)
                 todo.append(other)
     return found
-
-
-def test_the_picture_has_a_lane_for_every_stream_that_is_used():
-    spans = timeline([offloading(two_ranks(), 0.5)])
-    (axis,) = picture(spans, "two ranks").axes
-    lanes = [label.get_text() for label in axis.get_yticklabels()]
-    own = ["activations 0 to 1", "compute", "gradients 1 to 0", "loads", "offloads", "reductions", "uploads"]
-    assert sorted(lanes) == [f"rank {rank} {name}" for rank in (0, 1) for name in own]

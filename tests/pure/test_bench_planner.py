@@ -1,16 +1,8 @@
 """The planner's benchmark: its cases, and what it keeps of them. `test_benches.py` runs it in its reduced form."""
 
-import json
 import math
-from dataclasses import replace
-from itertools import islice
 
-import pytest
-
-from megatron_epp import planner
-from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost.library import load_flags, shape_of
-from scripts.bench.planner import small as planner_small
 from scripts.bench.planner.bench import large
 from scripts.bench.planner.report import markdown
 from scripts.bench.planner.runs import BATCHES, RunCase
@@ -41,36 +33,6 @@ def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
     assert len(case.worst.lengths) == len(case.lengths)
     alone = Case("wikipedia", 1048576, 8, "llama3-8b", 40)
     assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
-
-
-def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
-    pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
-    asked, store = [], tmp_path / "small.json"
-    monkeypatch.setattr(planner_small, "oracle", lambda *case, **more: asked.append(case) or oracle(*case, **more))
-    first = planner_small.small(2, 20.0, 8, ["plain", "weights"], 1, store)
-    assert len(asked) == 4
-    assert planner_small.small(2, 20.0, 8, ["plain", "weights"], 1, store) == first
-    assert len(asked) == 4
-    planner_small.small(3, 20.0, 8, ["plain"], 1, store)
-    assert len(asked) == 5
-    rows = json.loads(store.read_text())
-    assert len(rows) == 5
-    worse = {key: row | {"settled": False, "best_us": 2 * row["best_us"]} for key, row in rows.items()}
-    store.write_text(json.dumps(worse))
-    kept = planner_small.small(2, 20.0, 8, ["plain"], 1, store)["features"]["plain"]
-    assert kept["not_proven"]["cases"] == 2
-    assert len(asked) == 5
-    assert planner_small.small(2, 30.0, 8, ["plain"], 1, store)["features"]["plain"] == first["features"]["plain"]
-    assert len(asked) == 7
-
-
-def test_a_case_is_the_same_every_time_and_binds():
-    cases = [list(islice(planner_small.small_cases("plain", 12), 4)) for _ in range(2)]
-    assert cases[0] == cases[1]
-    for case in cases[0]:
-        assert 2 <= len(case.chunks) <= planner_small.MOST_CHUNKS
-        free = replace(case.problem, cap_bytes=(planner.UNLIMITED_BYTES,) * case.problem.num_stages)
-        assert max(planner.plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
 
 
 def test_the_sample_covers_everything_evenly():

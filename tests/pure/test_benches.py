@@ -76,9 +76,6 @@ def check_planner(report: Any) -> None:
             has = {key: rival[key] is not None for key in ("chunk_tokens", "retain", "recompute")}
             chunkflow, whole = name == "chunkflow", name.startswith("1f1b")
             assert has == {"chunk_tokens": not whole, "retain": chunkflow, "recompute": not chunkflow}
-    for figures in report["small"].get("features", {}).values():  # none without OR-tools
-        assert 0 <= figures["at_most"]["mean_gap"] <= figures["at_most"]["worst_gap"]
-        assert figures["contradicted"] == 0
     assert [row["sequences"] for row in report["speed"]] == [64, 128]
 
 

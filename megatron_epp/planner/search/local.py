@@ -33,7 +33,7 @@ LONG_STEPS = 20_000
 """Steps of a search that runs unasked where they take little of the iteration."""
 RUNS = (4000, 8000)
 """Steps of successive runs for shorter iterations, which end with the first run that gains little. On 49 random cases under
-tight caps (`scripts.bench.planner.small`) 4,000 steps left makespans 0.07 % above 20,000 steps on average, at worst 1.2 %.
+tight caps 4,000 steps left makespans 0.07 % above 20,000 steps on average, at worst 1.2 %.
 """
 LITTLE = 0.001
 """Relative gain of a run after which another one is not worth its time. With 0 no plan of 70 changes (see `grains`)."""

@@ -28,7 +28,6 @@ from megatron_epp.planner import Options, Problem, plan
 from scripts.bench.planner.fixed import FIXED
 from scripts.bench.planner.report import markdown
 from scripts.bench.planner.runs import BATCHES, RunCase, run_row
-from scripts.bench.planner.small import FEATURES, small
 from scripts.bench.planner.suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_planner"
@@ -155,24 +154,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.planner", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--reduced", action="store_true", help="a few small cases")
-    size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")
-    parser.add_argument("--parts", default="speed,small,large,runs", help="what to measure (default: all)")
+    size.add_argument("--full", action="store_true", help="all 540 cases of the suite")
+    parser.add_argument("--parts", default="speed,large,runs", help="what to measure (default: all)")
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of part large (default: {','.join(RIVALS)})")
-    parser.add_argument("--features", default="plain", help=f"of part small, from {','.join(FEATURES)} (default: plain)")
-    parser.add_argument("--cases", type=int, help="of part small (default: 40; 200 with --full)")
-    parser.add_argument("--first", type=int, default=0, help="of part small, number of the first case (default: 0)")
-    parser.add_argument("--limit-s", type=float, help="of part small, for the oracle, each case (default: 3; 60 with --full)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1); speed is always measured alone")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
     a = parser.parse_args()
     parts, start_s = a.parts.split(","), time.perf_counter()
     sizes = [(512, 16), (1024, 16), (1024, 32), (2048, 32), (4096, 64)]
     report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-    count, limit_s, most = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (40, 3.0, 32)
-    limits = a.cases or count, a.limit_s or limit_s, most
     measured: dict[str, Callable[[], Any]] = {
         "speed": lambda: speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes),
-        "small": lambda: small(*limits, a.features.split(","), a.jobs, a.output / "small.json", a.first),
         "runs": lambda: runs([RunCase(*astuple(case)) for case in suite(a)], a.jobs),
         "large": lambda: large(suite(a), tuple(a.rivals.split(",")), a.jobs),
     }

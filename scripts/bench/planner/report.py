@@ -13,8 +13,6 @@ def markdown(report: dict[str, Any]) -> str:
     parts = [f"# The planner, measured\n\n{report['machine']}, Python {report['python']}, {report['minutes']:.1f} minutes."]
     if "speed" in report:
         parts.append(_speed(report["speed"]))
-    if "small" in report:
-        parts.append(_small(report["small"]))
     if "large" in report or "runs" in report:
         parts.append(FEATURES)
     if "large" in report:
@@ -46,31 +44,6 @@ def _speed(rows: list[dict[str, Any]]) -> str:
         size = [f"{r['sequences']:,}", str(r["stages"]), str(r["chunks"] or "no plan")]
         cells.append([*size, f"{r['planning_ms']:.0f}", each])
     return f"## Speed\n\nProcessor time on one core, start-up excluded.\n\n{table(header, cells)}"
-
-
-SMALL = """## Against the oracle
-
-Random cases of up to 8 chunks under tight caps (chunks times stages at most {most_chunks_times_stages}); the oracle stopped
-after {time_limit_s:.0f} s each. Plain: order and recompute of whole layers; weights: besides these, weight gradients of their
-own; copies: besides these, copies of activations to host memory."""
-
-
-def _small(found: dict[str, Any]) -> str:
-    if "skipped" in found:
-        return f"## Against the oracle\n\nNot measured: {found['skipped']}"
-    header = ["may decide", "cases", "proven", "mean gap", "worst", "not proven", "mean gap to the bound", "worst"]
-    header += ["all: at most", "no plan where the oracle has one", "no plan at all", "open"]
-    rows = []
-    for name, r in found["features"].items():
-        row = [name, str(r["cases"])]
-        for part in (r["proven"], r["not_proven"]):
-            row += [str(part["cases"]), _percent(part["mean_gap"]), _percent(part["worst_gap"])]
-        row.append(f"{_percent(r['at_most']['mean_gap'])} mean, {_percent(r['at_most']['worst_gap'])} worst")
-        counts = (r["infeasible_for_the_planner_alone"], r["infeasible_for_both"], r["undecided"])
-        rows.append([*row, *map(str, counts)])
-    text = f"{SMALL.format(**found)}\n\n{table(header, rows)}"
-    refuted = sum(r["contradicted"] for r in found["features"].values())
-    return text + (f"\n\nThe planner is better than a proof in {refuted} cases: the solver erred." if refuted else "")
 
 
 TUNED = """## Against other planners, tuned for every batch
