@@ -38,6 +38,11 @@ def row_of(text: str, name: str) -> list[str]:
     return found.removeprefix(name).split()
 
 
+def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(report):
+    here, there = (row_of(report("--quick", *flags), "static, in all") for flags in ([], ["--optimizer-cpu-offload"]))
+    assert all(float(with_states) > float(without) for with_states, without in zip(here, there, strict=True))
+
+
 def test_the_peaks_are_those_of_the_same_plan(report, tmp_path, capsys):
     made_at = tmp_path / "plan.json"
     assert main(["plan", *BATCH, "--memory-gb", "0.2", "-o", str(made_at)]) == 0
