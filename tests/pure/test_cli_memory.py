@@ -20,6 +20,7 @@ from megatron_epp.planner.service.worker import Worker
 
 MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3")
 BATCH = ["--lengths", "8192,700,300", *MODEL]
+AT_HOST = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
 UNHURRIED = ["--seconds", "100", "--no-megatron"]
 
 
@@ -39,7 +40,7 @@ def row_of(text: str, name: str) -> list[str]:
 
 
 def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(report):
-    here, there = (row_of(report("--quick", *flags), "static, in all") for flags in ([], ["--optimizer-cpu-offload"]))
+    here, there = (row_of(report("--quick", *flags), "static, in all") for flags in ([], AT_HOST))
     assert all(float(with_states) > float(without) for with_states, without in zip(here, there, strict=True))
 
 
