@@ -95,7 +95,7 @@ FAULTS = (
         "return checkpoint(call, False, *args, *(kwargs[name] for name in names))",
         "from torch.utils.checkpoint import checkpoint as again\n\n    return again(\n"
         "        call, *args, *(kwargs[name] for name in names), use_reentrant=True, preserve_rng_state=False\n    )",
-        "tests/mcore/test_cpu_backend.py -k repeats_the_same_masks",
+        "tests/mcore/test_options.py -k same_dropout_again",
     ),
     Fault(
         "a recomputed forward takes padding for tokens of experts",
