@@ -28,7 +28,7 @@ def test_every_rank_runs_all_its_actions_by_itself(tmp_path: Path, way: str) -> 
     (row,) = json.loads((tmp_path / "report.json").read_text())
     made = load(next(tmp_path.glob("plan-*.json")))
     assert said.count(" of compute; peak ") == made.num_ranks == 4
-    assert max(made.static_bytes) < row["measured_bytes"] < 1.3 * row["planned_bytes"]  # a stage has one tiny layer
+    assert max(made.static_bytes) < row["measured_bytes"] < 1.6 * row["planned_bytes"]  # a stage has one tiny layer
     assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])
     counts = {kind: count for kind, (count, *_) in row["kinds"].items()}
     each = made.num_stages * len(made.chunks)

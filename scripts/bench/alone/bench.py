@@ -6,7 +6,7 @@
     python -m scripts.bench.alone --plan plan-3.json --measured measured-3.json --model tiny-gpt
                                                                a plan that a training has run, next to what it took there
 
-Each rank in turn builds its stages as training does, runs its actions twice by the executor of training, and is gone; the
+Each rank in turn builds its stages as training does, runs its actions three times by the executor of training, and is gone; the
 second time counts. Its messages are made up or dropped, so every action's time is its own, and the peak is that of torch's
 allocator. Measured times are then put on the plan's dependencies; messages and copies take their planned times there. Not in
 it: links that are slower than planned, communication kernels that overlap compute, ranks of unlike speed, the reduction of

@@ -22,7 +22,7 @@ from megatron_epp.runtime.trace import Recorder
 
 STATE_BYTES, ALLOCATED_BYTES = 18.0, 6.0
 """Bytes of a parameter in training, and here, where master weights and Adam's moments are counted and not allocated."""
-_WARM_UP = 1
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def one_rank() -> Iterator[None]:
 
 
 def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
-    """Run a rank's part of a plan, once to choose kernels and once timed.
+    """Run a rank's part of a plan until memory has been met and kernels chosen, and time it once more.
 
     Args:
         plan: of stages without shards of the vocabulary.
@@ -177,7 +177,7 @@ def _config(model: Model, num_layers: int, splits: bool) -> Any:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=functional.silu,
-        bias_activation_fusion=True,
+        bias_activation_fusion=model.by_engine or not model.flags.get("no_bias_swiglu_fusion"),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
