@@ -597,3 +597,8 @@ def test_losses_know_their_scopes():
         "mean value",
     }
     assert replace(LOSSES["DAPO"], kl="k3").columns == ("old_logprobs", "advantages", "reference_logprobs", "importance")
+
+
+def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():
+    """Schulman et al. 2017, table 3."""
+    assert (ClippedRatio().clip_low, ClippedRatio().clip_high) == (0.2, 0.2)
