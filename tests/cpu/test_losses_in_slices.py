@@ -602,3 +602,17 @@ def test_losses_know_their_scopes():
 def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():
     """Schulman et al. 2017, table 3."""
     assert (ClippedRatio().clip_low, ClippedRatio().clip_high) == (0.2, 0.2)
+
+
+def test_what_a_policy_loss_logs_is_weighed_as_its_tokens_are():
+    columns = {name: torch.tensor(values) for name, values in POLICY_COLUMNS.items()}
+    rows = Rows(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 3.0]), columns, torch.tensor([0.5, 1.5]), None, 0)
+    _, logged = ClippedRatio(kl="k1", entropy_weight=0.1, constant=2.0)(rows)
+    assert {name: round(float(value), 6) for name, value in logged.items()} == {
+        "clipped share": 1.5,  # the second token's ratio, e, is above 1.2
+        "divergence": 1.0 * 0.25 + 1.5 * 0.5,
+        "entropy": 1.0 * 0.5 + 1.5 * 1.5,
+    }
+
+
+POLICY_COLUMNS = {"old_logprobs": [-1.0, -3.0], "advantages": [1.0, 1.0], "reference_logprobs": [-1.25, -2.5]}
