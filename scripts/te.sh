@@ -12,7 +12,10 @@ EPP_EXTRAS=dev
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-[ "$#" -gt 0 ] || set -- 2.20.2 2.8.0
+if [ "$#" = 0 ]; then
+    mapfile -t tested <tests/support/transformer_engine/versions.txt
+    set -- "${tested[@]}"
+fi
 EPP_UV="$(epp_find_uv)"
 for version in "$@"; do
     folder="${EPP_TE:-$EPP_ROOT/.te}/$version"

@@ -13,7 +13,7 @@ from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WAYS = ["elastic", "elastic, weights apart"]
+WAYS = ["elastic", "elastic, weights apart", "1F1B, packed, all recomputed"]
 
 
 def alone(*arguments: object) -> str:
@@ -22,17 +22,17 @@ def alone(*arguments: object) -> str:
     return finished.output
 
 
-@pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
-def test_every_rank_runs_all_its_actions_by_itself(tmp_path: Path, way: str) -> None:
-    said = alone("--reduced", "--ways", way, "-o", tmp_path)
-    (row,) = json.loads((tmp_path / "report.json").read_text())
-    made = load(next(tmp_path.glob("plan-*.json")))
-    assert said.count(" of compute; peak ") == made.num_ranks == 4
-    assert max(made.static_bytes) < row["measured_bytes"] < 1.6 * row["planned_bytes"]  # a stage has one tiny layer
-    assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])
-    counts = {kind: count for kind, (count, *_) in row["kinds"].items()}
-    each = made.num_stages * len(made.chunks)
-    assert counts == dict.fromkeys("FBW" if "weights" in way else "FB", each)
+def test_every_rank_runs_all_its_actions_by_itself_and_recompute_keeps_less(tmp_path: Path) -> None:
+    said = alone("--reduced", "--ways", *WAYS, "-o", tmp_path)
+    rows = json.loads((tmp_path / "report.json").read_text())
+    plans = [load(tmp_path / f"plan-{way.replace(', ', '-').replace(' ', '-')}.json") for way in WAYS]
+    assert said.count(" of compute; peak ") == sum(made.num_ranks for made in plans)
+    for row, made, kinds in zip(rows, plans, (("F", "B"), ("F", "B", "W"), ("F", "B with recompute")), strict=True):
+        assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])
+        counts = {kind: count for kind, (count, *_) in row["kinds"].items()}
+        assert counts == dict.fromkeys(kinds, made.num_stages * len(made.chunks))
+    free, _, recomputed = (row["measured_bytes"] for row in rows)
+    assert max(plans[-1].static_bytes) < recomputed < 0.9 * free
 
 
 @pytest.mark.slow  # trains on two ranks first

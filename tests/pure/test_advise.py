@@ -36,7 +36,7 @@ MODEL = {
 }
 NODES_OF_TWO = Cluster("nodes-of-two", H100, None, 2)
 CONTEXT = 32768
-SKEWED = (CONTEXT, *web_lengths(3, 1, CONTEXT))
+SKEWED = (CONTEXT, *web_lengths(7, 1, CONTEXT))
 SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
 
 

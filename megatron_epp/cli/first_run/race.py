@@ -17,7 +17,7 @@ from megatron_epp.report.table import format_us, table
 
 SCHEDULES = ("stock", "packed", "elastic")
 _ITERATIONS = {False: 10, True: 7}
-_COUNTED = 4
+COUNTED = 4
 """Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
 runs, so the seventh is the first that is planned by learnt costs."""
 
@@ -51,16 +51,16 @@ def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome
                 found[name] = run(name, Path(setting.folder, "race", name))
             except TrainingError as error:
                 failures[name] = str(error)
-    figures = {name: _figures(one) for name, one in found.items()}
+    figures = {name: figures_of(one) for name, one in found.items()}
     lines = [*_rows(figures), *_said(figures), *(f"{name} did not end well: {text}" for name, text in failures.items())]
     status = PASSED if "elastic" in found else FAILED
     todo = "" if status == PASSED else f"the logs are in {setting.folder / 'race'}; send them with this report"
     return Outcome(status, tuple(lines), todo, {"schedules": figures, "failures": failures})
 
 
-def _figures(run: RecordedRun) -> dict[str, Any]:
+def figures_of(run: RecordedRun) -> dict[str, Any]:
     """Return the figures of the iterations that count; peaks and retries are the largest of any rank in the whole run."""
-    lines, times = run.lines[-_COUNTED:], run.iteration_ms[-_COUNTED:]
+    lines, times = run.lines[-COUNTED:], run.iteration_ms[-COUNTED:]
     planned = [line["makespan_us"] for line in lines if "makespan_us" in line]
     return {
         "tokens_per_second": 1e3 * sum(line["tokens"] for line in lines) / sum(times),
@@ -111,5 +111,5 @@ def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
             difference = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], one["losses"], strict=False))
             speed = ours["tokens_per_second"] / one["tokens_per_second"]
             lines.append(f"plans are {speed:.2f}x as fast as {name}; its losses differ by {difference:.1e} at most")
-    lines.append(f"speeds and times are of the last {_COUNTED} iterations, whose plans use learnt costs")
+    lines.append(f"speeds and times are of the last {COUNTED} iterations, whose plans use learnt costs")
     return lines

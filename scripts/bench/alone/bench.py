@@ -1,13 +1,13 @@
 """Makespans of plans of many stages, measured on one GPU: every rank's part of a plan runs there by itself.
 
-    python -m scripts.bench.alone                              an 8B model on 8 stages, three planners under one cap
+    python -m scripts.bench.alone                              an 8B model on 8 stages, six ways to plan under one cap
     python -m scripts.bench.alone --layers te --costs FILE     with Transformer Engine's layers, planned with measured costs
     python -m scripts.bench.alone --reduced                    a tiny model on 4 stages, on a CPU too
     python -m scripts.bench.alone --plan plan-3.json --measured measured-3.json --model tiny-gpt
                                                                a plan that a training has run, next to what it took there
 
 Each rank in turn builds its stages as training does, runs its actions three times by the executor of training, and is gone; the
-second time counts. Its messages are made up or dropped, so every action's time is its own, and the peak is that of torch's
+last time counts. Its messages are made up or dropped, so every action's time is its own, and the peak is that of torch's
 allocator. Measured times are then put on the plan's dependencies; messages and copies take their planned times there. Not in
 it: links that are slower than planned, communication kernels that overlap compute, ranks of unlike speed, the reduction of
 gradients, the optimizer's step. Its states are counted, not allocated. The result is a makespan by measured times, not a

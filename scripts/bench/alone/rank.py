@@ -27,7 +27,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the stages of a plan are made of.
+    """Model of which the stages of a plan are parts.
 
     Attributes:
         flags: Megatron's, with underscores, of a dense model with rotary positions.
@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a rank took by itself.
+    """Times and memory of a rank by itself.
 
     Attributes:
         events: action, start and end in microseconds, processor time, as of `Recorder.events`.

@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 
+from megatron_epp.cli.first_run.race import COUNTED, figures_of
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.runs import RecordedRun, TrainingError
+from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.parity import TIMES, deviation
@@ -150,19 +151,13 @@ class Bench:
             kept = min(layers, int((cap_gb * 2**30 - every.device_peak_bytes) / per_layer))
             if kept > 0:
                 run(f"packed, {kept} layers kept", packed | {"epp_recompute": layers - kept})
-        speeds = {name: last_iterations(one.run) for name, one in runs.items()}
+        speeds = {name: figures_of(one.run)["tokens_per_second"] for name, one in runs.items()}
         found = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
         return found | _speeds(runs) | {"tokens_per_second": speeds}
 
 
-RACE_ITERATIONS, COUNTED = 10, 4
-"""Iterations of plans, and those at the end that count: costs are learnt in the first ones."""
-
-
-def last_iterations(run: RecordedRun) -> float:
-    """Tokens per second of the iterations that count in a race."""
-    lines, times_ms = run.lines[-COUNTED:], run.iteration_ms[-COUNTED:]
-    return 1e3 * sum(line["tokens"] for line in lines) / sum(times_ms)
+RACE_ITERATIONS = 10
+"""Iterations of plans: costs are learnt in the first ones, and those at the end count."""
 
 
 def hidden_copies(iterations: Sequence[Measured]) -> Part:

@@ -6,13 +6,10 @@ Tensors are fake: they have shapes and no memory, and `torch` dispatches the ope
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,6 +25,7 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
+from scripts.bench.alone.rank import one_rank
 from scripts.bench.host import engine
 from scripts.bench.host.worker import Counted
 
@@ -49,7 +47,7 @@ def count(model: str) -> Iterator[tuple[str, int, Counted]]:
     Yields:
         the operation (``B`` with the weight gradient, ``B-W`` without it), the segments of the chunk, and the counts.
     """
-    with _one_rank(), engine.in_place(), FakeTensorMode(allow_non_fake_inputs=True):
+    with one_rank(), engine.in_place(), FakeTensorMode(allow_non_fake_inputs=True):
         for splits in (False, True):
             stage = _stage(load_flags(model), splits)
             for segments, chunk in _CHUNKS.items():
@@ -153,18 +151,6 @@ def _config(flags: dict[str, Any]) -> TransformerConfig:
         pipeline_dtype=torch.bfloat16,
         **experts,
     )
-
-
-@contextmanager
-def _one_rank() -> Iterator[None]:
-    """Set up Megatron's groups for one rank, for a block."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mpu.initialize_model_parallel()
-        yield
-    finally:
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 _EVEN_SHARE = 2 * TOKENS // 8

@@ -34,26 +34,26 @@ class DType(enum.IntEnum):
 _TYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 
-def module_of(package: Path) -> types.ModuleType:
+def module_of(package: Path, version: str) -> types.ModuleType:
     """Return the extension that a package's sources ask for: what is here, and what is refused."""
     sources = "\n".join(path.read_text() for path in sorted((package / "pytorch").rglob("*.py")))
     asked = _OURS | set(re.findall(r"\b(?:tex|ext)\.(\w+)", sources))
     for names in re.findall(rf"from {NAME} import \(?([\w\s,]+)", sources):
         asked |= set(re.findall(r"\w+", names))
     members = {name: dict.fromkeys(re.findall(rf"\b{name}\.(NVTE_\w+)", sources)) for name in asked if name[0].isupper()}
-    return _Extension({name: members.get(name, {}) for name in asked})
+    return _Extension({name: members.get(name, {}) for name in asked}, version)
 
 
 class _Extension(types.ModuleType):
-    def __init__(self, asked: dict[str, dict[str, None]]) -> None:
+    def __init__(self, asked: dict[str, dict[str, None]], version: str) -> None:
         super().__init__(NAME)
         self.__spec__, self.__file__ = ModuleSpec(NAME, None), __file__
         self.__all__ = sorted(asked)
         for name, members in asked.items():
-            setattr(self, name, globals()[name] if name in _OURS else _left_out(name, members))
+            setattr(self, name, globals()[name] if name in _OURS else _left_out(name, members, version))
 
 
-def _left_out(name: str, members: dict[str, None]) -> Any:
+def _left_out(name: str, members: dict[str, None], version: str) -> Any:
     """Return what stands for a class or an enumeration, or a function that refuses."""
     if members:
         return enum.IntEnum(name, {member: number for number, member in enumerate(members)})
@@ -61,7 +61,7 @@ def _left_out(name: str, members: dict[str, None]) -> Any:
         return _Numbered(name, (), {})
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{NAME}.{name} is not among the functions that run without a GPU")
+        raise NotImplementedError(f"{NAME}.{name} of {version} is not among the functions that run without a GPU")
 
     return refuse
 

@@ -15,7 +15,7 @@ from tests.support.mcore.launch import ENVIRONMENT
 
 FOLDER, VERSION = "EPP_TE", "EPP_TE_VERSION"
 """Environment variables: the folder of all versions, and the one that a process imports."""
-VERSIONS = ("2.20.2", "2.8.0")
+VERSIONS = tuple(Path(__file__).with_name("versions.txt").read_text().split())
 """The newest, and one of which much has changed since."""
 
 

@@ -26,8 +26,8 @@ _ENVIRONMENT = {
 _DEVICE = types.SimpleNamespace(major=9, minor=0, name="none", multi_processor_count=132, total_memory=80 << 30)
 
 
-def load(folder: Path) -> str:
-    """Import Transformer Engine from a folder, and return its version.
+def load(folder: Path) -> None:
+    """Import Transformer Engine from a folder.
 
     Call it after `megatron_epp.mcore.cpu.activate`, before Megatron is imported, which then finds it.
 
@@ -38,7 +38,7 @@ def load(folder: Path) -> str:
         raise ModuleNotFoundError(f"no {PACKAGE} in {folder}: bash scripts/te.sh installs it")
     os.environ |= _ENVIRONMENT
     sys.path.insert(0, str(folder))
-    sys.modules[extension.NAME] = extension.module_of(folder / PACKAGE)
+    sys.modules[extension.NAME] = extension.module_of(folder / PACKAGE, metadata.version("transformer-engine"))
     for name in ("onnx", "onnxscript"):  # for exports, which no training makes
         sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
     _pretend_a_gpu()
@@ -49,8 +49,6 @@ def load(folder: Path) -> str:
 
     transformer_engine.common = common
     import transformer_engine.pytorch
-
-    return metadata.version("transformer-engine")
 
 
 @contextlib.contextmanager
