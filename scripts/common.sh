@@ -6,6 +6,7 @@
 #
 # Settings (environment):
 #   EPP_PYTHON   make .venv with this Python (3.12 or newer) instead of the first that is found
+#   EPP_INSTALL  "no": take .venv as it is, and install nothing
 
 set -euo pipefail
 
@@ -102,6 +103,7 @@ epp_add_cpu_torch() {
 }
 
 epp_install() {
+    [ "${EPP_INSTALL:-yes}" != no ] || return 0
     local stamp="$EPP_VENV/.megatron-epp-installed" stamps wanted
     wanted="$(cd "$EPP_ROOT" && { printf '%s\n' "$EPP_ROOT" && cat setup.py pyproject.toml scripts/constraints.txt; } | cksum)"
     # What linters and tests need includes all that others do.

@@ -287,8 +287,9 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        if (ROOT / ".venv").is_dir():
-            (folder / ".venv").symlink_to(ROOT / ".venv")  # blocks of the README activate it
+        for name in (".venv", ".te"):  # blocks of the README activate the first; `scripts/te.sh` makes the second
+            if (ROOT / name).is_dir():
+                (folder / name).symlink_to(ROOT / name)
 
     def write(self, name: str, source: bytes) -> None:
         path = self._folder / name
@@ -307,7 +308,7 @@ class Copy:
         Returns:
             What failed first, None if nothing did, and the end of the output.
         """
-        environment = os.environ | {"PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1", "EPP_INSTALL": "no"}
         if not compiled:
             environment["MEGATRON_EPP_COMPILED"] = "0"
         command = [sys.executable, "-m", "pytest", *shlex.split(tests)]

@@ -31,6 +31,7 @@ from megatron_epp.launch.machine import (
 )
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import one_line
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _PROFILE = "profile"
@@ -78,7 +79,7 @@ class _Library:
         status: of its absence.
         use: what it is for.
         install: the command.
-        module: that shows that it is there; empty for one of the name it is installed under.
+        module: that is imported; empty for one of the name it is installed under.
     """
 
     name: str
@@ -98,6 +99,7 @@ _GPU_LIBRARIES = (
         WARNING,
         "Megatron's default layers and cuDNN's attention",
         "pip install 'megatron-epp[te]', or train with --transformer-impl local",
+        "transformer_engine.pytorch",
     ),
     _Library(
         "flash-attn",
@@ -204,13 +206,37 @@ def _import(module: str) -> Any:
         return None
 
 
+def _import_error(module: str) -> Exception | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a broken installation raises
+        return error
+    return None
+
+
+def _mended(error: Exception, library: _Library) -> str:
+    """Advice on a library that is there and cannot be imported."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"pip install {error.name.partition('.')[0]}"
+    if isinstance(error, OSError) or ".so" in str(error) or "cuDNN" in str(error):
+        return (
+            "put the folders of torch's own libraries (nvidia/*/lib of site-packages) first in LD_LIBRARY_PATH: those of "
+            "a CUDA toolkit may be found before them, whatever CUDNN_HOME says"
+        )
+    return f"install it again: {library.install}"
+
+
 def _library(library: _Library, is_of_use: bool = True) -> Finding:
     distribution, _, least = library.requirement.partition(">=")
     version, versions = version_of(distribution), f">={least}"
     if not is_of_use:
         return Finding(library.name, OK, f"{version or 'not found'}; it needs a GPU to be of use")
-    if importlib.util.find_spec(library.module or distribution.replace("-", "_")) is None:
+    module = library.module or distribution.replace("-", "_")
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
+    if (error := _import_error(module)) is not None:
+        found = f"{version or 'found'}, but its import fails: {one_line(error)}"
+        return Finding(library.name, PROBLEM if library.status == PROBLEM else WARNING, found, _mended(error, library))
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
     if not features.matches(version, versions) and not features.matches(_release(version), versions):

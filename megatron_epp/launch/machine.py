@@ -56,6 +56,12 @@ def nccl_version() -> tuple[int, int, int] | None:
     return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
+def has_room_for(num_ranks: int) -> bool:
+    """True if so many ranks can run here: a GPU each, or shared, which NCCL can from 2.30 on, or on the processor."""
+    gpus = count_gpus()
+    return not 0 < gpus < num_ranks or (nccl_version() or (0,))[:2] >= (2, 30)
+
+
 def sharing_gpus(num_ranks: int) -> dict[str, str]:
     """Variables for ranks of this machine that outnumber its GPUs, one GPU per rank in turn; none if there are enough.
 

@@ -17,13 +17,13 @@ PYTHON = """\
 #!/usr/bin/env bash
 case "$*" in
     *"import numpy"*) exit {torch} ;;
-    *is_available*) exit {gpu} ;;
+    *is_available* | *mem_get_info*) exit {gpu} ;;
     *find_spec*pytest*) exit {pytest} ;;
     *find_spec*megatron*) exit {megatron} ;;
     *kit_report*) exit 0 ;;
     *doctor*) echo "no driver"; exit 3 ;;
     *"--parts executor"*) sleep 60 ;;
-    *) echo "ran $*" ;;
+    *) echo "ran $* with ${{PYTORCH_ALLOC_CONF:-the default}}" ;;
 esac
 """
 """Answers for a machine, 0 for what it has; one command fails on it, and one takes too long."""
@@ -49,34 +49,43 @@ def test_a_dry_run_tells_every_command_with_its_limit(kit):
     found = kit("--dry-run")
     assert found.returncode == 0
     lines = commands(found.stdout)
-    assert all(line.startswith("timeout 600 ") and "--reduced" not in line for line in lines.values())
-    parts = {name for name, line in lines.items() if "scripts.bench.device" in line}
-    assert parts == {*bench.PARTS, "memory-fixed"}
-    assert {name for name in lines if name.startswith("training-")} == {
-        f"training-{part}" for part in TRAINING_PARTS if part != "long"
-    }
+    assert all(line.startswith("timeout ") and "--reduced" not in line for line in lines.values())
+    # `long` takes longer than a command may, and the tests of pipelines are the parts `ranks-...` and `loops`.
+    assert {name for name, line in lines.items() if "scripts.bench.gpu" in line} == TRAINING_PARTS.keys() - {"long"}
+    parts = {part for line in lines.values() if "scripts.bench.device" in line for part in line.split()[-3].split(",")}
+    assert parts == bench.PARTS.keys()
     files = {word for line in lines.values() for word in line.split() if word.startswith("tests/gpu/")}
-    assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    alone = {"tests/gpu/test_gpu_pipeline.py"}
+    assert files | alone == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
-def test_the_allocators_setting_is_on_but_for_the_control(kit):
-    lines = commands(kit("--dry-run").stdout)
-    setting = "expandable_segments:True"
-    assert {name for name, line in lines.items() if setting not in line} == {"doctor", "memory-fixed"}
-    assert "env -u PYTORCH_ALLOC_CONF -u PYTORCH_CUDA_ALLOC_CONF" in lines["memory-fixed"]
+def test_the_allocators_setting_is_on_but_for_the_control(kit, tmp_path):
+    kit("--output", str(tmp_path), "--steps", "memory,memory-fixed")
+    assert "with expandable_segments:True" in (tmp_path / "memory.txt").read_text()
+    assert "with the default" in (tmp_path / "memory-fixed.txt").read_text()
+
+
+def test_what_measures_no_time_runs_side_by_side_and_all_is_reported(kit, tmp_path):
+    found = kit("--output", str(tmp_path), "--steps", "executor,kernels,race", limit="4")
+    begins = found.stdout.index("executor: at most 4 s")
+    assert begins < found.stdout.index("kernels: exit code 0") < found.stdout.index("executor: exit code 124")
+    assert found.stdout.index("executor: exit code 124") < found.stdout.index("race: at most")
+    again = kit("--output", str(tmp_path), "--steps", "kernels", "--seconds", "19")
+    assert f"no time for: bash scripts/gpu_kit.sh --output {tmp_path} --steps kernels" in again.stdout
+    assert {step["step"] for step in kit_report.joined(tmp_path)["steps"]} == {"executor", "kernels", "race"}
 
 
 def test_what_is_missing_is_left_out_and_named(kit):
     lines = commands(kit("--dry-run", pytest=1, megatron=1).stdout)
     left_out = {name: line for name, line in lines.items() if line.startswith("left out")}
     assert left_out["tests-executor"] == "left out: pytest is not installed"
-    assert left_out["training-peaks"] == left_out["first-run"] == "left out: Megatron is not installed"
-    assert lines.keys() - left_out.keys() == {"doctor", *bench.PARTS, "memory-fixed", "profile"}
+    assert left_out["peaks"] == left_out["first-run"] == "left out: Megatron is not installed"
+    assert lines.keys() - left_out.keys() == {"planner", "doctor", "kernels", "executor", "memory", "memory-fixed", "profile"}
 
 
 def test_without_a_gpu_commands_are_reduced_and_tests_of_gpus_left_out(kit):
     lines = commands(kit("--dry-run", gpu=1).stdout)
-    assert all("--reduced" in lines[name] for name in (*bench.PARTS, "first-run", "training-race"))
+    assert all("--reduced" in lines[name] for name in ("kernels", "executor", "memory", "first-run", "race"))
     assert lines["tests-executor"] == "left out: it needs a GPU, and the full sizes"
     assert "--model tiny-gpt" in lines["profile"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_epp.launch.machine import NO_TF32
+from megatron_epp.launch.machine import NO_TF32, has_room_for
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +14,12 @@ def without_tf32(monkeypatch):
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def need_room():
+    def need(num_ranks):
+        if not has_room_for(num_ranks):
+            pytest.skip("needs more GPUs, or NCCL 2.30 or later, with which ranks share one")
+
+    return need

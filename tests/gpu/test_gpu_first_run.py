@@ -5,7 +5,6 @@ import torch
 
 from megatron_epp.runtime.tools.kernel_proofs import prove
 from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
-from tests.support.gpu_ranks import ROOM, has_room_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -16,11 +15,9 @@ def test_the_chosen_kernel_of_every_type_holds_against_attention_in_fp64():
     assert [one for one in proofs if one.is_chosen and not one.holds] == []
 
 
-@pytest.mark.skipif(not has_room_for(2), reason=ROOM)
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_plans_of_messages_end_and_every_value_arrives_as_it_was_sent(pipelines):
+def test_plans_of_messages_end_and_every_value_arrives_as_it_was_sent(pipelines, need_room):
     ranks = max(2, torch.cuda.device_count() // pipelines)
-    if not has_room_for(ranks * pipelines):
-        pytest.skip(ROOM)
+    need_room(ranks * pipelines)
     runs = check_queues(queue_plans(ranks), width=16384, gpus=True, limit_s=60.0, pipelines=pipelines)
     assert [run.num_wrong for run in runs] == [0, 0, 0]

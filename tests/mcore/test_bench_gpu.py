@@ -9,11 +9,14 @@ import sys
 
 import pytest
 
+from megatron_epp.launch import runs
 from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Action
 from megatron_epp.report.measured import Event, Measured
 from scripts.bench.gpu import bench as bench_gpu
 from scripts.bench.gpu import runs as gpu_runs
+from scripts.bench.gpu.ranks import TWO, Row, compare
+from tests.support.mcore import forked
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,25 @@ def test_plans_raced_packed_rows(report):
     assert part["losses"]["plans"][:3] == pytest.approx(part["losses"]["packed, one layer kept"], rel=1e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["ranks-1", "ranks-2", "ranks-4", "loops"])
+def test_slices_on_ranks_train_as_whole_sequences(report, part):
+    assert report["parts"][part]["met"], report["parts"][part]
+
+
+def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_forks", forked.forks)
+    rows = {
+        "same": Row(2, TWO),
+        "other weights": Row(2, TWO, {"seed": 7}),
+        "refused": Row(2, TWO, {"epp_slices": 0}),
+    }
+    found = compare(gpu_runs.Launches(tmp_path, 120), gpu_runs.Sizes.reduced(), rows)
+    assert found["same"]["holds"]
+    assert found["other weights"]["ours"] > 1e-3 > found["other weights"]["allowed"]
+    assert "epp-slices" in found["refused"]["failed"]
+
+
 def test_copies_are_hidden_where_their_own_rank_computes():
     def events(*rows):
         return tuple(Event(Action.parse(text), start, end) for text, start, end in rows)
@@ -90,7 +112,7 @@ def test_copies_are_hidden_where_their_own_rank_computes():
     ],
 )
 def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
-    def train(folder, ranks, settings, limit_s):
+    def train(folder, ranks, settings, limit_s, environment):
         folder.mkdir(parents=True)
         (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
         raise TrainingError("training failed")

@@ -33,11 +33,12 @@ def fake_torch(has_gpu):
 def machine(monkeypatch):
     """A machine with these packages, an environment and, if asked for, a GPU. Megatron and kernels are left out."""
 
-    def make(packages, environment=(), has_gpu=True):
+    def make(packages, environment=(), has_gpu=True, broken=()):
         monkeypatch.setattr(cli_doctor, "version_of", packages.get)
         named = {"apex": "amp_C", "flash-attn-3": "flash_attn_interface"}
         modules = {named.get(name, name.replace("-", "_")) for name in packages}
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
+        monkeypatch.setattr(cli_doctor, "_import_error", dict(broken).get)
         monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
         for part in ("_attention", "_loss_by_blocks"):
@@ -138,6 +139,20 @@ def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(ma
     monkeypatch.setattr(cli_doctor, "_megatron", broken)
     found = {finding.subject: finding for finding in cli_doctor.look()}
     assert found["megatron-core"] == Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
+
+
+@pytest.mark.parametrize(
+    ("error", "todo"),
+    [
+        (ModuleNotFoundError("No module named 'triton.language'", name="triton.language"), "pip install triton"),
+        (OSError("libcudnn_graph.so.9: undefined symbol: cudnnGetVersion"), "first in LD_LIBRARY_PATH"),
+        (AssertionError("Could not find `transformer_engine_torch`."), "install it again: pip install 'megatron-epp[te]'"),
+    ],
+)
+def test_a_library_that_is_there_and_cannot_be_imported_is_told_with_what_it_lacks(machine, error, todo):
+    found = machine(FULL, SET, broken={"transformer_engine.pytorch": error})["Transformer Engine"]
+    assert (found.status, found.found) == (WARNING, f"2.9.0, but its import fails: {error}")
+    assert todo in found.todo
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])

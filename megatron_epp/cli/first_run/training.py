@@ -12,8 +12,8 @@ import numpy as np
 from megatron_epp.cli.first_run.outcome import Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.machine import NO_TF32
-from megatron_epp.launch.runs import pipeline_size, tiny_gpt, train
+from megatron_epp.launch.machine import NO_TF32, count_gpus, has_room_for
+from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.report.parity import Deviation, deviation
 from megatron_epp.report.table import table
 
@@ -31,7 +31,8 @@ def parity(setting: Setting) -> Outcome:
 
     In fp32 losses must be equal to rounding. In bf16, on GPUs, they must be as near to a run in fp32 as Megatron's own are.
     """
-    folder, ranks, iterations = Path(setting.folder, "parity"), pipeline_size(2), _ITERATIONS[setting.is_reduced]
+    # Numbers are compared, and no time: two ranks may share a GPU.
+    folder, ranks, iterations = Path(setting.folder, "parity"), 2 if has_room_for(2) else 1, _ITERATIONS[setting.is_reduced]
     settings = tiny_training(folder, ranks, iterations, setting.is_reduced)
     runs: dict[str, dict[str, Any]] = {"stock": {"epp_schedule": "stock"}, "elastic": {"epp_slices": 3}}
     if settings.get("bf16"):
@@ -81,9 +82,10 @@ def _lines(losses: dict[str, list[float]], found: Deviation, ranks: int) -> list
         [str(number), *(f"{value:.7f}" for value in row)] for number, row in enumerate(zip(*losses.values(), strict=True), 1)
     ]
     exact = "Megatron's run in fp32" if "stock in fp32" in losses else "Megatron's run"
+    shared = ", which share a GPU" if 0 < count_gpus() < ranks else ""
     return [
         *table(("iteration", *columns), rows, left=()),
-        f"on {ranks} pipeline ranks; largest difference of the elastic run's loss from {exact}: {found.ours:.1e} "
+        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {found.ours:.1e} "
         f"(allowed {found.allowed:.1e})",
     ]
 

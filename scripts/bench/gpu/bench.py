@@ -9,6 +9,10 @@ peaks       planned against measured peak of device memory, without a cap and un
 copies      activations offloaded: how much of the copies is overlapped with compute, and what the iteration takes longer
 race        documents of 120 to 32,768 tokens under a cap, one stage: plans against packed rows with every layer recomputed, and
             with as few layers recomputed as fit below the cap
+ranks-1     small trainings in slices against whole sequences on one rank, in fp32 and bf16: the largest difference of a loss;
+ranks-2     the same on two ranks over NCCL, which can share a GPU from 2.30 on: stages, a V, tensor, context and data parallel
+ranks-4     on four ranks
+loops       a loop of its own on two and on four ranks: gradients by `wrap` and `wrap_samples` against Megatron's own schedule
 
 Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` are the default then.
 `--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing. `--profile FILE` measures
@@ -25,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,8 @@ from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.parity import TIMES, deviation
+from scripts.bench.gpu.loop import on_ranks
+from scripts.bench.gpu.ranks import ROWS, compare
 from scripts.bench.gpu.report import markdown
 from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
@@ -155,6 +162,15 @@ class Bench:
         found = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
         return found | _speeds(runs) | {"tokens_per_second": speeds}
 
+    def ranks(self, num_ranks: int) -> Part:
+        rows = compare(self.launches, self.sizes, {name: row for name, row in ROWS.items() if row.ranks == num_ranks})
+        return {"rows": rows, "met": all(row.get("holds", False) for row in rows.values())}
+
+    def loops(self) -> Part:
+        folder, limit_s = self.launches.folder, self.launches.limit_s
+        rows = {f"{ranks} ranks": on_ranks(folder / f"loop-{ranks}", ranks, limit_s) for ranks in (2, 4)}
+        return {"rows": rows, "met": all(row["met"] for row in rows.values())}
+
 
 RACE_ITERATIONS = 10
 """Iterations of plans: costs are learnt in the first ones, and those at the end count."""
@@ -197,6 +213,8 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "peaks": Bench.peaks,
     "copies": Bench.copies,
     "race": Bench.race,
+    **{f"ranks-{number}": partial(Bench.ranks, num_ranks=number) for number in (1, 2, 4)},
+    "loops": Bench.loops,
 }
 
 

@@ -81,6 +81,28 @@ def _race(part: Part, goals: dict[str, float]) -> str:
     return "\n\n".join([what, _speeds(part), *ratios, *failed])
 
 
+def _ranks(part: Part, goals: dict[str, float]) -> str:
+    rows = []
+    for name, row in part["rows"].items():
+        failed = "failed" in row
+        figures = ["", "", row["failed"]] if failed else [f"{row['ours']:.1e}", f"{row['allowed']:.1e}", _verdict(row["holds"])]
+        rows.append([name, *figures])
+    return table(["training in slices", "largest relative difference of a loss", "allowed", ""], rows)
+
+
+def _loops(part: Part, goals: dict[str, float]) -> str:
+    rows = [
+        [f"{ranks}, {name}", f"{far:.1e}", f"{row['allowed']:.1e}", _verdict(far <= row["allowed"])]
+        for ranks, row in part["rows"].items()
+        for name, far in row["gradients"].items()
+    ]
+    return table(["loop", "largest relative distance of gradients", "allowed", ""], rows)
+
+
+def _verdict(holds: bool) -> str:
+    return "" if holds else "**does not hold**"
+
+
 def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**30:.3g}"
 
@@ -96,4 +118,8 @@ _TELL: dict[str, Callable[[Part, dict[str, float]], str]] = {
     "peaks": _peaks,
     "copies": _copies,
     "race": _race,
+    "ranks-1": _ranks,
+    "ranks-2": _ranks,
+    "ranks-4": _ranks,
+    "loops": _loops,
 }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.machine import nccl_version, version_of
+from megatron_epp.launch.machine import NO_TF32, nccl_version, version_of
 from megatron_epp.launch.runs import RecordedRun, TrainingError, tiny_gpt, train
 from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
@@ -63,6 +65,7 @@ class Sizes:
         iterations: of a run; of the long one `long_iterations`.
         model: Megatron's flags.
         raced: layers, lengths of documents and cap in GB of the race.
+        narrow: flags of a model of which several ranks' share has room on a GPU.
     """
 
     layers: int
@@ -76,6 +79,7 @@ class Sizes:
     long_iterations: int
     model: Settings
     raced: tuple[int, tuple[int, ...], float]
+    narrow: Settings
 
     @staticmethod
     def full(device_bytes: int) -> Sizes:
@@ -83,7 +87,8 @@ class Sizes:
         layers, long_layers = (4, 3) if device_bytes > 100 * _GIB else (2, 1)
         short = (4096, 2500, 1800, 900, 700, 400, 300, 120)
         mixed, raced = (32768, 20000, 9000, 6000, *short), (8, RACE, 52.0)
-        return Sizes(layers, 1 << 17, 1 << 13, long_layers, 1 << 20, mixed, short, 6, 3, _gpu_model(), raced)
+        narrow = {"hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8, "num_query_groups": 4}
+        return Sizes(layers, 1 << 17, 1 << 13, long_layers, 1 << 20, mixed, short, 6, 3, _gpu_model(), raced, narrow)
 
     @staticmethod
     def small() -> Sizes:
@@ -99,7 +104,7 @@ class Sizes:
         """For any machine, in a minute or two: the same, tiny. What differs in size only is run once."""
         lengths = (512, 300, 90, 40, 30, 20)
         model = tiny_gpt(**_SMALL_LAYER, bf16=True)
-        return Sizes(2, 512, 128, 2, 512, lengths, lengths, 3, 3, model, (2, lengths, 0.05))
+        return Sizes(2, 512, 128, 2, 512, lengths, lengths, 3, 3, model, (2, lengths, 0.05), {})
 
     def settings(self, context: int, **changes: Any) -> Settings:
         """Flags of a run over sequences of so many tokens."""
@@ -179,8 +184,9 @@ class Launches:
     folder: Path
     limit_s: float
     _done: dict[str, Launched | OutOfMemory] = field(default_factory=dict)
+    _locks: defaultdict[str, Lock] = field(default_factory=lambda: defaultdict(Lock))
 
-    def run(self, name: str, settings: Settings, lengths: tuple[int, ...]) -> Launched:
+    def run(self, name: str, settings: Settings, lengths: tuple[int, ...], num_ranks: int = 1) -> Launched:
         """Train, on documents of these lengths, one batch of all of them again and again.
 
         Raises:
@@ -189,31 +195,36 @@ class Launches:
         """
         data = self._documents(lengths, settings)
         batch = {"data_path": data, "global_batch_size": len(lengths), "split": "100,0,0"}
-        key = json.dumps(settings | batch, sort_keys=True)
-        if key not in self._done:
-            self._done[key] = self._launch(name, settings | batch)
+        key = json.dumps([num_ranks, settings | batch], sort_keys=True)
+        with self._locks[key]:
+            if key not in self._done:
+                self._done[key] = self._launch(name, settings | batch, num_ranks)
         found = self._done[key]
         if isinstance(found, OutOfMemory):
             raise found
         return found
 
-    def _launch(self, name: str, settings: Settings) -> Launched | OutOfMemory:
-        folder = self.folder / name.replace(" ", "-")
+    def _launch(self, name: str, settings: Settings, num_ranks: int) -> Launched | OutOfMemory:
+        folder = self.folder / name.replace(",", "").replace(" ", "-")
+        variables = {} if settings.get("bf16") else NO_TF32
         print(f"  {name}: {settings['train_iters']} iterations", flush=True)
         log = folder / "train.log"
         log.unlink(missing_ok=True)
         try:
             with progress("training", lambda: _reached(log)):
-                return Launched(train(folder, 1, settings, self.limit_s), folder)
+                return Launched(train(folder, num_ranks, settings, self.limit_s, environment=variables), folder)
         except TrainingError:
             if shortage := _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")):
                 return OutOfMemory(shortage[0].strip()[:300])
             raise
 
     def _documents(self, lengths: tuple[int, ...], settings: Settings) -> str:
-        prefix = self.folder / "documents" / f"{len(lengths)}-of-{max(lengths)}"
         copies = settings["train_iters"] + 1  # Megatron asks for more than it trains on
-        return write_documents(prefix, lengths * copies, min(256, settings["vocab_size"]))
+        prefix = self.folder / "documents" / f"{len(lengths)}-of-{max(lengths)}-{copies}-times"
+        with self._locks[str(prefix)]:
+            if not prefix.with_suffix(".idx").exists():
+                write_documents(prefix, lengths * copies, min(256, settings["vocab_size"]))
+        return str(prefix)
 
 
 def _reached(log: Path) -> str:
