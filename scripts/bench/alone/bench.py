@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     torch.zeros(1, device=device)  # CUDA is initialised, which the runtime asks for
     flags = load_flags("tiny-gpt" if args.reduced else args.model)
+    flags["ffn_hidden_size"] = shape_of(flags).ffn_hidden_size  # where the model's file leaves it to Megatron's arguments
     model = Model(flags, args.layers == "te", 0, device, torch.bfloat16 if on_gpu or not args.plan else torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
     with one_rank():
@@ -186,7 +187,12 @@ def _as_trained(args: argparse.Namespace, model: Model) -> int:
     print("\n".join(lines_of([row])))
     ratio = alone.replayed_us / in_training.measured_us
     print(f"makespan in training {format_us(in_training.measured_us)}, by times of ranks alone {ratio:.3f} of it")
-    found = {"in_training_us": in_training.measured_us, "replayed_us": in_training.replayed_us, "alone_us": alone.replayed_us}
+    makespans = {
+        "in_training_us": in_training.measured_us,
+        "replayed_us": in_training.replayed_us,
+        "alone_us": alone.replayed_us,
+    }
+    found = _as_json(row) | makespans
     (args.output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
