@@ -22,7 +22,8 @@ from megatron_epp.runtime.trace import Recorder
 
 STATE_BYTES, ALLOCATED_BYTES = 18.0, 6.0
 """Bytes of a parameter in training, and here, where master weights and Adam's moments are counted and not allocated."""
-_WARM_UP = 2
+_PASSES = {"cuda": 2, "cpu": 3}
+"""Passes of a rank, of which the last is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
     host = HostMemory(model.device, host_bytes) if host_bytes else None
     on_gpu = model.device.type == "cuda"
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters]
-    for _ in range(_WARM_UP + 1):
+    for _ in range(_PASSES[model.device.type]):
         for chunk, stage in built.values():
             chunk.zero_grad_buffer()
             stage.begin(inputs)
