@@ -72,25 +72,29 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-LESS_THAN_PLANNED = {
-    "half layers": 0.96,
-    "weights apart, half layers": 0.94,
-    "experts with grouped products": 0.89,
-    "multi-token prediction": 0.96,
-}
-"""Least share of the planned bytes that is kept, where it is below 0.97: plans count more there, for reasons to be found."""
+LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}
+"""Rows of which plans count up to a tenth more than is kept, whosever layers they are."""
+
+
+def _kept_of_planned(row: Row, flags: list[str], folder: Path) -> list[float]:
+    """Train, and return what autograd kept at the peak over what was planned, of every iteration and stage."""
+    train(row.num_processes, [*flags, "--epp-measure-memory", "--epp-report-dir", str(folder)])
+    lines = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
+    keys = ("peak_activation_bytes", "planned_peak_activation_bytes")
+    return [measured / planned for line in lines for measured, planned in zip(*(line[key] for key in keys), strict=True)]
 
 
 @some_by_default("name", [row.name for row in ROWS], 1)
 def test_its_layers_keep_the_bytes_that_the_plan_says(ranks: None, name: str, tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.name == name)
-    flags, _ = _engine_and_local(row, tmp_path)
-    train(row.num_processes, [*flags, "--epp-measure-memory", "--epp-report-dir", str(tmp_path / "report")])
-    lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]
-    keys = ("peak_activation_bytes", "planned_peak_activation_bytes")
-    ratios = [measured / planned for line in lines for measured, planned in zip(*(line[key] for key in keys), strict=True)]
+    flags, local = _engine_and_local(row, tmp_path)
+    ratios = _kept_of_planned(row, flags, tmp_path / "engine")
     assert len(ratios) == row.iterations * row.case.cell.pp
-    assert LESS_THAN_PLANNED.get(name, 0.97) <= min(ratios) <= max(ratios) <= 1.03, ratios
+    assert max(ratios) <= 1.03
+    if name in LESS_THAN_PLANNED:
+        assert ratios == pytest.approx(_kept_of_planned(row, local, tmp_path / "local"), abs=0.03)
+    else:
+        assert min(ratios) >= 0.97
 
 
 def test_its_adam_updates_the_weights(ranks: None) -> None:
