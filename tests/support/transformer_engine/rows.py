@@ -34,8 +34,8 @@ BY_DEFAULT: dict[str, dict[str, Any]] = {
         "both": GROUPED,
         "optimizer": OVERLAPPED,
     },
-    "latent attention, offload": {
-        "cell": {"pp": 2},
+    "latents, offload, weights apart": {
+        "cell": {"pp": 2, "split": True},
         "model": "llama",
         "plan": f"{CAPPED} --epp-offload --epp-latents on",
         "both": LATENT,

@@ -32,6 +32,7 @@ def made() -> list[dict[str, Any]]:
                 "advantages": 1.0 - number / 2,
             }
         )
+    found[3]["trained"] = (torch.arange(LENGTHS[3] + 1) == 2).int()  # one token alone
     return found
 
 
