@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_epp.plan import EppError, InfeasibleError, Plan, to_json
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.result import plan_lockstep
 from tests.support.plan.campaign_cases import case_of, planned
 
 CASES = 1000

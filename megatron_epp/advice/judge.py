@@ -11,9 +11,9 @@ from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.search.estimate import about_us, estimate_us, rough_plan
-from megatron_epp.planner.search.least import is_told_by_one_order, least_decisions
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
+from megatron_epp.planner.least import is_told_by_one_order, least_decisions
+from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.facts import busy_us
 

@@ -18,9 +18,9 @@ from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.least import is_told_by_one_order, least_plan
+from megatron_epp.planner.limits import Limits
 from megatron_epp.planner.problem import static_bytes
-from megatron_epp.planner.search.least import is_told_by_one_order, least_plan
-from megatron_epp.planner.search.limits import Limits
 from megatron_epp.planner.work import WorkSpentError, limited
 
 type Change = dict[str, Any]

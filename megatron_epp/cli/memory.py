@@ -26,8 +26,8 @@ from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.limits import Limit, Limits
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.search.limits import Limit, Limits
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.page.data import Shown

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_epp.cli.terminal import progress
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner.search.limits import Limit, Limits, Reach
+from megatron_epp.planner.limits import Limit, Limits, Reach
 from megatron_epp.report.table import format_us, table
 
 _COARSE = 8

@@ -8,24 +8,23 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.budget import Anytime
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
+from megatron_epp.planner.fitted import fitted
+from megatron_epp.planner.least import last_resort
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
-from megatron_epp.planner.search.budget import Anytime
-from megatron_epp.planner.search.fitted import fitted
-from megatron_epp.planner.search.greedy import for_table, greedy
-from megatron_epp.planner.search.least import last_resort, last_resort_without_offload
+from megatron_epp.planner.result import for_table, plan_or_refuse
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -73,14 +72,15 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if entry is not None and not entry.keeps_groups and has_groups(problem.loss_groups):
         reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
-    if planner is greedy and options.budget_ms:
+    if options.planner == "greedy" and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with uncollected():
-        if planner is greedy:
-            planner = partial(greedy, before={})
+        if options.planner == "greedy":
+            return plan_or_refuse((problem,), costs, options)[0]
         small = replace(options, wide_windows=False)
         smaller = (lambda asked: _built(asked, costs, small, planner)) if begins_with_greedy(options.planner) else None
-        least, without_offload = (resort(problem, costs, options) for resort in (last_resort, last_resort_without_offload))
+        least, without_offload = (last_resort(problem, costs, one) for one in (options, replace(options, offload=False)))
+        without_offload = without_offload if options.offload else None
         return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least, without_offload)
 
 

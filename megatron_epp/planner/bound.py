@@ -104,13 +104,16 @@ def _forced(
         stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
         kept += np.array(tables.activation[stage]) + (0 if copies else stays)
     excess = np.add.reduceat(kept, starts) + tables.static[rank] - tables.shard_room[rank] - cap
+    above = np.flatnonzero(excess > 0).tolist()
+    if not above:
+        return []
     frontier = [
         (tables.num_layers[stage], step.saved.tolist(), step.layer_us.tolist())
         for stage in tables.stages_of[rank]
         for step in tables.passes[stage].frontier
     ]
     pieces: list[tuple[float, float]] = []
-    for number in np.flatnonzero(excess > 0).tolist():
+    for number in above:
         if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
             continue
         need = int(excess[number])

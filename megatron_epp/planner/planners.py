@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b
-from megatron_epp.planner.baselines.whole import packed_1f1b, padded_1f1b
+from megatron_epp.planner.baselines.whole import baseline, packed_1f1b, padded_1f1b
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.registry import PlannerEntry
-from megatron_epp.planner.search.greedy import baseline, greedy
+from megatron_epp.planner.result import greedy
 
 PLANNERS = {
     "greedy": PlannerEntry(

@@ -14,8 +14,8 @@ import pytest
 from megatron_epp.cli import memory, reach
 from megatron_epp.cli.main import main
 from megatron_epp.plan.serialize import load
-from megatron_epp.planner.search import limits
-from megatron_epp.planner.search.limits import Limit
+from megatron_epp.planner import limits
+from megatron_epp.planner.limits import Limit
 from megatron_epp.planner.service.worker import Worker
 
 MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3")

@@ -10,9 +10,9 @@ from megatron_epp.cost.work import trained_tokens
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.budget import canonical
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.search.estimate import about_us
-from megatron_epp.planner.search.recent import canonical
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
 from tests.support.plan.planner_cases import pipeline, problem
 

@@ -11,7 +11,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.ways import Way
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.messages import message_room
-from megatron_epp.planner.search import greedy
+from megatron_epp.planner.search import Candidates
 from tests.support.plan.launch_plans import costs_of
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
@@ -109,28 +109,21 @@ def test_placements_may_have_other_messages_in_flight_than_is_guessed():
     assert "are set aside for them" in str(check(short)[0])
 
 
-def test_where_messages_need_more_room_the_fastest_candidates_are_tried_again_before_others(monkeypatch):
+def test_where_messages_need_more_room_the_candidates_of_the_table_are_made_again_with_it(monkeypatch):
     """Orders of several stages per rank say how many messages are in flight only when they are known."""
-    searches, plans = list[Problem](), list[float]()
-
-    def counted(trials, *rest):
-        searches.append(trials.problem)
-        return search(trials, *rest)
-
-    search = greedy.search
-    monkeypatch.setattr(greedy, "search", counted)
+    rooms = list[tuple[int, ...]]()
+    set_room = Candidates.set_room
+    monkeypatch.setattr(
+        Candidates, "set_room", lambda self, table, needed: rooms.append(needed) or set_room(self, table, needed)
+    )
     placement, costs = Placement("looped", 4, 2), costs_of(8)
     lengths = web_lengths(30, 1, longest=16384)
     free = plan(problem(placement, lengths), costs)
     cap = int(0.7 * max(free.static_bytes) + 0.3 * max(free.predicted.peak_bytes))
-    for enough in (0.0, 1.1):
-        searches.clear()
-        monkeypatch.setattr(greedy, "ENOUGH", enough)
-        made = plan(problem(placement, lengths, cap), costs)
-        assert check(made) == []
-        plans.append(made.predicted.makespan_us)
-        assert [bool(asked.message_bytes) for asked in searches] == ([False, True] if not enough else [False])
-    assert plans[0] <= plans[1] < 1.1 * plans[0]
+    made = plan(problem(placement, lengths, cap), costs)
+    assert check(made) == []
+    assert rooms
+    assert all(peak <= cap for peak in simulate(made).peak_bytes)
 
 
 @some_by_default(("kind", "stages"), [("looped", 2), ("v", 2), ("looped", 1)], 2)

@@ -10,12 +10,10 @@ import pytest
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.search.budget import FIRST_STEPS, Anytime, improved
-from megatron_epp.planner.search.greedy import candidates, finished, greedy
-from megatron_epp.planner.search.recent import Warm
-from megatron_epp.planner.search.trials import Trials
-from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+from megatron_epp.planner.budget import FIRST_STEPS, Anytime, improved
+from megatron_epp.planner.result import greedy
+from megatron_epp.planner.search import Candidates
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 LENGTHS = (9000, 8000, 3000, 2500)
 GIVEN, COSTS = problem(LENGTHS, 3, 9 * GIB), pipeline(3, 2)
@@ -30,7 +28,7 @@ def ticking(step_s: float):
 
 def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps of every run of the local search from here on."""
-    from megatron_epp.planner.search import budget as anytime
+    from megatron_epp.planner import budget as anytime
 
     runs: list[int] = []
     improve = anytime.improve
@@ -44,12 +42,10 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As many entries as tables were tried from here on."""
+    """As many entries as candidates were ordered from here on."""
     tried: list[int] = []
-    better = Trials.better
-    monkeypatch.setattr(
-        Trials, "better", lambda self, chunks, *rest, **named: tried.append(1) or better(self, chunks, *rest, **named)
-    )
+    order = Candidates._order
+    monkeypatch.setattr(Candidates, "_order", lambda self, *rest: tried.append(1) or order(self, *rest))
     return tried
 
 
@@ -132,16 +128,3 @@ def test_what_fits_nothing_is_said_without_any_local_search(monkeypatch: pytest.
     with pytest.raises(InfeasibleError):
         plan(replace(GIVEN, cap_bytes=(GIB,) * 3), COSTS, replace(OPTIONS, budget_ms=60_000))
     assert runs == []
-
-
-def test_a_warm_start_tries_less_and_finds_about_the_same(monkeypatch: pytest.MonkeyPatch):
-    tried = tries(monkeypatch)
-    given, costs, warm = [problem(web_lengths(200, seed), 4, 40 * GIB) for seed in range(6)], pipeline(4), Warm()
-    found = [finished(candidates(each, costs, Options(), warm), each, costs, Options()) for each in given]
-    warmed = [build_plan(each, costs, Options(), made) for each, made in zip(given, found, strict=True)]
-    warm_tries = len(tried)
-    tried.clear()
-    cold = [plan(each, costs) for each in given]
-    assert warm_tries < len(tried)
-    for one, other in zip(warmed, cold, strict=True):
-        assert one.predicted.makespan_us <= 1.02 * other.predicted.makespan_us

@@ -15,7 +15,7 @@ from megatron_epp.plan import Action, Chunk, Op, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Problem, tabulate
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.search.order_rules import PATTERNS, V_PATTERNS
+from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
 from scripts.bench.orders.bench import ORDERS
 from scripts.bench.orders.unit import Unit, fewest, unit_costs
 
@@ -42,6 +42,10 @@ def test_forwards_and_backwards_in_turn_wait_as_little_as_megatrons_interleaved_
     }
     waits = [unit.waits(replace(unit.of_paper(), order=order)) for order in orders.values()]
     assert waits[0] > waits[1] == 7 * 3 / 2
+
+
+PATTERNS = (Interleaved(), Interleaved(elastic=False))
+V_PATTERNS = tuple(Block(name, minimal) for name in BLOCKS for minimal in (False, True))
 
 
 @pytest.mark.parametrize("microbatches", [10, 11])

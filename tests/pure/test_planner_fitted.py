@@ -16,7 +16,7 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.search import order_rules
+from megatron_epp.planner.settings import REACHES, OrderKind
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
@@ -172,7 +172,7 @@ def test_a_mistake_in_the_chunks_is_reported(chunks: tuple[Chunk, ...]):
         fitted(ZERO_BUBBLE, chunks, BATCH, COSTS)
 
 
-def test_a_new_rule_enters_the_search_with_one_entry_in_a_tuple(monkeypatch: pytest.MonkeyPatch):
+def test_a_new_order_enters_the_search_with_one_entry(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
 
     class Backwards:
@@ -182,7 +182,6 @@ def test_a_new_rule_enters_the_search_with_one_entry_in_a_tuple(monkeypatch: pyt
             asked.append(len(chunks))
             return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
 
-    first = (*order_rules.ONE_STAGE_PER_RANK.first, Backwards())
-    monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", replace(order_rules.ONE_STAGE_PER_RANK, first=first))
+    monkeypatch.setitem(REACHES, "noted", OrderKind(lambda lead, slack: Backwards()))
     assert check(plan(BATCH, COSTS)) == []
     assert asked

@@ -12,9 +12,9 @@ from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.problem import UNLIMITED_BYTES
-from megatron_epp.planner.search.given_order import in_given_order
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline
 
 Case = tuple[tuple[Chunk, ...], Problem]

@@ -16,16 +16,12 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.units import enough_gib
-from megatron_epp.planner import Options, for_table, plan
+from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
 from megatron_epp.planner.problem import FULL_ONLY
-from megatron_epp.planner.search.local import improve
-from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
-from megatron_epp.planner.search.replicas import Replicas
-from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_account import random_costs
@@ -222,8 +218,8 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     costs, options = pipeline(2), Options(steps=2000)
     asked = problem([60_000, 50_000, 9_000, 900], 2)
     chunks = plan(asked, costs, Options(slices=3)).chunks
-    (trials := Trials(Replicas((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
-    made = replace(trials.result().only, kv_offload=frozenset({(0, 0), (1, 1)}))
+    made = fitted(elastic_1f1b(chunks, 2, forward_only=False), chunks, asked, costs, options)
+    made = replace(made, kv_offload=frozenset({(0, 0), (1, 1)}))
     tables = made.tables(asked, costs)
     assert improve(made, tables, asked, options) != made
     assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made

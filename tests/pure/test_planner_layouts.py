@@ -16,11 +16,11 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
 from megatron_epp.planner.layouts import estimates
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements_of
 from megatron_epp.planner.layouts.work import WHOLE, LayerWork, moved
-from megatron_epp.planner.search.estimate import CHUNKS_PER_RANK, Estimate, estimate
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 HEADLESS = replace(

@@ -9,8 +9,8 @@ import pytest
 from megatron_epp.cost import H100, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.search import limits as search_limits
-from megatron_epp.planner.search.limits import BATCHES, Limit, Limits
+from megatron_epp.planner import limits as search_limits
+from megatron_epp.planner.limits import BATCHES, Limit, Limits
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(2, 1)

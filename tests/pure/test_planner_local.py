@@ -8,19 +8,26 @@ from itertools import chain
 import pytest
 
 from megatron_epp.planner import Options
+from megatron_epp.planner import local_search as local
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.split import EAGER, split_off, storage
+from megatron_epp.planner.local_search import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
 from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
-from megatron_epp.planner.search import local
-from megatron_epp.planner.search.greedy import candidates, greedy
-from megatron_epp.planner.search.local import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.result import greedy
+from megatron_epp.planner.search import search
 from scripts.bench.exact.small import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(3, 2), Options(slices=1)
+
+
+def fastest(given, costs, options) -> Decisions:
+    """The fastest that the search finds, before local search, with whole backwards."""
+    return search(Replicas((given,), costs, options)).best().whole[0]
 
 
 def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -52,7 +59,7 @@ def test_a_long_iteration_gets_the_long_search_which_takes_a_small_share_of_it()
 
 
 def test_runs_go_on_from_the_best_while_they_gain(monkeypatch: pytest.MonkeyPatch):
-    (start,) = candidates(GIVEN, COSTS, OPTIONS).best
+    start = fastest(GIVEN, COSTS, OPTIONS)
     tables, taken = start.tables(GIVEN, COSTS), steps_taken(monkeypatch)
     better = improve(start, tables, GIVEN, OPTIONS)
     assert better.makespan_us(GIVEN, COSTS) < start.makespan_us(GIVEN, COSTS)
@@ -63,14 +70,14 @@ def test_runs_go_on_from_the_best_while_they_gain(monkeypatch: pytest.MonkeyPatc
 
 
 def test_equal_arguments_take_equal_steps():
-    (start,) = candidates(GIVEN, COSTS, OPTIONS).best
+    start = fastest(GIVEN, COSTS, OPTIONS)
     tables = start.tables(GIVEN, COSTS)
     assert improve(start, tables, GIVEN, OPTIONS) == improve(start, tables, GIVEN, replace(OPTIONS))
 
 
 def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_for():
     given, costs, options = drawn(108)
-    start = candidates(given, costs, options).best[0]
+    start = fastest(given, costs, options)
     tables = start.tables(given, costs)
     whole, split = (improve(start, tables, given, options, split_weight=asked) for asked in (False, True))
 
@@ -82,7 +89,7 @@ def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_fo
 
 
 def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
-    (made,) = candidates(GIVEN, COSTS, OPTIONS).best
+    made = fastest(GIVEN, COSTS, OPTIONS)
     tables = made.tables(GIVEN, COSTS)
     codes, columns = encode(made.order, len(made.chunks)), tables.columns
     whole, filled = storage(codes.actions, codes.starts, columns)
@@ -100,5 +107,5 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= SMALL
     assert made.makespan_us(given, costs) == pytest.approx(211_727, abs=1)
-    monkeypatch.setattr("megatron_epp.planner.search.local.SMALL", 0)
+    monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)

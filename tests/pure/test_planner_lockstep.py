@@ -14,7 +14,7 @@ from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.tabulate import tabulate
 
 SHAPE = ModelShape(

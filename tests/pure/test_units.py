@@ -5,7 +5,7 @@ import pytest
 from megatron_epp.cli.main import main
 from megatron_epp.cli.reach import reach_table
 from megatron_epp.plan.units import enough_gib, format_bytes, format_gib
-from megatron_epp.planner.search.limits import Limit, Reach
+from megatron_epp.planner.limits import Limit, Reach
 
 GIB = 1 << 30
 PAIRS = [(72 * GIB, 72 * GIB + 1), (10_737_418, 11_000_000), (80_745_586_688, 80_745_586_680), (1, 2), (5 << 20, 5 << 30)]

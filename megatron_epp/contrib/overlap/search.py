@@ -16,13 +16,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
 from megatron_epp.planner.kernels.split import WHOLE
 from megatron_epp.planner.order import Order, slice_groups, without_weights
 from megatron_epp.planner.orders.split_weight import peaks, split_weights
 from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
 
 BACKWARD_FIRST = ((Op.B, Op.F),)

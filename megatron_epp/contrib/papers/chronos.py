@@ -21,12 +21,12 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import by_stage, fit_with_copies
+from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.spacing import whole_backwards
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 

@@ -11,10 +11,10 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.memory.ahead import Shares, fit_ahead
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 

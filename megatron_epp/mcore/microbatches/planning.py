@@ -17,10 +17,10 @@ from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, EppError, Op, Plan, Segment, from_json, to_json
 from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.given_order import in_given_order
+from megatron_epp.planner.local_search import SMALL
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.orders.warm_up import OneStagePerRank
-from megatron_epp.planner.search.given_order import in_given_order
-from megatron_epp.planner.search.local import SMALL
 from megatron_epp.runtime.links.objects import ObjectGroup
 
 logger = logging.getLogger(__name__)

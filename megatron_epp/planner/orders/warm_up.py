@@ -27,7 +27,7 @@ Schedule = Callable[[Sequence[Chunk], int, bool], Order]
 class OrderRule(Protocol):
     """Rule by which the search orders a chunk table. Equal rules are equal and hashable, so each is tried once per table.
 
-    `search.order_rules` lists the rules that are tried: a new one enters the search with one line in one of its tuples.
+    `settings.REACHES` lists the rules that are tried: a new one enters the search with one entry.
     """
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
@@ -128,6 +128,9 @@ class OneStagePerRank:
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         return self.schedule(chunks, problem.num_stages, problem.forward_only)
+
+
+ELASTIC_1F1B = OneStagePerRank(elastic_1f1b)
 
 
 @dataclass(frozen=True, slots=True)

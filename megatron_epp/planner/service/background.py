@@ -13,10 +13,10 @@ from dataclasses import replace
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.planner.budget import Anytime
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.budget import Anytime
-from megatron_epp.planner.search.estimate import about_us
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.loading import load_planner
 from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide

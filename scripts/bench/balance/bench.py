@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_epp.data import sequence_lengths
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.search.estimate import estimate_us
+from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.service.replica_balance import Division, by_count, divide, sequence_work
 from scripts.bench.planner.suite import Case
 

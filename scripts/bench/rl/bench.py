@@ -31,7 +31,7 @@ from megatron_epp.mcore.microbatches.planning import plan_as_given, plan_microba
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.search.estimate import about_us
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
 from scripts.bench.planner.report import table
 from scripts.bench.rl.rules import RULES, balanced, verl

@@ -11,7 +11,7 @@ from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.search.lockstep import plan_lockstep
+from megatron_epp.planner.result import plan_lockstep
 
 LAYERS = 32
 

@@ -8,15 +8,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.evaluate import backward_times
+from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.grains import FEW
-from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST
-from megatron_epp.planner.search.replicas import Replicas
-from megatron_epp.planner.search.trials import Trials
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.search import FEW, Candidates
+from megatron_epp.planner.settings import WHOLE, first_recipe
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
 """Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders; not compared with other
@@ -51,7 +49,7 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
         PlanError: the arguments make no sense.
         InfeasibleError: this plan fits no cap; another may.
     """
-    return _few(problem, costs, options)[0].best_us
+    return _few(problem, costs, options).fastest_us
 
 
 def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Estimate:
@@ -65,12 +63,13 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
         PlanError, InfeasibleError: as `estimate_us` raises them.
     """
     with uncollected():
-        trials, cut = _few(problem, costs, options, grains)
-        found = trials.result()
-        tables, same = found.tables[0], (grain for grain, table in zip(grains, cut, strict=False) if table == found.table)
-        backward_us = backward_times(tables, found.only.recompute_steps)
+        candidates = _few(problem, costs, options, grains)
+        best = candidates.best()
+        tables = candidates.tables(best.table)[0][0]
+        backward_us = backward_times(tables, best.whole[0].recompute_steps)
         busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
-        return Estimate(found.makespan_us, None if options.slices is not None else next(same, None), tuple(busy_us))
+        grain = int(best.recipe.grain) if options.slices is None and best.recipe.grain != WHOLE else None
+        return Estimate(best.makespan_us, grain, tuple(busy_us))
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
@@ -92,27 +91,26 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         problem, costs, options: as `plan` takes them.
     """
     return planned_with_room(
-        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options)[0].result().only)
+        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).best().decisions[0])
     )
 
 
-def _few(
-    problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK
-) -> tuple[Trials, list[Aligned | None]]:
-    """Try a few chunk tables; return the candidates and the table of every grain, or of the slices that the user fixed."""
+def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:
+    """Make a few candidates, of which the best fits. Raises what `estimate_us` raises."""
     validate(problem, costs, options)
-    trials = Trials(Replicas((problem,), costs, replace(options, steps=0)))
-    chunkers, rules = trials.replicas.shapes()[0], trials.rules
-    tables = [chunkers.table(chunks=count * problem.num_ranks) for count in grains]
-    if options.slices is not None:
-        tables = [chunkers.table(slices=options.slices)]
-    for table in tables:
-        trials.better(table, rules.first)
-    fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
-    is_few = len(problem.lengths) <= FEW and grains == CHUNKS_PER_RANK
-    if problem.has_one_stage_per_rank and options.slices is None and is_few and fits_whole:
-        trials.better(Aligned((by_length(problem)[0],)), (ELASTIC_1F1B, *FIRST))
-    for table in tables if trials.best is None else ():
-        trials.better(table, rules.least)
-    trials.result()
-    return trials, tables
+    candidates = Candidates(Replicas((problem,), costs, replace(options, steps=0)))
+    first, reaches = first_recipe(problem), candidates.values["reach"][:2]
+    cut = [first._replace(grain=float(grain)) for grain in (grains if options.slices is None else grains[:1])]
+    recipes = [recipe._replace(reach=reach) for recipe in cut for reach in reaches]
+    if candidates.is_single and options.slices is None and grains == CHUNKS_PER_RANK and len(problem.lengths) <= FEW:
+        recipes += [
+            first._replace(grain=WHOLE, reach=reach, lead=lead)
+            for reach, lead in (("slices", 1.0), *((r, 2.0) for r in reaches))
+        ]
+    for recipe in recipes:
+        candidates.of(recipe, candidates.fastest_us)
+    for recipe in cut if not candidates.fitting() else ():
+        candidates.of(recipe._replace(lead=0.0))
+    if not candidates.fitting():
+        raise infeasible(problem, costs, options, candidates.least_cap_bytes)
+    return candidates

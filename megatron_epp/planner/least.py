@@ -1,8 +1,8 @@
-"""The least memory with which a batch can be planned, without the search for a fast plan.
+"""The least memory with which a batch can be planned, and the refusal that names it.
 
-With one stage per rank no order of a chunk table keeps less than the order of `OrderRules.least`, so a table fits under a cap
-if and only if it does in that order. So one order of every table is tried, where `greedy` tries many. In that order all ranks
-run the same actions, so of ranks with equal costs and caps one is looked at.
+With one stage per rank no order of a chunk table keeps less than `LEAST`'s, in which one sequence is alive at a time. So a
+table fits under a cap if and only if it does in that order, and one order of every table is tried, where the search tries many.
+In that order all ranks run the same actions, so of ranks with equal costs and caps one is looked at.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs, PipelineCosts
-from megatron_epp.plan import InfeasibleError, Plan, Step
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.kernels.codes import CodedOrder, coded
 from megatron_epp.planner.messages import MessageRoomError, with_room
+from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
-from megatron_epp.planner.search.grains import grain_counts, whole_bytes
-from megatron_epp.planner.search.replicas import Chunkers, Replicas
-from megatron_epp.planner.search.trials import Trials
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.search import Candidates
+from megatron_epp.planner.settings import WHOLE, Recipe
+from megatron_epp.planner.work import spend
+
+LEAST = WarmUp(lead=0, minimal=True)
 
 
 def is_told_by_one_order(problem: Problem, options: Options) -> bool:
-    """Return True if a chunk table that does not fit in the order of `OrderRules.least` fits in no order."""
+    """Return True if a chunk table that does not fit in the order of `LEAST` fits in no order."""
     return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
 
 
@@ -49,13 +56,14 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
         InfeasibleError, PlanError: as `plan` raises them where memory is not the obstacle.
     """
     validate(problem, costs, options)
-    unfit = replace(problem, cap_bytes=(1,) * problem.num_ranks)
-    trials = _trials_of_distinct_ranks(unfit, costs, options)
-    for table in _tables(Replicas((unfit,), costs, options), trials):
-        trials.better(table, trials.rules.least)
-        if trials.least_cap <= enough_bytes:
+    unfit, least = replace(problem, cap_bytes=(1,) * problem.num_ranks), 0
+    distinct = _of_distinct_ranks(unfit, costs, options)
+    for chunks in _tables(Replicas((unfit,), costs, options), distinct):
+        needed = _fitted(distinct, chunks)[0].needed_bytes
+        least = min(least or needed, needed)
+        if least <= enough_bytes:
             break
-    return trials.least_cap
+    return least
 
 
 def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
@@ -80,11 +88,6 @@ def last_resort(problem: Problem, costs: Costs, options: Options) -> Callable[[P
         problem, costs, options: as `plan` takes them.
     """
     return (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
-
-
-def last_resort_without_offload(problem: Problem, costs: Costs, options: Options) -> Callable[[Problem], Plan] | None:
-    """Return `last_resort` of plans without offload, where offload is allowed, else None. Arguments as there."""
-    return last_resort(problem, costs, replace(options, offload=False)) if options.offload else None
 
 
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
@@ -137,17 +140,17 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
         InfeasibleError: no table fits.
         MessageRoomError: the messages in flight do not fit.
     """
-    replicas, distinct = Replicas((asked,), costs, options), _trials_of_distinct_ranks(asked, costs, options)
-    for table in _tables(replicas, distinct):
-        distinct.better(table, distinct.rules.least)
-        if distinct.best is not None:
+    replicas, distinct, least = Replicas((asked,), costs, options), _of_distinct_ranks(asked, costs, options), 0
+    for chunks in _tables(replicas, distinct):
+        fit, order = _fitted(distinct, chunks)
+        if fit.recompute_steps is not None and distinct is not replicas:
+            fit, order = _fitted(replicas, chunks)
+        if fit.recompute_steps is not None:
             break
-    trials = Trials(replicas)
-    trials.least_cap = distinct.least_cap
-    if distinct.best is not None:
-        trials.better(distinct.best.table, trials.rules.least)
-    found = trials.result()
-    made = replace(found.only, order=found.complete) if found.complete else found.only
+        least = min(least or fit.needed_bytes, fit.needed_bytes)
+    else:
+        raise infeasible(asked, costs, options, least)
+    made = Decisions(chunks, order, fit.recompute_steps, replicas.modes)
     plan = written(asked, costs, options, made, made.tables(asked, costs))
     if plan.messages.num_bytes:
         graph = build_graph(plan)
@@ -166,8 +169,17 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
     return peak
 
 
-def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Trials:
-    """Return trials of the pipeline that has one of each kind of rank: the first, the last, and others that differ.
+def _fitted(replicas: Replicas, chunks: tuple[Chunk, ...]) -> tuple[RecomputeFit, CodedOrder]:
+    """Fit recompute of a table of one replica in the order that keeps the least."""
+    table, problem = Aligned((chunks,)), replicas.problems[0]
+    spend(problem.num_stages * len(chunks))
+    tables = replicas.tables(table)
+    order = coded(LEAST.order(table.stand_in(problem.loss_groups), tables[0], problem), len(chunks))
+    return replicas.fit(order.codes, tables), order
+
+
+def _of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Replicas:
+    """Return the pipeline that has one of each kind of rank: the first, the last, and others that differ.
 
     Weight gradients are not split off, which decides nothing about memory.
 
@@ -176,7 +188,7 @@ def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) 
     """
     options = replace(options, split_weight=False)
     if type(costs) is not PipelineCosts or costs.vocabulary is not None:  # shards join all ranks
-        return Trials(Replicas((problem,), costs, options))
+        return Replicas((problem,), costs, options)
     ends, equal, kinds = {0, problem.num_ranks - 1}, costs.equal_stages, dict[tuple[int, ...], int]()
     for rank, cap in enumerate(problem.cap_bytes):
         kinds.setdefault((rank if rank in ends else -1, equal[rank], cap, *problem.message_bytes[rank : rank + 1]), rank)
@@ -187,31 +199,28 @@ def _trials_of_distinct_ranks(problem: Problem, costs: Costs, options: Options) 
         cap_bytes=tuple(problem.cap_bytes[rank] for rank in ranks),
         message_bytes=tuple(problem.message_bytes[rank] for rank in ranks) if problem.message_bytes else (),
     )
-    return Trials(Replicas((few,), replace(costs, stages=tuple(costs.stages[rank] for rank in ranks)), options))
+    return Replicas((few,), replace(costs, stages=tuple(costs.stages[rank] for rank in ranks)), options)
 
 
-def _tables(replicas: Replicas, trials: Trials) -> Iterator[Aligned]:
-    """Yield the tables that `greedy` tries, coarse ones first: grains, and tables with whole sequences.
+def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[Chunk, ...]]:
+    """Yield the tables that the search tries, coarse ones first: grains, whole sequences, and some sequences whole.
 
     Args:
-        replicas: the problem.
-        trials: of the tables so far.
+        replicas: one, what is planned.
+        distinct: the same with one of each kind of rank.
     """
     (problem,), costs, options = replicas.problems, replicas.costs, replicas.options
-    for chunkers in replicas.shapes():
-        yield from dict.fromkeys(_cut(chunkers, problem, options))
-    if options.slices is None:
-        if max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
-            yield from (Aligned((whole,)) for whole in by_length(problem))
-        if whole_bytes(trials) < trials.least_cap:
-            yield from (Aligned((chunks,)) for chunks in tables_with_whole(problem, costs, options.chunk_tokens))
-
-
-def _cut(chunkers: Chunkers, problem: Problem, options: Options) -> Iterator[Aligned]:
-    if options.slices is not None:
-        found = [chunkers.table(slices=options.slices)]
-    else:
-        counts = grain_counts(problem.num_ranks, chunkers.coarsest)
-        found = [chunkers.table(chunks=count) for count in counts]
-        found += [chunkers.table(slices=1)] if chunkers.is_even else []
-    yield from (table for table in found if table is not None)
+    candidates, least = Candidates(replicas), 0
+    recipes = (Recipe(grain, cut) for cut in candidates.values["cut"] for grain in candidates.values["grain"] if grain != WHOLE)
+    cut = dict.fromkeys(table.chunks[0] for recipe in recipes if (table := candidates.table(recipe)) is not None)
+    if options.slices is None and max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
+        cut |= dict.fromkeys(by_length(problem))
+    for chunks in cut:
+        needed = _fitted(distinct, chunks)[0].needed_bytes
+        least = min(least or needed, needed)
+        yield chunks
+    longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
+    alone = replace(distinct.problems[0].part((longest,)), cap_bytes=(1,) * len(distinct.problems[0].cap_bytes))
+    whole = _fitted(replace(distinct, problems=(alone,)), whole_sequences(alone.lengths))[0].needed_bytes
+    if options.slices is None and whole < least:
+        yield from tables_with_whole(problem, costs, options.chunk_tokens)

@@ -15,8 +15,8 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
+from megatron_epp.planner.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
 from megatron_epp.planner.problem import Options, Problem, static_bytes
-from megatron_epp.planner.search.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
 
 LONGEST = 1 << 25
 """Longest sequence, in tokens, that is tried: 33 million, beyond the context of any model."""

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import neg
 from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.align import Aligned, align
+from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.fit import RecomputeFit, fit_lockstep
-from megatron_epp.planner.kernels.codes import Codes
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
+from megatron_epp.planner.kernels.codes import Codes, coded
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.passes import StagePasses
-from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
+from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -67,6 +70,12 @@ class Replicas:
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
 
+    def with_room(self, message_bytes: tuple[int, ...]) -> Replicas:
+        """Return the replicas with so many bytes of every rank set aside for messages; none for as many as the problem says."""
+        if not message_bytes:
+            return self
+        return replace(self, problems=tuple(replace(problem, message_bytes=message_bytes) for problem in self.problems))
+
     @property
     def can_offload(self) -> bool:
         """True if plans may offload activations: asked for, with recompute left to the planner and a link to the host."""
@@ -82,10 +91,10 @@ class Replicas:
         """True if the vocabulary is in shards over the ranks, which orders then need operations for."""
         return self.costs.vocabulary is not None
 
-    def shapes(self) -> list[Chunkers]:
+    def shapes(self) -> list[tuple[Chunker, ...]]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
         found = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]
-        return [Chunkers(each) for each in dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1))]
+        return list(dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1)))
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""
@@ -149,43 +158,6 @@ class Replicas:
         return max(lower_bound_us(*each, self.options) for each in every)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunkers:
-    """A chunker for each replica."""
-
-    each: tuple[Chunker, ...]
-
-    @property
-    def is_even(self) -> bool:
-        """True where the token cap makes slices of equal length in some replica."""
-        return any(chunker.is_even for chunker in self.each)
-
-    @property
-    def coarsest(self) -> float:
-        """Chunks in all below which the token cap alone says how long slices are, in every replica."""
-        return min(chunker.coarsest for chunker in self.each)
-
-    def table(self, *, slices: int | None = None, chunks: float = 0.0, even: bool = False) -> Aligned | None:
-        """Cut every replica's batch with one grain.
-
-        Args:
-            slices: of the longest sequence; None to aim at a number of chunks.
-            chunks: in all.
-            even: with slices of about equal length (`Chunker.evener`), more of them unless their number is given.
-
-        Returns:
-            None where a replica has too few tokens for the chunks that another needs.
-        """
-        tables = []
-        for chunker in self.each:
-            grain = chunker.grain(slices=slices, chunks=chunks)
-            if even and slices is not None:
-                tables.append(chunker.even_table(grain))
-            else:
-                tables.append((chunker.evener(grain) if even else chunker).table(grain))
-        return align(tables, self.each)
-
-
 def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Return every replica's tables with the times of the slowest at each stage and chunk."""
     if len(tables) == 1:
@@ -224,3 +196,66 @@ def _largest(rows: Sequence[OperationRows]) -> OperationRows:
     return OperationRows(
         np.max([own.time_us for own in rows], axis=0).tolist(), takes.tolist(), (takes + frees).tolist(), carried
     )
+
+
+def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -> None:
+    """Refuse problems of replicas in lockstep that make no sense, or differ in more than their lengths.
+
+    Args:
+        problems: one for each replica.
+        costs: of every replica's pipeline.
+        options: the user's settings.
+
+    Raises:
+        PlanError: there is no problem, they differ, or another planner than "greedy", or one with a time budget, is asked for.
+        InfeasibleError, PlanError: as `validate` raises them.
+    """
+    for problem in problems:
+        validate(problem, costs, options)
+    if not problems:
+        raise PlanError("replicas that share experts need a problem each; there are none")
+    for replica, problem in enumerate(problems):
+        for name in (field.name for field in fields(Problem) if field.name not in ("lengths", "trained", "loss_groups")):
+            first, own = getattr(problems[0], name), getattr(problem, name)
+            if own != first:
+                raise PlanError(
+                    f"replicas that share experts run in lockstep and differ in nothing but their lengths: {name} of replica "
+                    f"{replica} is {own}, that of replica 0 is {first}; give all the same"
+                )
+    if options.planner != "greedy" or options.budget_ms:
+        remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
+        raise PlanError("only the planner greedy, without a time budget, plans replicas that share experts", remedy)
+
+
+def too_few_tokens(replicas: Replicas) -> InfeasibleError:
+    """Build the error of replicas in lockstep of which one has too few tokens for the chunks that another needs."""
+    fewest = min(sum(problem.lengths) for problem in replicas.problems)
+    return InfeasibleError(
+        f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few",
+        Remedy("raise", "global_batch_size"),
+        Remedy("raise", "chunk_tokens"),
+        Remedy("lower", "slices"),
+        Remedy("lower", "expert_parallel"),
+    )
+
+
+def split_together(made: Sequence[Decisions], tables: Sequence[Tables], replicas: Replicas) -> tuple[Decisions, ...]:
+    """Split weight gradients off the order of replicas in lockstep, equally for all, where that is allowed, faster and fits.
+
+    Exchanges then come at the same times everywhere, so that all replicas issue receives at the same positions among them. Each
+    replica's own split is tried.
+
+    Args:
+        made: decisions of every replica, with one order and one recompute.
+        tables: of every replica.
+        replicas: what is planned.
+    """
+    whole, recompute_steps = made[0].order, made[0].recompute_steps
+    orders = {coded(whole, len(made[0].chunks)).key: whole}
+    every, caps = [(own, one.as_offload) for own, one in zip(tables, made, strict=True)], replicas.problems[0].cap_bytes
+    for own in every if replicas.splits_weight else ():
+        order = coded(with_split_weights(whole, *own, caps)[0], len(made[0].chunks))
+        if all(is_within(peaks(order, *one), caps) for one in every):
+            orders[order.key] = order
+    fastest = min(orders.values(), key=lambda order: makespan_us(order, tables[0], recompute_steps))
+    return tuple(replace(one, order=fastest, modes=FULL_ONLY) for one in made)  # the tables have the modes

@@ -13,9 +13,9 @@ from megatron_epp.planner.fit import is_within, least_peaks, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
-from megatron_epp.planner.orders.warm_up import OrderRule
+from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, OrderRule
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, ONE_STAGE_PER_RANK, rules_for
+from megatron_epp.planner.settings import REACHES
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -55,12 +55,11 @@ def _orders(chunks: Sequence[Chunk], tables: Tables, problem: Problem, plain: bo
         laps = by_laps(range(len(chunks)), own.num_ranks, range(own.num_chunks))
         yield tuple(tuple(Action(Op.F, own.stages(rank)[lap], chunk) for lap, chunk in laps) for rank in range(own.num_ranks))
         return
-    rules: tuple[OrderRule, ...]
-    if problem.has_one_stage_per_rank:
-        rules = (ELASTIC_1F1B, *ONE_STAGE_PER_RANK.first, *ONE_STAGE_PER_RANK.second, *ONE_STAGE_PER_RANK.least)
-    else:
-        found = rules_for(problem)
-        rules = (*((Interleaved(elastic=False),) if is_looped(problem) else ()), *found.first, *found.second, *found.least)
+    reaches = ("need", "slices") if problem.has_one_stage_per_rank else ("turns", "backward")
+    widths = (2.0, 1.5, 1.0, 0.5, 0.0) if problem.has_one_stage_per_rank else (2.0, 1.5, 1.0, 3.0, 2.5, 0.75, 0.5, 0.0)
+    stock = ELASTIC_1F1B if problem.has_one_stage_per_rank else Interleaved(elastic=False)
+    rules: list[OrderRule] = [stock] if problem.has_one_stage_per_rank or is_looped(problem) else []
+    rules += [REACHES[reach].rule(width, 0) for width in widths for reach in reaches]
     for rule in rules[:1] if plain else dict.fromkeys(rules):
         yield rule.order(chunks, tables, problem)
 

@@ -1,0 +1,93 @@
+"""Chunks of a recipe: its sequences cut and packed, in every replica of a lockstep group alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.chunks.align import Aligned, align
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
+from megatron_epp.planner.chunks.variants import by_length, started
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.orders.patterns import is_looped
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.settings import LONGEST, STARTS, WHOLE, Recipe
+
+
+class Cuts:
+    """Cuts a batch by recipes, and remembers the chunks.
+
+    Args:
+        replicas: what to cut.
+        chunks: the only table, of one replica, whatever the recipe; None to cut the batch.
+
+    Attributes:
+        chunkers: by the setting `cut`, of every replica.
+        in_turns: position in `chunkers` of slices of equal length that take turns on the stages of looped ranks; -1 for none.
+    """
+
+    def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
+        self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
+        shapes, is_single = replicas.shapes(), self.problem.has_one_stage_per_rank
+        turns = [shapes[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
+        self.chunkers = [*shapes, *turns]
+        self.in_turns = len(shapes) if turns else -1
+        self._only = None if chunks is None else Aligned((chunks,))
+        self._tables: dict[tuple[Any, ...], Aligned | None] = {}
+        self._same: dict[tuple[Any, ...], Aligned] = {}
+
+    def table(self, recipe: Recipe) -> Aligned | None:
+        """Return the chunks of a recipe, always the same object; None where there are none."""
+        if self._only is not None:
+            return self._only
+        key = recipe.grain, recipe.cut, recipe.start, recipe.copies in ("keys", "both")
+        if key not in self._tables:
+            table = self._cut(recipe) if recipe.start == STARTS[0] else self._started(recipe)
+            self._tables[key] = None if table is None else self._same.setdefault(table.chunks, table)
+        return self._tables[key]
+
+    def _cut(self, recipe: Recipe) -> Aligned | None:
+        chunkers = self.chunkers[recipe.cut]
+        if recipe.grain == WHOLE and self.options.slices is None:
+            every = zip(self.replicas.problems, chunkers, strict=True)
+            whole = [by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
+            return align(whole, chunkers) if len(whole) == len(chunkers) else None
+        for slices in range(self.options.slices or 1, 0, -1):  # fewer where a replica has too few tokens for another's
+            tables = [self._cut_one(own, recipe, slices if self.options.slices else None) for own in chunkers]
+            aligned = align([table for table in tables if table is not None], chunkers) if None not in tables else None
+            if aligned is not None:
+                return aligned
+        return None
+
+    def _cut_one(self, chunker: Chunker, recipe: Recipe, slices: int | None) -> tuple[Chunk, ...] | None:
+        """Cut one replica's batch; with a number of slices where the user fixed it."""
+        count, streams = recipe.grain * self.problem.num_ranks, recipe.copies in ("keys", "both")
+        if slices is not None:
+            grain = chunker.grain(slices=slices)
+            return chunker.even_table(grain) if streams else chunker.table(grain)
+        if recipe.grain == LONGEST:
+            return chunker.table(chunker.grain(slices=1))
+        if count > MOST_CHUNKS:
+            return None
+        grain = chunker.grain(chunks=count)
+        if streams:  # keys and values of equal pieces: short ones do not hide the copies
+            return chunker.evener(grain).table(grain)
+        return self._taking_turns(chunker, grain.slices) if recipe.cut == self.in_turns else chunker.table(grain)
+
+    def _taking_turns(self, chunker: Chunker, slices: int) -> tuple[Chunk, ...] | None:
+        """Cut slices of equal length, as many as take turns on the stages of the ranks without a gap."""
+        longest, ranks = max(chunker.problem.lengths), self.problem.num_ranks
+        slices = max(1, round(slices / ranks)) * ranks
+        least, most = -(-longest // chunker.token_cap), min(-(-longest // self.problem.token_multiple), MOST_CHUNKS)
+        return chunker.equal_table(slices) if least <= slices <= most else None
+
+    def _started(self, recipe: Recipe) -> Aligned | None:
+        """Move other sequences to the front of a table of one replica."""
+        plain = self.table(recipe._replace(start=STARTS[0]))
+        if plain is None or self.replicas.is_lockstep:
+            return None
+        (chunks,), groups = plain.chunks, self.problem.loss_groups
+        if recipe.start == "shortest":
+            runs = slice_groups(chunks, groups)[::-1] if recipe.grain <= LONGEST else ()
+            return Aligned((tuple(chunks[c] for run in runs for c in run),)) if runs else None
+        return Aligned((started(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))

@@ -1,0 +1,177 @@
+"""Plans from the candidates of a search: local search, messages, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, Plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.finishing import finisher_of
+from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.least import is_told_by_one_order, least_decisions
+from megatron_epp.planner.local_search import searches
+from megatron_epp.planner.messages import MessageRoomError
+from megatron_epp.planner.mistakes import refuse_table
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.replicas import Replicas, require_equal
+from megatron_epp.planner.search import Candidate, Candidates, descend, search
+
+IMPROVED = 3
+"""Chunk tables, the fastest, from whose plans local search starts."""
+FINISHED = 8
+"""Candidates, the fastest, that a finisher (`finishing`) tries to improve."""
+ROUNDS = 16
+"""Plans tried with ever more memory: for messages, or of the caps."""
+
+
+def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
+    """Plan a batch, or replicas in lockstep, by the search.
+
+    Args:
+        problems: one for each replica.
+        costs, options: as `plan` takes them.
+
+    Raises:
+        InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
+    """
+    replicas = Replicas(tuple(problems), costs, options)
+    candidates = search(replicas)
+    try:
+        return planned(candidates)
+    except InfeasibleError as error:
+        if not replicas.is_lockstep and is_told_by_one_order(problems[0], replace(options, offload=False)):
+            return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
+        if not error.least_cap_bytes:
+            raise
+        cap = _proven_cap(replicas, error.least_cap_bytes)
+        if cap == error.least_cap_bytes:
+            raise
+        raise infeasible(problems[0], costs, options, cap) from None
+
+
+def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
+    """Plan one iteration of replicas that share experts. Equal arguments give equal plans, in every process.
+
+    Args:
+        problems: one for each replica, equal but for their lengths.
+        costs: of every replica's pipeline.
+        options: the settings of the user. The planner must be "greedy", without a budget.
+
+    Returns:
+        A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is the slowest
+        replica's.
+
+    Raises:
+        InfeasibleError: nothing fits the caps, or one replica has too few tokens for the chunks that another needs.
+        PlanError: the arguments make no sense, the problems differ in more than their lengths, or (a bug) the plans do not pass
+            the checks.
+    """
+    require_equal(problems, costs, options)
+    return plan_or_refuse(problems, costs, options)
+
+
+def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_host: int) -> tuple[Plan, ...]:
+    """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so.
+
+    Args:
+        problem, costs, options: as `plan` takes them.
+        least_host: as `infeasible` takes it.
+    """
+    try:
+        asked, made = least_decisions(problem, costs, replace(options, offload=False))
+    except InfeasibleError as plain:
+        if not options.offload:
+            raise
+        refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
+        raise refused.within(after=" That would do without offload; with it less may do.") from None
+    with suppress(InfeasibleError):  # in a faster order
+        return planned(search(Replicas((asked,), costs, options), chunks=made.chunks))
+    return (build_plan(asked, costs, options, made),)
+
+
+def _proven_cap(replicas: Replicas, cap_bytes: int) -> int:
+    """Return the first cap from the given one on under which a plan is found: its messages may need more than was counted."""
+    for _ in range(ROUNDS):
+        raised = tuple(
+            replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)) for problem in replicas.problems
+        )
+        try:
+            planned(search(replace(replicas, problems=raised)))
+        except InfeasibleError as error:
+            cap_bytes = max(cap_bytes + cap_bytes // 64, error.least_cap_bytes)
+        else:
+            break
+    return cap_bytes
+
+
+def finished(candidates: Candidates) -> Candidate:
+    """Improve the fastest candidates of small plans by local search, and by what the settings ask for; return the fastest."""
+    fitting, problem, options = candidates.fitting(), candidates.problem, candidates.options
+    best, of_table = fitting[0], {id(one.table): one for one in reversed(fitting)}
+    for one in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
+        if not candidates.replicas.is_lockstep and searches(options, problem.num_stages * len(one.table)):
+            best = min(best, candidates.improved(one), key=attrgetter("rank"))
+    finisher = finisher_of(options)
+    if finisher is None or candidates.replicas.is_lockstep:
+        return best
+    choices = dict.fromkeys(id(one) for one in (best, *fitting[:FINISHED]))
+    decisions = [one.decisions[0] for one in (best, *fitting[:FINISHED]) if choices.pop(id(one), 0) is None]
+    return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
+
+
+def planned(candidates: Candidates) -> tuple[Plan, ...]:
+    """Write the plans of the fastest candidate whose messages have room.
+
+    Raises:
+        InfeasibleError: none fits the caps; the error names the smallest cap with which one would, but for its messages.
+    """
+    for _ in range(ROUNDS):
+        if not candidates.fitting():
+            break
+        best = finished(candidates)
+        try:
+            return candidates.written(best)
+        except MessageRoomError as error:
+            candidates.set_room(best.table, error.needed)
+            descend(candidates, candidates.best())
+    costs, options = candidates.replicas.costs, candidates.options
+    raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
+
+
+def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The decisions of the default planner, as other planners begin with them.
+
+    Args:
+        problem, costs, options: as `plan` takes them.
+
+    Raises:
+        InfeasibleError: nothing fits the caps.
+    """
+    return _decisions(search(Replicas((problem,), costs, options)))
+
+
+def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The best order, recompute and offload of activations found for a given chunk table.
+
+    Args:
+        chunks: the table in forward order: slices of a sequence stand together, ascending.
+        problem, costs, options: as `plan` takes them; what `options` says of slicing and packing is ignored.
+
+    Raises:
+        InfeasibleError: nothing that was tried fits the caps.
+        PlanError: the arguments make no sense, or the chunks are no such table.
+    """
+    validate(problem, costs, options)
+    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
+    return _decisions(search(Replicas((problem,), costs, options), chunks=chunks))
+
+
+def _decisions(candidates: Candidates) -> Decisions:
+    if not candidates.fitting():
+        planned(candidates)  # raises
+    return finished(candidates).decisions[0]

@@ -1,0 +1,556 @@
+"""The search for a plan: how elastic plans are made.
+
+A plan follows from a *recipe* (`settings.Recipe`): a few settings, each with values in a row. From a recipe a candidate is
+made without further choice: sequences are cut and packed into chunks, the actions ordered, recompute (or copies to the host)
+fitted to the memory caps, and the order timed. Searching is *walking*: along one setting after another, to both sides, as long
+as plans get faster, until no setting makes them faster.
+
+First the walk is free of memory caps: its end is the fastest plan if memory did not matter. From there it goes on under the
+caps, where candidates recompute what they must, and other values may need less of that. Where memory is short, walks begin at
+openings too, with narrow windows, that do not lie on the way. Copies to the host come last, where they may pay. So more memory
+moves the second part alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Plan, PlanError
+from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.cuts import Cuts
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
+from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
+from megatron_epp.planner.local_search import SMALL, improve
+from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
+from megatron_epp.planner.memory.kv_offload import SHARING
+from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
+from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
+from megatron_epp.planner.settings import (
+    COPIES,
+    COPIES_GRAIN,
+    EVERY_GRAIN,
+    GRAIN,
+    LEAD,
+    OPENINGS,
+    REACHES,
+    SETTINGS,
+    WHOLE,
+    WITH_COPIES,
+    Recipe,
+    RecipeSetting,
+    first_recipe,
+    reaches_of,
+    values_of,
+)
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.work import spend
+
+GAIN = 1e-4
+"""Relative gain in makespan that counts as faster."""
+CLOSE = 0.002
+"""Relative excess over a chunk table's bound up to which other orders of the table are not tried."""
+PATIENCE = 2
+"""Values in a row that may be no faster before a walk turns back."""
+NEARLY = 1.05
+"""Makespan, as a multiple of the best, up to which a walk goes on from another grain, or with copies."""
+FAR, DISTANT = 1.03, 1.02
+"""Makespan, as a multiple of the fastest without caps, or of the bound, above which openings are tried."""
+WORTH = 0.992
+"""Makespan without caps, as a share of the best, below which copies to the host are tried."""
+FEW = 64
+"""Most sequences for which chunks of whole sequences are tried free of caps."""
+SLACK = 8
+"""One part in so many more than a plan's messages needed is set aside for the next one, whose order may differ a little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Decisions that follow from a recipe.
+
+    Attributes:
+        recipe: the recipe.
+        table: its chunks, of all replicas.
+        missing_bytes: that a rank lacks; 0 where the candidate fits.
+        makespan_us: of the slowest replica; infinite where it does not fit.
+        bound_us: that no order of the chunks beats.
+        decisions: of every replica; empty where it does not fit.
+        whole: the same with whole backwards, and without the vocabulary's shards.
+    """
+
+    recipe: Recipe
+    table: Aligned
+    missing_bytes: int
+    makespan_us: float
+    bound_us: float
+    decisions: tuple[Decisions, ...] = ()
+    whole: tuple[Decisions, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Order of candidates, the best first: less memory missing, then a shorter makespan."""
+        return self.missing_bytes, self.makespan_us
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing_bytes
+
+
+class Candidates:
+    """Makes candidates from recipes, and remembers them.
+
+    Args:
+        replicas: what to plan.
+        like: candidates for the same batch with other caps, whose chunks and orders are used again.
+        chunks: the only table, of one replica; None to cut the batch.
+
+    Attributes:
+        cuts: makes the chunks of a recipe.
+        values: of every setting.
+        by_recipe: candidates made so far.
+        fastest_us: makespan of the fastest of them that fits.
+        least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
+        least_host_bytes: the same of host memory.
+    """
+
+    def __init__(self, replicas: Replicas, like: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
+        self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
+        self.splits = replicas.splits_weight and bool(self.problem.cap_bytes)
+        self.is_single = self.problem.has_one_stage_per_rank
+        self.cuts: Cuts = Cuts(replicas, chunks) if like is None else like.cuts
+        self.reaches = reaches_of(self.problem, self.options, self.splits)
+        self.values = values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
+        self.by_recipe: dict[Recipe, Candidate] = {}
+        self.fastest_us = math.inf
+        self.least_cap_bytes = self.least_host_bytes = 0
+        self.room: dict[int, tuple[int, ...]] = {}
+        # Chunk tables are known by their identity: to hash one takes longer than to order it.
+        self._by_order: dict[tuple[Any, ...], Candidate] = {}
+        self._bounds: dict[int, float] = {}
+        self._tables: dict[int, tuple[Tables, ...]] = {} if like is None else like._tables
+        self._orders: dict[tuple[Any, ...], CodedOrder] = {} if like is None else like._orders
+
+    def fitting(self) -> list[Candidate]:
+        """List the candidates that fit, the fastest first."""
+        return sorted((one for one in self.by_recipe.values() if one.fits), key=attrgetter("makespan_us"))
+
+    def best(self) -> Candidate:
+        return min(self.by_recipe.values(), key=attrgetter("rank"))
+
+    # ---- from a recipe to a candidate --------------------------------------------------------------------------------
+
+    def of(self, recipe: Recipe, limit_us: float = math.inf) -> Candidate | None:
+        """Make the candidate of a recipe; None where the recipe makes no chunks, or their bound is no less than a limit."""
+        if recipe in self.by_recipe:
+            return self.by_recipe[recipe]
+        table = self.table(recipe)
+        if table is None:
+            return None
+        tables, bound_us = self.tables(table)
+        if bound_us >= limit_us:
+            return None
+        order = self._order(table, tables, recipe)
+        key = id(table), recipe.copies, order.key
+        if key not in self._by_order:  # many leads give a table the same order
+            plain = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
+            nothing = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
+            make = self._recomputed if recipe.copies == "none" else self._copied
+            self._by_order[key] = min(make(nothing, plain, tables, limit_us), key=attrgetter("rank"))
+        candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
+        self.fastest_us = min(self.fastest_us, candidate.makespan_us)
+        return candidate
+
+    def table(self, recipe: Recipe) -> Aligned | None:
+        return self.cuts.table(recipe)
+
+    def tables(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
+        """Return times and sizes of the chunks in every replica, and the makespan that none of their orders beats."""
+        number = id(table)
+        if number not in self._tables:
+            self._tables[number] = self.replicas.with_room(self.room.get(number, ())).tables(table)
+        if number not in self._bounds:
+            self._bounds[number] = self.replicas.bound_us(self._tables[number], table)
+        return self._tables[number], self._bounds[number]
+
+    def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
+        reach = REACHES[recipe.reach]
+        key = id(table), recipe.lead if reach.has_lead else 0.0, recipe.reach
+        if reach.is_wide or key not in self._orders:
+            rule = reach.rule(recipe.lead, int(self.replicas.has_shards))
+            order = rule.order(table.stand_in(self.problem.loss_groups), tables[0], self.problem)
+            self._orders[key] = coded(order, len(table))
+        spend(self.problem.num_stages * len(table))
+        return self._orders[key]
+
+    def _recomputed(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
+    ) -> Iterator[Candidate]:
+        """Fit recompute to the caps.
+
+        Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
+        """
+        fit = self.replicas.fit(codes_of(plain), tables)
+        if fit.recompute_steps is None:
+            self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
+            yield replace(nothing, missing_bytes=fit.needed_bytes - max(self.problem.cap_bytes))
+            return
+        yield self._timed(nothing, plain, tables, fit.recompute_steps)
+        if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
+            other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
+            if other is not None and other != fit.recompute_steps:
+                yield self._timed(nothing, plain, tables, other)
+
+    def _timed(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
+    ) -> Candidate:
+        took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
+        return self._completed(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain))
+
+    def _completed(
+        self,
+        nothing: Candidate,
+        plain: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        took_us: float,
+        offloads: Sequence[Offload],
+    ) -> Candidate:
+        """Add recompute and copies, and to the order the vocabulary's shards and weight gradients of their own."""
+        whole = tuple(
+            replace(one, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
+            for one, own in zip(plain, offloads, strict=True)
+        )
+        if not (self.splits or self.replicas.has_shards) or self.replicas.is_lockstep:
+            return replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        enough_us = nothing.bound_us * (1 + CLOSE)
+        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, self.splits, enough_us)
+        made = (replace(whole[0], order=order),)
+        return replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=made, whole=whole)
+
+    def _copied(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
+    ) -> Iterator[Candidate]:
+        """Copy to the host what the recipe says."""
+        yield nothing
+        copies, order, table = nothing.recipe.copies, plain[0].order, nothing.table
+        if copies == "activations":
+            room = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.replicas.problems]
+            yield from self._with_activations(nothing, plain, tables, limit_us, room)
+            return
+        for pairs in self.replicas.choices(order, tables, table):
+            if not any(pairs):
+                continue
+            made = tuple(replace(one, kv_offload=own) for one, own in zip(plain, pairs, strict=True))
+            own_tables = self.replicas.kv_offload(tables, table, pairs, SHARING if copies == "both" else 1.0)
+            room = self.replicas.host_room(order, table, pairs)
+            if copies == "both":
+                yield from self._with_activations(nothing, made, own_tables, limit_us, room)
+            elif (short := -min(map(min, room))) <= 0:
+                yield from self._recomputed(nothing, made, own_tables, limit_us)
+            elif (
+                self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None
+            ):  # it would fit with more at the host
+                self._note_host(short)
+
+    def _with_activations(
+        self,
+        nothing: Candidate,
+        made: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        limit_us: float,
+        room: list[list[int]],
+    ) -> Iterator[Candidate]:
+        """Copy activations where a cap requires it and, of a single replica, ahead of that, as the link has time."""
+        order = made[0].order
+        found: list[Copied | None] = [fit_offload(order, tables, self.problem.cap_bytes, room)]
+        if not self.replicas.is_lockstep:
+            shares = longest_lived_shares(tables[0])
+            found.append(fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us))
+        for copied in filter(None, found):
+            if copied.short_bytes:
+                self._note_host(copied.short_bytes)
+            else:
+                yield self._completed(nothing, made, tables, copied.makespan_us, copied.made)
+
+    def _note_host(self, short_bytes: int) -> None:
+        if short_bytes > 0:
+            needed = self.problem.host_cap_bytes + short_bytes
+            self.least_host_bytes = min(self.least_host_bytes or needed, needed)
+
+    def improved(self, candidate: Candidate) -> Candidate:
+        """Improve a candidate of one replica by local search, unless it has copies."""
+        whole, (tables,) = candidate.whole[0], self.tables(candidate.table)[0]
+        if whole.copies or whole.kv_offload:
+            return candidate
+        moved = improve(whole, tables, self.problem, self.options, split_weight=self.splits)
+        took_us = makespan_us(moved.order, tables, moved.recompute_steps)
+        return self._completed(candidate, (moved,), [tables], took_us, [moved.as_offload])
+
+    def written(self, candidate: Candidate) -> tuple[Plan, ...]:
+        """Write a candidate's plans, one for each replica.
+
+        Raises:
+            MessageRoomError: they fit but for their messages.
+            PlanError: a plan does not pass `check`, or the plans of replicas do not match (a bug).
+        """
+        replicas, decisions = self.replicas.with_room(self.room.get(id(candidate.table), ())), candidate.decisions
+        if not replicas.is_lockstep:
+            return (build_plan(replicas.problems[0], replicas.costs, replicas.options, decisions[0]),)
+        tables = self.tables(candidate.table)[0]
+        if any(pairs := tuple(one.kv_offload for one in decisions)):
+            sharing = SHARING if any(any(one.copies) for one in decisions) else 1.0
+            tables = replicas.kv_offload(tables, candidate.table, pairs, sharing)
+        every = zip(replicas.problems, split_together(decisions, tables, replicas), tables, strict=True)
+        costs, options = replicas.costs, replicas.options
+        plans = tuple(build_plan(problem, costs, options, made, own) for problem, made, own in every)
+        if faults := check_lockstep(plans):
+            raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
+        return plans
+
+    def set_room(self, table: Aligned, needed: Sequence[int]) -> None:
+        """Make the candidates of a table again with as much memory for messages in flight as a plan of it needed."""
+        number = id(table)
+        before = self.room.get(number) or (0,) * len(needed)
+        self.room[number] = tuple(max(own, size + size // SLACK) for own, size in zip(before, needed, strict=True))
+        self._tables = {other: tables for other, tables in self._tables.items() if other != number}
+        self._bounds.pop(number, None)
+        self._by_order = {key: one for key, one in self._by_order.items() if key[0] != number}
+        for recipe in [recipe for recipe, one in self.by_recipe.items() if one.table is table]:
+            del self.by_recipe[recipe]
+            self.of(recipe)
+
+
+def codes_of(decisions: Sequence[Decisions]) -> Codes:
+    """Return the order of all replicas as numbers."""
+    return coded(decisions[0].order, len(decisions[0].chunks)).codes
+
+
+# ---- walking ---------------------------------------------------------------------------------------------------------
+
+
+def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Candidate:
+    """Walk along one setting to both sides, as long as it gets better; return the best.
+
+    Args:
+        candidates: made so far.
+        best: where to begin.
+        setting: along which to walk.
+    """
+    if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + CLOSE):
+        return best
+    if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
+        return best
+    values, start = candidates.values[setting.name], best
+    at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
+    for side in (values[at + 1 :], values[:at][::-1]) if setting.is_ordered else (values,):
+        worse, seen = 0, [start.table]
+        for value in side:
+            recipe = start.recipe._replace(**{setting.name: value})
+            table = candidates.table(recipe)
+            if table is None or (not setting.keeps_chunks and any(table is one for one in seen)):
+                continue  # short sequences leave many grains with one table: neither better nor worse
+            seen.append(table)
+            candidate = candidates.of(recipe, candidates.fastest_us * (1 - GAIN))
+            is_better = candidate is not None and candidate.rank < best.rank
+            best = candidate if candidate is not None and is_better else best
+            worse = 0 if is_better else worse + 1
+            if setting.is_ordered and worse == PATIENCE:
+                break
+    return best
+
+
+def descend(candidates: Candidates, best: Candidate, settings: Sequence[RecipeSetting] = SETTINGS) -> Candidate:
+    """Walk along all settings in turn until none makes it better.
+
+    Args:
+        candidates, best: as `walk` takes them.
+        settings: in their order.
+    """
+    unchanged = at = 0
+    while unchanged < len(settings):
+        after = walk(candidates, best, settings[at % len(settings)])
+        unchanged = unchanged + 1 if after is best else 1
+        best, at = after, at + 1
+    return best
+
+
+def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
+    """Descend from the next finer and the next coarser grain too, where they are nearly as fast: orders depend on them."""
+    before = None
+    while best is not before and best.fits:
+        before = best
+        for table_recipe in next_grains(candidates, before.recipe):
+            there = candidates.of(table_recipe, best.makespan_us * (1 - GAIN))
+            if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
+                for setting in SETTINGS:
+                    there = walk(candidates, there, setting) if setting.keeps_chunks else there
+                best = min(best, there, key=attrgetter("rank"))
+        best = descend(candidates, best) if best is not before else best
+    return best
+
+
+def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
+    """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
+    values, table = candidates.values[GRAIN.name], candidates.table(recipe)
+    at = values.index(recipe.grain)
+    for side in (values[at + 1 :], values[:at][::-1]):
+        recipes = (recipe._replace(grain=grain) for grain in side)
+        yield from next(
+            ([one] for one in recipes if candidates.table(one) is not table and candidates.table(one) is not None), []
+        )
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def search(replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> Candidates:
+    """Search, free of caps and then under them; return all candidates under the caps.
+
+    Args:
+        replicas: what to plan.
+        chunks: as `Candidates` takes them.
+
+    Raises:
+        InfeasibleError: a replica has too few tokens for the chunks that another needs.
+    """
+    if chunks is not None:
+        return every_order(replicas, chunks)
+    free = Candidates(replicas.without_caps)
+    fastest = free_of_caps(free)
+    candidates = Candidates(replicas, free)
+    best = under_caps(candidates, fastest)
+    best = from_openings(candidates, best, fastest)
+    with_copies(candidates, best, fastest)
+    return candidates
+
+
+def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
+    """Try all orders of a chunk table of one replica, and copies with the fastest of them. Arguments as of `search`."""
+    candidates = Candidates(replicas, chunks=chunks)
+    first = first_recipe(candidates.problem)
+    every = [first._replace(reach=reach, lead=lead) for reach in candidates.reaches for lead in candidates.values["lead"]]
+    for recipe in every:
+        candidates.of(recipe)
+    free = Candidates(replicas.without_caps, candidates)
+    fastest = min(filter(None, map(free.of, every)), key=attrgetter("rank"))
+    with_copies(candidates, candidates.best(), fastest)
+    return candidates
+
+
+def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
+    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
+    coarser = [grain for grain in candidates.values[GRAIN.name][::-1] if grain < recipe.grain]
+    ranks = candidates.problem.num_ranks
+    for grain in (recipe.grain, *coarser, *(chunks / ranks for chunks in range(ranks - 1, 0, -1))):
+        if (candidate := candidates.of(recipe._replace(grain=grain))) is not None:
+            return candidate
+    raise too_few_tokens(candidates.replicas)
+
+
+def free_of_caps(free: Candidates) -> Candidate:
+    """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
+    best = descend(free, first_candidate(free, first_recipe(free.problem)))
+    others: list[Recipe] = []
+    if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
+        others.append(best.recipe._replace(cut=1))
+    if free.is_single and len(free.problem.lengths) <= FEW:
+        others += openings(free, first_recipe(free.problem))[-2:]
+    for recipe in others:
+        there = free.of(recipe, best.makespan_us * (1 - GAIN))
+        if there is not None:
+            there = descend(free, there) if recipe.grain != WHOLE else there
+            best = min(best, there, key=attrgetter("rank"))
+    return best if free.is_single else at_next_grains(free, best)
+
+
+def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
+    """Go on from the fastest plan without caps."""
+    best = candidates.of(fastest.recipe)
+    assert best is not None
+    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + GAIN):  # it fits as it is
+        return best
+    best = descend(candidates, best)
+    return best if candidates.is_single else at_next_grains(candidates, best)
+
+
+def openings(candidates: Candidates, best: Recipe) -> list[Recipe]:
+    """Return the recipes of `settings.OPENINGS` that the settings of the user allow."""
+    changes = OPENINGS[candidates.is_single]
+    allowed = candidates.values
+    recipes = (best._replace(**change) for change in changes)
+    return [
+        one
+        for one in recipes
+        if one.grain in allowed["grain"] and one.reach in candidates.reaches and one.start in allowed["start"]
+    ]
+
+
+def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
+    """Descend from openings where the best does not fit, is far from what it would be with more memory, or is small.
+
+    Args:
+        candidates: under the caps.
+        best: of them.
+        fastest: without caps.
+    """
+    is_small = candidates.problem.num_stages * len(best.table) <= SMALL
+    is_far = best.makespan_us > min(FAR * fastest.makespan_us, DISTANT * best.bound_us)
+    if best.fits and not is_far and not is_small:
+        return best
+    before = best
+    for number, recipe in enumerate(openings(candidates, best.recipe)):
+        opening = candidates.of(recipe)
+        if opening is not None:
+            there = walk(candidates, opening, EVERY_GRAIN) if number == 1 else opening
+            settings = () if REACHES[recipe.reach].is_narrow else [one for one in SETTINGS if one.name != "cut"]
+            there = descend(candidates, there, settings)
+            best = min(best, there, key=attrgetter("rank"))
+    return best if best is before else descend(candidates, best)
+
+
+def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
+    """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster.
+
+    Args:
+        candidates, best, fastest: as `from_openings` takes them.
+    """
+    replicas = candidates.replicas
+    if not replicas.can_offload or (best.fits and fastest.makespan_us >= WORTH * best.makespan_us):
+        return best
+    for recipe in recipes_with_copies(candidates, best, fastest):
+        opening = candidates.of(recipe, NEARLY * best.makespan_us)
+        is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
+        if opening is not None and (is_near or not best.fits):
+            there = opening if best.fits else walk(candidates, opening, EVERY_GRAIN)
+            there = descend(candidates, there, WITH_COPIES[candidates.is_single])
+            best = min(best, there, key=attrgetter("rank"))
+    if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
+        best = walk(candidates, best, LEAD)
+    return best
+
+
+def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Iterable[Recipe]:
+    """Return the recipes at which walks with copies begin: of an evaluation, which keeps nothing else, keys and values alone.
+
+    Args:
+        candidates, best, fastest: as `from_openings` takes them.
+    """
+    streaming = fastest.recipe if candidates.options.slices is not None else fastest.recipe._replace(grain=COPIES_GRAIN)
+    for copies in COPIES if candidates.options.kv_offload else COPIES[:1]:
+        if copies == "activations":
+            begin = [fastest.recipe, best.recipe]
+        else:
+            narrow = {"lead": 0.0, "reach": candidates.values["reach"][0]}
+            begin = [streaming] if best.fits else [streaming, streaming._replace(**narrow)]
+        if not (candidates.problem.forward_only and copies != "keys"):
+            yield from dict.fromkeys(recipe._replace(copies=copies) for recipe in begin)

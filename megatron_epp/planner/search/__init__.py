@@ -1,1 +1,0 @@
-"""Searches for the fastest plan: greedy, local search, within a budget, and for replicas in lockstep."""

@@ -1,0 +1,207 @@
+"""The settings of a plan, each with its values in a row: what the search walks along (`search`).
+
+A plan follows from a `Recipe`, one value of each setting. A new value is an entry here; a new setting is a field of `Recipe`, a
+row in `SETTINGS`, and what reads it in `search.Candidates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
+from megatron_epp.planner.orders.capped import CappedWarmUp
+from megatron_epp.planner.orders.list_scheduling import ListScheduling
+from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, is_v
+from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced
+from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp
+from megatron_epp.planner.problem import Options, Problem
+
+WHOLE, LONGEST = 0.0, 0.001
+GRAINS = (WHOLE, LONGEST, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)
+"""Chunks of a rank to aim at. Coarser grains leave ranks waiting, finer ones cost overhead. `LONGEST`: chunks as long as the
+longest sequence; `WHOLE`: a chunk for each sequence.
+"""
+STARTS = ("longest", "single", "second", "shortest")
+"""Sequences that run first: the longest, some of one chunk each, the next longest; of whole sequences the shortest."""
+LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""With one stage per rank: backwards by which a rank is ahead of the next. With 0 one sequence is alive at a time."""
+WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
+"""With several stages per rank: chunks alive on a rank's first stage, in multiples of the ranks."""
+
+
+class Recipe(NamedTuple):
+    """Values of all settings.
+
+    Attributes:
+        grain: one of `GRAINS`.
+        cut: position in `Cuts.chunkers`: slices of equal time; of equal length where a token cap binds, or as many as take
+            turns on the stages of looped ranks.
+        start: one of `STARTS`.
+        lead: one of `LEADS`, or of `WIDTHS`.
+        reach: key of `REACHES`: how far forwards run ahead of backwards.
+        copies: one of `COPIES`: what goes to the host.
+    """
+
+    grain: float = 12.0
+    cut: int = 0
+    start: str = "longest"
+    lead: float = 2.0
+    reach: str = "need"
+    copies: str = "none"
+
+
+class RecipeSetting(NamedTuple):
+    """A setting of a recipe.
+
+    Attributes:
+        name: of the field of `Recipe`.
+        is_ordered: its values are in a row along which plans get better and then worse; else all are tried.
+        keeps_chunks: it changes the order alone.
+    """
+
+    name: str
+    is_ordered: bool = True
+    keeps_chunks: bool = False
+
+
+GRAIN, REACH, LEAD = (
+    RecipeSetting("grain"),
+    RecipeSetting("reach", is_ordered=False, keeps_chunks=True),
+    RecipeSetting("lead", keeps_chunks=True),
+)
+EVERY_GRAIN = RecipeSetting("grain", is_ordered=False)
+"""Where memory is short, coarse grains and fine ones may fit, and none between."""
+SETTINGS = (
+    GRAIN,
+    REACH,
+    LEAD,
+    RecipeSetting("start", is_ordered=False, keeps_chunks=True),
+    RecipeSetting("cut", is_ordered=False),
+)
+"""In the order in which they are walked along. Copies come last of all, where they can pay (`search.with_copies`)."""
+
+WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
+"""Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
+COPIES = ("activations", "keys", "both")
+"""What goes to the host: activations that a cap asks for or the link has time for, keys and values of slices, or both."""
+COPIES_GRAIN = 6.0
+"""Grain at which a walk with keys and values at the host begins: short slices compute too little to hide the copies."""
+
+SINGLE, LOOPED, V, OTHER = "one stage per rank", "looped", "V", "other"
+SEVERAL = (LOOPED, V, OTHER)
+
+
+def placement_of(problem: Problem) -> str:
+    if problem.has_one_stage_per_rank:
+        return SINGLE
+    return LOOPED if is_looped(problem) else V if is_v(problem) else OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class OrderKind:
+    """Orders in which forwards run ahead of backwards by one rule.
+
+    Attributes:
+        rule: the order for a lead, and for chunks that all ranks are further ahead (`WarmUp.slack`).
+        placements: for which it is.
+        is_wide: it fills the memory that caps leave (`Options.wide_windows`).
+        splits: weight gradients shape it, where they run apart.
+        has_lead: it depends on the lead.
+        is_narrow: it keeps so little that it pays where memory is short alone: openings have it, and no walk comes by.
+    """
+
+    rule: Callable[[float, int], OrderRule]
+    placements: tuple[str, ...] = (SINGLE,)
+    is_wide: bool = False
+    splits: bool = False
+    has_lead: bool = True
+    is_narrow: bool = False
+
+
+REACHES = {
+    "need": OrderKind(lambda lead, slack: WarmUp(lead, minimal=True, slack=slack)),
+    "slices": OrderKind(lambda lead, slack: WarmUp(lead, slack=slack)),
+    "room": OrderKind(lambda lead, slack: CappedWarmUp(lead, slack=slack), is_wide=True),
+    "more": OrderKind(lambda lead, slack: CappedWarmUp(lead, 1.5, slack), is_wide=True),
+    "backward": OrderKind(lambda lead, slack: ListScheduling(lead, slack=slack), SEVERAL),
+    "turns": OrderKind(lambda lead, slack: ListScheduling(lead, alternating=True, slack=slack), SEVERAL),
+    "laps": OrderKind(lambda lead, slack: Interleaved(), (LOOPED,), has_lead=False),
+    "V-Half": OrderKind(lambda lead, slack: Block("V-Half"), (V,), has_lead=False),
+    "V-Min": OrderKind(lambda lead, slack: Block("V-Min"), (V,), has_lead=False),
+    "V-ZB": OrderKind(lambda lead, slack: Block("V-ZB", minimal=True), (V,), has_lead=False),
+    "spaced": OrderKind(lambda lead, slack: Spaced(), (LOOPED,), is_narrow=True, has_lead=False),
+    "spaced, apart": OrderKind(lambda lead, slack: Spaced(SPLIT_UNITS), (LOOPED,), splits=True, is_narrow=True, has_lead=False),
+    "in groups, apart": OrderKind(
+        lambda lead, slack: Spaced(SPLIT_UNITS, in_groups=True), (LOOPED,), splits=True, is_narrow=True, has_lead=False
+    ),
+    "V-Half, squeezed": OrderKind(
+        lambda lead, slack: Block("V-Half", squeezed=True), (V,), splits=True, is_narrow=True, has_lead=False
+    ),
+    "V-Min, squeezed": OrderKind(
+        lambda lead, slack: Block("V-Min", squeezed=True), (V,), splits=True, is_narrow=True, has_lead=False
+    ),
+    "apart": OrderKind(lambda lead, slack: ListScheduling(lead, waiting=0.75, slack=slack), SEVERAL, splits=True),
+    "apart, turns": OrderKind(
+        lambda lead, slack: ListScheduling(lead, alternating=True, waiting=0.75, slack=slack), SEVERAL, splits=True
+    ),
+}
+"""Forwards ahead of backwards.
+
+One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, half as
+many again, for which something recomputes. Several: backwards first, or forwards and backwards in turn; Megatron's interleaved
+order; blocks of the V schedules (2405.15362); orders that keep little; the first two with weight gradients that wait.
+"""
+
+OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
+    True: (
+        {"lead": 3.0, "reach": "room"},
+        {"lead": 1.0, "reach": "need"},
+        {"lead": 0.0, "reach": "need"},
+        {"grain": WHOLE, "cut": 0, "start": "longest", "lead": 1.0, "reach": "slices"},
+        {"grain": WHOLE, "cut": 0, "start": "shortest", "lead": 1.0, "reach": "slices"},
+    ),
+    False: (
+        {"lead": 1.0},
+        {"lead": 0.0, "reach": "backward"},
+        *({"reach": name} for name, kind in REACHES.items() if kind.is_narrow),
+    ),
+}
+"""Changes of the best recipe from which walks begin where memory is short, with one stage per rank or not: narrow windows
+hardly lie on the way from the fastest.
+"""
+
+
+def first_recipe(problem: Problem) -> Recipe:
+    """Return the recipe at which the search begins."""
+    grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0
+    return Recipe(grain, reach="need" if problem.has_one_stage_per_rank else "turns")
+
+
+def reaches_of(problem: Problem, options: Options, splits: bool) -> list[str]:
+    """Return the keys of `REACHES` that a search may try. Arguments as of `values_of`."""
+    placement = placement_of(problem)
+    return [
+        name
+        for name, kind in REACHES.items()
+        if placement in kind.placements and (options.wide_windows or not kind.is_wide) and (splits or not kind.splits)
+    ]
+
+
+def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -> dict[str, tuple[Any, ...]]:
+    """Return the values of every setting that a search may try.
+
+    Args:
+        problem, options: as `plan` takes them.
+        num_cuts: of chunkers.
+        splits: weight gradients may run apart.
+    """
+    placement, reaches = placement_of(problem), reaches_of(problem, options, splits)
+    return {
+        "grain": GRAINS if options.slices is None else (first_recipe(problem).grain,),
+        "cut": tuple(range(num_cuts)),
+        "start": STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1],
+        "lead": LEADS if placement == SINGLE else WIDTHS,
+        "reach": tuple(name for name in reaches if not REACHES[name].is_narrow),
+    }
