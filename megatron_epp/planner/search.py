@@ -41,6 +41,7 @@ from megatron_epp.planner.settings import (
     LEAD,
     OPENINGS,
     REACHES,
+    SCANNED_LEAD,
     SETTINGS,
     WHOLE,
     WITH_COPIES,
@@ -321,8 +322,10 @@ class Candidates:
         self._tables = {other: tables for other, tables in self._tables.items() if other != number}
         self._bounds.pop(number, None)
         self._by_order = {key: one for key, one in self._by_order.items() if key[0] != number}
-        for recipe in [recipe for recipe, one in self.by_recipe.items() if one.table is table]:
-            del self.by_recipe[recipe]
+        again = [recipe for recipe, one in self.by_recipe.items() if one.table is table]
+        self.by_recipe = {recipe: one for recipe, one in self.by_recipe.items() if one.table is not table}
+        self.fastest_us = min((one.makespan_us for one in self.by_recipe.values()), default=math.inf)
+        for recipe in again:
             self.of(recipe)
 
 
@@ -398,8 +401,8 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
 def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
     """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
     values, table = candidates.values[GRAIN.name], candidates.table(recipe)
-    at = values.index(recipe.grain)
-    for side in (values[at + 1 :], values[:at][::-1]):
+    finer, coarser = [grain for grain in values if grain > recipe.grain], [grain for grain in values if grain < recipe.grain]
+    for side in (finer, coarser[::-1]):
         recipes = (recipe._replace(grain=grain) for grain in side)
         yield from next(
             ([one] for one in recipes if candidates.table(one) is not table and candidates.table(one) is not None), []
@@ -508,10 +511,11 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small:
         return best
     before = best
-    for number, recipe in enumerate(openings(candidates, best.recipe)):
+    for recipe in openings(candidates, best.recipe):
         opening = candidates.of(recipe)
         if opening is not None:
-            there = walk(candidates, opening, EVERY_GRAIN) if number == 1 else opening
+            is_scanned = recipe.lead == SCANNED_LEAD and recipe.grain != WHOLE
+            there = walk(candidates, opening, EVERY_GRAIN) if is_scanned else opening
             settings = () if REACHES[recipe.reach].is_narrow else [one for one in SETTINGS if one.name != "cut"]
             there = descend(candidates, there, settings)
             best = min(best, there, key=attrgetter("rank"))

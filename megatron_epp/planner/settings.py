@@ -154,6 +154,8 @@ many again, for which something recomputes. Several: backwards first, or forward
 order; blocks of the V schedules (2405.15362); orders that keep little; the first two with weight gradients that wait.
 """
 
+SCANNED_LEAD = 1.0
+"""Lead of the openings from which every grain is tried: narrow enough to fit, and hardly slower than wider ones."""
 OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
     True: (
         {"lead": 3.0, "reach": "room"},

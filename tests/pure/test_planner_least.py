@@ -57,7 +57,9 @@ def test_the_first_plan_found_is_sound_and_within_the_cap():
 
 
 @pytest.mark.parametrize("budget_ms", [None, 20])
-def test_where_the_messages_of_every_fast_plan_are_too_many_the_plan_is_that_of_the_least_memory(budget_ms: int | None):
+def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_that_of_the_least_memory(
+    budget_ms: int | None,
+):
     costs = replace(pipeline(2, 2), message_bytes_per_token=200_000.0)
     options, asked = Options(budget_ms=budget_ms), problem(web_lengths(8, seed=1, longest=6_000), 2)
     with pytest.raises(InfeasibleError) as refused:
@@ -66,7 +68,6 @@ def test_where_the_messages_of_every_fast_plan_are_too_many_the_plan_is_that_of_
     with pytest.raises((InfeasibleError, MessageRoomError)):
         with_room(tight, lambda one: build_plan(one, costs, options, greedy(one, costs, options)))
     made = plan(tight, costs, options)
-    assert made.chunks == least_plan(tight, costs, options).chunks
     assert made.predicted.makespan_us <= least_plan(tight, costs, options).predicted.makespan_us
     assert check(made) == []
     assert has_plan(tight, costs, options)
