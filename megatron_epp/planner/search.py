@@ -36,6 +36,7 @@ from megatron_epp.planner.replicas import Replicas, split_together, too_few_toke
 from megatron_epp.planner.settings import (
     COPIES,
     COPIES_GRAIN,
+    COPIES_GRAINS,
     EVERY_GRAIN,
     GRAIN,
     LEAD,
@@ -535,8 +536,9 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         opening = candidates.of(recipe, NEARLY * best.makespan_us)
         is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
         if opening is not None and (is_near or not best.fits):
-            there = opening if best.fits else walk(candidates, opening, EVERY_GRAIN)
-            there = descend(candidates, there, WITH_COPIES[candidates.is_single])
+            others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in COPIES_GRAINS))
+            there = min((opening, *(one for one in others if one is not None)), key=attrgetter("rank"))
+            there = descend(candidates, there, WITH_COPIES[candidates.is_single]) if there.fits else there
             best = min(best, there, key=attrgetter("rank"))
     if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
         best = walk(candidates, best, LEAD)
