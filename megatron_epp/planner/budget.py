@@ -111,7 +111,7 @@ class Anytime:
                 best = improve_further([best, whole], asked, self.costs, self.options)
             return build_plan(problem, self.costs, self.options, relabelled(best, sequences))
         except (InfeasibleError, MessageRoomError):  # what fits, or would, is told without a budget
-            return plan_or_refuse((problem,), self.costs, self.options)[0]
+            return plan_or_refuse((problem,), self.costs, replace(self.options, budget_ms=None))[0]
 
     def _started(self, asked: Problem) -> Known:
         """Compute the decisions of one search without a budget."""

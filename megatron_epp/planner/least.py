@@ -20,6 +20,7 @@ from megatron_epp.planner.assemble import build_plan, refuse_without_room, writt
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
+from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
@@ -29,8 +30,7 @@ from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.search import Candidates
-from megatron_epp.planner.settings import WHOLE, Recipe
+from megatron_epp.planner.settings import WHOLE, Recipe, values_of
 from megatron_epp.planner.work import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
@@ -58,9 +58,8 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
     validate(problem, costs, options)
     unfit, least = replace(problem, cap_bytes=(1,) * problem.num_ranks), 0
     distinct = _of_distinct_ranks(unfit, costs, options)
-    for chunks in _tables(Replicas((unfit,), costs, options), distinct):
-        needed = _fitted(distinct, chunks)[0].needed_bytes
-        least = min(least or needed, needed)
+    for _, fit in _tables(Replicas((unfit,), costs, options), distinct):
+        least = min(least or fit.needed_bytes, fit.needed_bytes)
         if least <= enough_bytes:
             break
     return least
@@ -141,9 +140,8 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
         MessageRoomError: the messages in flight do not fit.
     """
     replicas, distinct, least = Replicas((asked,), costs, options), _of_distinct_ranks(asked, costs, options), 0
-    for chunks in _tables(replicas, distinct):
-        fit, order = _fitted(distinct, chunks)
-        if fit.recompute_steps is not None and distinct is not replicas:
+    for chunks, fit in _tables(replicas, distinct):
+        if fit.recompute_steps is not None:  # of all ranks it is known now
             fit, order = _fitted(replicas, chunks)
         if fit.recompute_steps is not None:
             break
@@ -202,25 +200,27 @@ def _of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Repl
     return Replicas((few,), replace(costs, stages=tuple(costs.stages[rank] for rank in ranks)), options)
 
 
-def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[Chunk, ...]]:
-    """Yield the tables that the search tries, coarse ones first: grains, whole sequences, and some sequences whole.
+def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[tuple[Chunk, ...], RecomputeFit]]:
+    """Yield the tables that the search tries, each fitted to `distinct`: grains, whole sequences, and some sequences whole.
 
     Args:
         replicas: one, what is planned.
         distinct: the same with one of each kind of rank.
     """
     (problem,), costs, options = replicas.problems, replicas.costs, replicas.options
-    candidates, least = Candidates(replicas), 0
-    recipes = (Recipe(grain, cut) for cut in candidates.values["cut"] for grain in candidates.values["grain"] if grain != WHOLE)
-    cut = dict.fromkeys(table.chunks[0] for recipe in recipes if (table := candidates.table(recipe)) is not None)
+    cuts, least = Cuts(replicas), 0
+    values = values_of(problem, options, len(cuts.chunkers), splits=False)
+    recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
+    cut = dict.fromkeys(table.chunks[0] for recipe in recipes if (table := cuts.table(recipe)) is not None)
     if options.slices is None and max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
         cut |= dict.fromkeys(by_length(problem))
     for chunks in cut:
-        needed = _fitted(distinct, chunks)[0].needed_bytes
-        least = min(least or needed, needed)
-        yield chunks
+        fit = _fitted(distinct, chunks)[0]
+        least = min(least or fit.needed_bytes, fit.needed_bytes)
+        yield chunks, fit
     longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
     alone = replace(distinct.problems[0].part((longest,)), cap_bytes=(1,) * len(distinct.problems[0].cap_bytes))
     whole = _fitted(replace(distinct, problems=(alone,)), whole_sequences(alone.lengths))[0].needed_bytes
     if options.slices is None and whole < least:
-        yield from tables_with_whole(problem, costs, options.chunk_tokens)
+        for chunks in tables_with_whole(problem, costs, options.chunk_tokens):
+            yield chunks, _fitted(distinct, chunks)[0]

@@ -1,7 +1,7 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
 Sizes are tried with the planner itself, or, where the result is the same, with one order of every chunk table
-(`search.least`). A size that fits is proven by a plan. Larger sizes than the limit may fit again here and there, since planners
+(`least`). A size that fits is proven by a plan. Larger sizes than the limit may fit again here and there, since planners
 search only some chunk tables; the size one step above the limit does not.
 """
 

@@ -112,15 +112,16 @@ def _proven_cap(replicas: Replicas, cap_bytes: int) -> int:
 def finished(candidates: Candidates) -> Candidate:
     """Improve the fastest candidates of small plans by local search, and by what the settings ask for; return the fastest."""
     fitting, problem, options = candidates.fitting(), candidates.problem, candidates.options
-    best, of_table = fitting[0], {id(one.table): one for one in reversed(fitting)}
-    for one in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
-        if not candidates.replicas.is_lockstep and searches(options, problem.num_stages * len(one.table)):
-            best = min(best, candidates.improved(one), key=attrgetter("rank"))
-    finisher = finisher_of(options)
-    if finisher is None or candidates.replicas.is_lockstep:
+    best, of_table = fitting[0], {id(candidate.table): candidate for candidate in reversed(fitting)}
+    if candidates.replicas.is_lockstep:
         return best
-    choices = dict.fromkeys(id(one) for one in (best, *fitting[:FINISHED]))
-    decisions = [one.decisions[0] for one in (best, *fitting[:FINISHED]) if choices.pop(id(one), 0) is None]
+    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
+        if searches(options, problem.num_stages * len(candidate.table)):
+            best = min(best, candidates.improved(candidate), key=attrgetter("rank"))
+    if (finisher := finisher_of(options)) is None:
+        return best
+    fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
+    decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
 
 

@@ -32,6 +32,8 @@ from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
 from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.split_weight import peaks
+from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
 from megatron_epp.planner.settings import (
     COPIES,
@@ -69,6 +71,8 @@ WORTH = 0.992
 """Makespan without caps, as a share of the best, below which copies to the host are tried."""
 FEW = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
+ROUNDS = 4
+"""Times that copies are chosen for ever lower caps."""
 SLACK = 8
 """One part in so many more than a plan's messages needed is set aside for the next one, whose order may differ a little."""
 
@@ -124,7 +128,7 @@ class Candidates:
 
     def __init__(self, replicas: Replicas, like: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
-        self.splits = replicas.splits_weight and bool(self.problem.cap_bytes)
+        self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.cuts: Cuts = Cuts(replicas, chunks) if like is None else like.cuts
         self.reaches = reaches_of(self.problem, self.options, self.splits)
@@ -163,8 +167,11 @@ class Candidates:
         if key not in self._by_order:  # many leads give a table the same order
             plain = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
             nothing = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
-            make = self._recomputed if recipe.copies == "none" else self._copied
-            self._by_order[key] = min(make(nothing, plain, tables, limit_us), key=attrgetter("rank"))
+            if recipe.copies == "none":
+                candidates = self._recomputed(nothing, plain, tables)
+            else:
+                candidates = self._copied(nothing, plain, tables, limit_us)
+            self._by_order[key] = min(candidates, key=attrgetter("rank"))
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
         return candidate
@@ -191,9 +198,7 @@ class Candidates:
         spend(self.problem.num_stages * len(table))
         return self._orders[key]
 
-    def _recomputed(
-        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
-    ) -> Iterator[Candidate]:
+    def _recomputed(self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
         """Fit recompute to the caps.
 
         Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
@@ -201,7 +206,7 @@ class Candidates:
         fit = self.replicas.fit(codes_of(plain), tables)
         if fit.recompute_steps is None:
             self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
-            yield replace(nothing, missing_bytes=fit.needed_bytes - max(self.problem.cap_bytes))
+            yield replace(nothing, missing_bytes=fit.needed_bytes - min(self.problem.cap_bytes))
             return
         yield self._timed(nothing, plain, tables, fit.recompute_steps)
         if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
@@ -213,7 +218,7 @@ class Candidates:
         self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
     ) -> Candidate:
         took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
-        return self._completed(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain))
+        return self._completed(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
 
     def _completed(
         self,
@@ -222,18 +227,21 @@ class Candidates:
         tables: Sequence[Tables],
         took_us: float,
         offloads: Sequence[Offload],
+        splits: bool,
     ) -> Candidate:
-        """Add recompute and copies, and to the order the vocabulary's shards and weight gradients of their own."""
+        """Add recompute and copies, and to the order the vocabulary's shards and, where `splits`, weight gradients apart."""
         whole = tuple(
-            replace(one, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
-            for one, own in zip(plain, offloads, strict=True)
+            replace(decisions, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
+            for decisions, own in zip(plain, offloads, strict=True)
         )
-        if not (self.splits or self.replicas.has_shards) or self.replicas.is_lockstep:
-            return replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        fitted = replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        if not (splits or self.replicas.has_shards):
+            return fitted
         enough_us = nothing.bound_us * (1 + CLOSE)
-        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, self.splits, enough_us)
-        made = (replace(whole[0], order=order),)
-        return replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=made, whole=whole)
+        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, splits, enough_us)
+        # Replicas in lockstep split their weight gradients together, once a plan is written.
+        decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)
+        return replace(fitted, makespan_us=took_us, decisions=decisions)
 
     def _copied(
         self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
@@ -248,37 +256,73 @@ class Candidates:
         for pairs in self.replicas.choices(order, tables, table):
             if not any(pairs):
                 continue
-            made = tuple(replace(one, kv_offload=own) for one, own in zip(plain, pairs, strict=True))
+            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
             own_tables = self.replicas.kv_offload(tables, table, pairs, SHARING if copies == "both" else 1.0)
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
-                yield from self._with_activations(nothing, made, own_tables, limit_us, room)
+                yield from self._with_activations(nothing, away, own_tables, limit_us, room)
             elif (short := -min(map(min, room))) <= 0:
-                yield from self._recomputed(nothing, made, own_tables, limit_us)
-            elif (
-                self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None
-            ):  # it would fit with more at the host
-                self._note_host(short)
+                yield from self._recomputed(nothing, away, own_tables)
+            elif self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None:
+                self._note_host(short)  # it would fit with more at the host
 
     def _with_activations(
         self,
         nothing: Candidate,
-        made: tuple[Decisions, ...],
+        plain: tuple[Decisions, ...],
         tables: Sequence[Tables],
         limit_us: float,
         room: list[list[int]],
     ) -> Iterator[Candidate]:
-        """Copy activations where a cap requires it and, of a single replica, ahead of that, as the link has time."""
-        order = made[0].order
-        found: list[Copied | None] = [fit_offload(order, tables, self.problem.cap_bytes, room)]
+        """Copy activations where a cap requires it and, of a single replica, ahead of that, as the link has time.
+
+        The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
+        above its cap, copies are chosen again for a lower one.
+        """
+        order, aims = plain[0].order, self.problem.cap_bytes
+        for _ in range(ROUNDS):
+            candidate, above = self._with_copies(nothing, plain, tables, fit_offload(order, tables, aims, room))
+            if not any(above):
+                yield candidate
+                break
+            aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
         if not self.replicas.is_lockstep:
             shares = longest_lived_shares(tables[0])
-            found.append(fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us))
-        for copied in filter(None, found):
-            if copied.short_bytes:
-                self._note_host(copied.short_bytes)
-            else:
-                yield self._completed(nothing, made, tables, copied.makespan_us, copied.made)
+            ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
+            candidate, above = self._with_copies(nothing, plain, tables, ahead)
+            if not any(above):
+                yield candidate
+
+    def _with_copies(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
+    ) -> tuple[Candidate, list[int]]:
+        """Complete a candidate with copies, where there are any and the host has room for them.
+
+        Returns:
+            the candidate and the bytes by which each rank is above its cap. Whole backwards where weight gradients of their own
+            would take a rank above it.
+        """
+        candidate, above = nothing, [0] * self.problem.num_ranks
+        if copied is not None and copied.short_bytes:
+            self._note_host(copied.short_bytes)
+        elif copied is not None:
+            for splits in dict.fromkeys((self.splits, False)):
+                candidate = self._completed(nothing, plain, tables, copied.makespan_us, copied.made, splits)
+                above = self._above(candidate, tables)
+                if not any(above):
+                    break
+        return candidate, above
+
+    def _above(self, candidate: Candidate, tables: Sequence[Tables]) -> list[int]:
+        """Return the bytes by which the vocabulary's shards take each rank above its cap; 0 where it fits, or has none."""
+        caps = self.problem.cap_bytes
+        if not self.replicas.has_shards:
+            return [0] * len(caps)
+        every = [
+            peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
+            for decisions, own in zip(candidate.decisions, tables, strict=True)
+        ]
+        return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def _note_host(self, short_bytes: int) -> None:
         if short_bytes > 0:
@@ -292,7 +336,7 @@ class Candidates:
             return candidate
         moved = improve(whole, tables, self.problem, self.options, split_weight=self.splits)
         took_us = makespan_us(moved.order, tables, moved.recompute_steps)
-        return self._completed(candidate, (moved,), [tables], took_us, [moved.as_offload])
+        return self._completed(candidate, (moved,), [tables], took_us, [moved.as_offload], self.splits)
 
     def written(self, candidate: Candidate) -> tuple[Plan, ...]:
         """Write a candidate's plans, one for each replica.

@@ -85,7 +85,7 @@ SETTINGS = (
 WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
 """Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
 COPIES = ("activations", "keys", "both")
-"""What goes to the host: activations that a cap asks for or the link has time for, keys and values of slices, or both."""
+"""Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""
 COPIES_GRAINS = (3.0, 6.0, 12.0, 24.0, 48.0)
 """Grains that are tried with copies where nothing fits: a candidate that does not fit takes long to tell."""
 COPIES_GRAIN = 6.0

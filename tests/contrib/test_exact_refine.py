@@ -14,9 +14,10 @@ from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.budget import canonical, relabelled
+from megatron_epp.planner.least import least_cap_bytes
 from megatron_epp.planner.result import greedy
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -63,10 +64,16 @@ def test_relabelling_undoes_the_sorting():
     assert tuple(ends[q] for q in range(len(lengths))) == lengths
 
 
-def test_the_planner_is_never_slower_than_greedy():
-    asked = problem(LENGTHS, 2)
-    refined = plan(asked, COSTS, OPTIONS).predicted
-    assert refined.makespan_us <= plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
+def capped(lengths: tuple[int, ...]) -> Problem:
+    """A batch under a cap a tenth above the least."""
+    return problem(lengths, 2, int(1.1 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))
+
+
+def test_under_a_cap_the_planner_beats_greedy():
+    asked = capped((16_000, 9000, 3000, 700))
+    refined = plan(asked, COSTS, OPTIONS)
+    assert check(refined) == []
+    assert refined.predicted.makespan_us < 0.999 * plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
 
 
 STAYING = {
@@ -114,12 +121,12 @@ def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped
 
 
 def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):
-    asked, steady = problem((9000, 4000, 2000), 2), OPTIONS
+    asked, steady = capped((16_000, 9000, 3000, 700)), OPTIONS
     options = replace(steady, overlap_exchanges=True)
     with caplog.at_level(logging.INFO):
         made = milp(asked, COSTS, options)
     assert made == milp(asked, COSTS, steady)
-    assert makespan_us(asked, COSTS, options, made) <= makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
+    assert makespan_us(asked, COSTS, options, made) < makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
     assert "greedy's" not in caplog.text
 
 

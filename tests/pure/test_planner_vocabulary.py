@@ -184,6 +184,24 @@ def test_plans_stay_under_their_caps(offload, cap_gib):
     assert max(simulate(plan_).peak_bytes) <= cap_gib * GIB
 
 
+@pytest.mark.parametrize("lengths", [(30000, 60000), (500, 2000, 4000, 60000, 9000, 500, 4000, 500)])
+def test_where_shards_move_what_copies_were_chosen_for_copies_are_chosen_again(lengths):
+    options, free = Options(split_weight=True), Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
+    usual = plan(free, costs(), options)
+    cap_bytes = (max(usual.static_bytes) + max(usual.predicted.peak_bytes)) // 2
+    copied = plan(replace(free, cap_bytes=(cap_bytes,) * 4), costs(), replace(options, offload=True))
+    assert copied.copies
+    assert max(simulate(copied).peak_bytes) <= cap_bytes
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_replicas_in_lockstep_are_searched_with_the_shards_in_their_orders(placement):
+    problems = tuple(Problem(lengths, placement, (60 * GIB,) * 4) for lengths in (LENGTHS, (*LENGTHS[:-1], 900)))
+    candidates = search(Replicas(problems, costs(placement), Options()))
+    best = candidates.best()
+    assert [made.predicted.makespan_us for made in candidates.written(best)] == pytest.approx([best.makespan_us] * 2)
+
+
 def test_bytes_between_shard_and_weight_gradient_are_in_the_account(usual):
     composed = account_of(usual, costs()).moments(1)
     assert max(moment.items.get("vocabulary shard", 0) for moment in composed) > 0
