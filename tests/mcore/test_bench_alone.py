@@ -9,6 +9,7 @@ import pytest
 
 from megatron_epp.launch import runs
 from megatron_epp.plan.serialize import load
+from scripts.bench.device import kit_report
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
@@ -23,9 +24,13 @@ def alone(*arguments: object) -> str:
 
 
 def test_every_rank_runs_all_its_actions_by_itself_and_recompute_keeps_less(tmp_path: Path) -> None:
-    said = alone("--reduced", "--ways", *WAYS, "-o", tmp_path)
-    rows = json.loads((tmp_path / "report.json").read_text())
-    plans = [load(tmp_path / f"plan-{way.replace(', ', '-').replace(' ', '-')}.json") for way in WAYS]
+    folder = tmp_path / "alone"
+    said = alone("--reduced", "--ways", *WAYS, "-o", folder)
+    (tmp_path / "steps.tsv").write_text("alone\t0\t8\tpython\n")
+    report = kit_report.joined(tmp_path)
+    assert "alone              done (8 s)" in kit_report.text(report)
+    rows = report["steps"][0]["figures"]["rows"]
+    plans = [load(folder / f"plan-{way.replace(', ', '-').replace(' ', '-')}.json") for way in WAYS]
     assert said.count(" of compute; peak ") == sum(made.num_ranks for made in plans)
     for row, made, kinds in zip(rows, plans, (("F", "B"), ("F", "B", "W"), ("F", "B with recompute")), strict=True):
         assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])

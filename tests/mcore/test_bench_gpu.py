@@ -90,6 +90,7 @@ def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path,
     }
     found = compare(gpu_runs.Launches(tmp_path, 120), gpu_runs.Sizes.reduced(), rows)
     assert found["same"]["holds"]
+    assert not found["other weights"]["holds"]
     assert found["other weights"]["ours"] > 1e-3 > found["other weights"]["allowed"]
     assert "epp-slices" in found["refused"]["failed"]
 

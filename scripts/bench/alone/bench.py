@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows, end_s = [], time.monotonic() + args.seconds
         for row in _planned(args, model, end_s):
             rows.append(row)
-            (args.output / "report.json").write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
+            (args.output / "report.json").write_text(json.dumps({"rows": [_as_json(row) for row in rows]}, indent=1) + "\n")
     print("\n".join(lines_of(rows)))
     return 0
 
