@@ -22,6 +22,7 @@ from megatron_epp.cli.terminal import (
     tell,
     tell_error,
 )
+from megatron_epp.cli.why import why
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -31,6 +32,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
+from megatron_epp.planner.why import explain
 from megatron_epp.report.text import summary
 
 _EXAMPLE = """\
@@ -48,6 +50,7 @@ def _add_plan(parser: Parser) -> None:
     add_problem(parser)
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
+    parser.add_argument("--why", action="store_true", help="print how the search came to the plan, and what else it tried")
     parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
     add_width(parser)
 
@@ -70,13 +73,16 @@ def _plan(args: argparse.Namespace) -> int:
     chosen = chosen_for(args, lengths)
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
-    if (made := _planned(problem, costs, args)) is None:
+    if (explained := _planned(problem, costs, args)) is None:
         return ERROR
+    made, lines_why = explained
     if args.output:
         save(made, args.output)
     if args.layout_out:
         write_text(args.layout_out, layout.to_json())
     say(text_of(made, args))
+    if lines_why:
+        say("\n" + "\n".join(lines_why))
     if lines := chosen.lines():
         say("\n" + "\n".join(lines))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
@@ -85,12 +91,16 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan | None:
-    """Plan; return None if nothing fits, after printing why and what would fit."""
+def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]] | None:
+    """Plan, and with ``--why`` explain the plan; return None if nothing fits, after printing why and what would fit."""
     try:
         what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
         with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
-            made = plan(problem, costs, options_from(args))
+            if not args.why:
+                made, lines = plan(problem, costs, options_from(args)), []
+            else:
+                explanation = explain(problem, costs, options_from(args))
+                made, lines = explanation.plan, why(explanation, None if args.all else args.width)
     except InfeasibleError as error:
         tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer
         if line := alternatives(error, args, problem.lengths):
@@ -98,7 +108,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> Plan |
         return None
     if message := latest():
         tell(message)
-    return made
+    return made, lines
 
 
 _PURPOSE = "make a plan for a batch of sequence lengths and print its summary"

@@ -7,18 +7,16 @@ import importlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.budget import Anytime
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.planner.least import last_resort
-from megatron_epp.planner.messages import planned_with_room
+from megatron_epp.planner.messages import MessageRoomError, planned_with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
@@ -77,11 +75,12 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     with uncollected():
         if options.planner == "greedy":
             return plan_or_refuse((problem,), costs, options)[0]
-        small = replace(options, wide_windows=False)
-        smaller = (lambda asked: _built(asked, costs, small, planner)) if begins_with_greedy(options.planner) else None
-        least, without_offload = (last_resort(problem, costs, one) for one in (options, replace(options, offload=False)))
-        without_offload = without_offload if options.offload else None
-        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner), smaller, least, without_offload)
+        try:
+            return planned_with_room(problem, costs, options, lambda asked: _built(asked, costs, options, planner))
+        except (InfeasibleError, MessageRoomError):
+            if not begins_with_greedy(options.planner):
+                raise
+            return plan_or_refuse((problem,), costs, options)[0]
 
 
 def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:

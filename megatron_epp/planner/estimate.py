@@ -90,9 +90,11 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     Args:
         problem, costs, options: as `plan` takes them.
     """
-    return planned_with_room(
-        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).best().decisions[0])
-    )
+
+    def make(asked: Problem) -> Plan:
+        return build_plan(asked, costs, options, _few(asked, costs, options).best().decisions[0])
+
+    return planned_with_room(problem, costs, options, make)
 
 
 def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:

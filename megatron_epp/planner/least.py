@@ -7,7 +7,7 @@ In that order all ranks run the same actions, so of ranks with equal costs and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs, PipelineCosts
@@ -18,8 +18,7 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.chunker import whole_sequences
-from megatron_epp.planner.chunks.variants import by_length, tables_with_whole
+from megatron_epp.planner.chunks.variants import by_length
 from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
@@ -78,15 +77,6 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     """
     asked, made = least_decisions(problem, costs, options)
     return build_plan(asked, costs, options, made)
-
-
-def last_resort(problem: Problem, costs: Costs, options: Options) -> Callable[[Problem], Plan] | None:
-    """Return `least_plan` for these costs and options where one order tells what fits, else None.
-
-    Args:
-        problem, costs, options: as `plan` takes them.
-    """
-    return (lambda asked: least_plan(asked, costs, options)) if is_told_by_one_order(problem, options) else None
 
 
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
@@ -201,26 +191,20 @@ def _of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Repl
 
 
 def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[tuple[Chunk, ...], RecomputeFit]]:
-    """Yield the tables that the search tries, each fitted to `distinct`: grains, whole sequences, and some sequences whole.
+    """Yield the tables that the search tries, each fitted to `distinct`: grains, and whole sequences.
+
+    A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
+    sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
 
     Args:
         replicas: one, what is planned.
         distinct: the same with one of each kind of rank.
     """
-    (problem,), costs, options = replicas.problems, replicas.costs, replicas.options
-    cuts, least = Cuts(replicas), 0
+    (problem,), options, cuts = replicas.problems, replicas.options, Cuts(replicas)
     values = values_of(problem, options, len(cuts.chunkers), splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
     cut = dict.fromkeys(table.chunks[0] for recipe in recipes if (table := cuts.table(recipe)) is not None)
     if options.slices is None and max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
         cut |= dict.fromkeys(by_length(problem))
     for chunks in cut:
-        fit = _fitted(distinct, chunks)[0]
-        least = min(least or fit.needed_bytes, fit.needed_bytes)
-        yield chunks, fit
-    longest = max(range(len(problem.lengths)), key=problem.lengths.__getitem__)
-    alone = replace(distinct.problems[0].part((longest,)), cap_bytes=(1,) * len(distinct.problems[0].cap_bytes))
-    whole = _fitted(replace(distinct, problems=(alone,)), whole_sequences(alone.lengths))[0].needed_bytes
-    if options.slices is None and whole < least:
-        for chunks in tables_with_whole(problem, costs, options.chunk_tokens):
-            yield chunks, _fitted(distinct, chunks)[0]
+        yield chunks, _fitted(distinct, chunks)[0]

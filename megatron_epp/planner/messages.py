@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.ways import ways
-from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.work import limited
+from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.problem import Options, Problem
 
-MOST_WORK = 500_000
-"""Steps of work of a search that found nothing up to which others look for the smallest cap, each for a second or two."""
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
 _PER_WAY = 2
@@ -73,85 +71,47 @@ def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
     return make(problem)
 
 
-def planned_with_room[T](
-    problem: Problem,
-    make: Callable[[Problem], T],
-    smaller: Callable[[Problem], T] | None = None,
-    least: Callable[[Problem], T] | None = None,
-    without_offload: Callable[[Problem], T] | None = None,
-) -> T:
+def planned_with_room[T](problem: Problem, costs: Costs, options: Options, make: Callable[[Problem], T]) -> T:
     """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
 
     Args:
         problem, make: as `with_room` takes them.
-        smaller: plans it with smaller windows, which have fewer messages; tried if the messages of `make`'s plans do not fit.
-        least: plans it with the least memory, messages included, or names the smallest cap; the last resort. None where no
-            order is known to need the least.
-        without_offload: `least` of plans without offload, whose cap is named where the search with it takes `MOST_WORK`.
+        costs, options: for the error.
 
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
     """
-    first, is_short = problem, False
-    for _ in range(ROUNDS):
-        try:
-            with limited(math.inf) as work:
-                return make(problem)
-        except MessageRoomError as short:
-            problem, is_short = _with_room(problem, short), True
-        except InfeasibleError as error:
-            if is_short and smaller is not None:
-                return planned_with_room(first, smaller, least=least, without_offload=without_offload)
-            if least is not None:
-                return least(first)
-            if not error.least_cap_bytes:
-                raise
-            if without_offload is not None and work.steps > MOST_WORK:
-                return _plainly(first, without_offload)
-            try:
-                make(replace(problem, cap_bytes=tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)))
-            except MessageRoomError as short:
-                problem = _with_room(problem, short)
-            except InfeasibleError:
-                raise error from None
-            else:
-                if problem is first or not (missing := _missing_bytes(first, error.least_cap_bytes, make, smaller)):
-                    raise
-                room = problem.message_bytes or (0,) * problem.num_ranks
-                problem = replace(problem, message_bytes=tuple(size + missing for size in room))
-    return make(problem)
-
-
-def _plainly[T](problem: Problem, without_offload: Callable[[Problem], T]) -> T:
-    """Plan without offload; where nothing fits, the error says that less memory may do with it."""
     try:
-        return without_offload(problem)
+        return with_room(problem, make)
     except InfeasibleError as error:
-        after = "\nThat would do without offload. With it less may do: to look for how much would take long."
-        raise error.without("offload").within(after=after) from None
+        cap = error.least_cap_bytes
+        if cap and (proven := proven_cap(cap, lambda tried: with_room(raised(problem, tried), make))) > cap:
+            raise infeasible(problem, costs, options, proven) from None
+        raise
 
 
-def _missing_bytes[T](
-    problem: Problem, cap_bytes: int, make: Callable[[Problem], T], smaller: Callable[[Problem], T] | None
-) -> int:
-    """Return how many bytes more than a cap it takes to plan. Another cap means other first room, so its plans may differ.
+def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
+    """Return the first cap, from one on, under which a plan is made: its messages may need more than was counted.
 
     Args:
-        problem: what to plan.
-        cap_bytes: of every rank that has less.
-        make, smaller: as `planned_with_room` takes them.
+        cap_bytes: the smallest cap that may do.
+        plan_under: plans under a cap; raises `InfeasibleError` or `MessageRoomError` where it makes no plan.
     """
-    raised, missing = replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)), 0
-    for attempt in filter(None, (make, smaller)):
+    for _ in range(ROUNDS):
         try:
-            with_room(raised, attempt)
-        except MessageRoomError:
-            continue
+            plan_under(cap_bytes)
         except InfeasibleError as error:
-            missing = max(0, error.least_cap_bytes - cap_bytes)
+            cap_bytes = max(cap_bytes + cap_bytes // 64, error.least_cap_bytes)
+        except MessageRoomError:
+            cap_bytes += cap_bytes // 64
         else:
-            return 0
-    return missing
+            break
+    return cap_bytes
+
+
+def raised(problem: Problem, cap_bytes: int) -> Problem:
+    """Return the problem with at least this cap on every rank."""
+    return replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes))
 
 
 def _with_room(problem: Problem, short: MessageRoomError) -> Problem:

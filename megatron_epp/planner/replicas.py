@@ -26,6 +26,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
 from megatron_epp.planner.kernels.codes import Codes, coded
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
+from megatron_epp.planner.messages import raised
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.passes import StagePasses
@@ -69,6 +70,10 @@ class Replicas:
         """Return the replicas with unlimited memory."""
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
+
+    def with_caps(self, cap_bytes: int) -> Replicas:
+        """Return the replicas with at least this cap on every rank."""
+        return replace(self, problems=tuple(raised(problem, cap_bytes) for problem in self.problems))
 
     def with_room(self, message_bytes: tuple[int, ...]) -> Replicas:
         """Return the replicas with so many bytes of every rank set aside for messages; none for as many as the problem says."""

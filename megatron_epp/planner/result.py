@@ -15,7 +15,7 @@ from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.local_search import searches
-from megatron_epp.planner.messages import MessageRoomError
+from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas, require_equal
@@ -26,7 +26,7 @@ IMPROVED = 3
 FINISHED = 8
 """Candidates, the fastest, that a finisher (`finishing`) tries to improve."""
 ROUNDS = 16
-"""Plans tried with ever more memory: for messages, or of the caps."""
+"""Plans tried with ever more memory for messages."""
 
 
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
@@ -48,7 +48,7 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) 
             return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
         if not error.least_cap_bytes:
             raise
-        cap = _proven_cap(replicas, error.least_cap_bytes)
+        cap = proven_cap(error.least_cap_bytes, lambda tried: planned(search(replicas.with_caps(tried))))
         if cap == error.least_cap_bytes:
             raise
         raise infeasible(problems[0], costs, options, cap) from None
@@ -92,21 +92,6 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     with suppress(InfeasibleError):  # in a faster order
         return planned(search(Replicas((asked,), costs, options), chunks=made.chunks))
     return (build_plan(asked, costs, options, made),)
-
-
-def _proven_cap(replicas: Replicas, cap_bytes: int) -> int:
-    """Return the first cap from the given one on under which a plan is found: its messages may need more than was counted."""
-    for _ in range(ROUNDS):
-        raised = tuple(
-            replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes)) for problem in replicas.problems
-        )
-        try:
-            planned(search(replace(replicas, problems=raised)))
-        except InfeasibleError as error:
-            cap_bytes = max(cap_bytes + cap_bytes // 64, error.least_cap_bytes)
-        else:
-            break
-    return cap_bytes
 
 
 def finished(candidates: Candidates) -> Candidate:

@@ -51,7 +51,6 @@ from megatron_epp.planner.settings import (
     Recipe,
     RecipeSetting,
     first_recipe,
-    reaches_of,
     values_of,
 )
 from megatron_epp.planner.tables import Tables
@@ -121,6 +120,8 @@ class Candidates:
         cuts: makes the chunks of a recipe.
         values: of every setting.
         by_recipe: candidates made so far.
+        came_from: the recipe from which each that was walked to was reached; None where a walk began (`why`).
+        free: `like`, where walks were free of caps.
         fastest_us: makespan of the fastest of them that fits.
         least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
         least_host_bytes: the same of host memory.
@@ -131,9 +132,10 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.cuts: Cuts = Cuts(replicas, chunks) if like is None else like.cuts
-        self.reaches = reaches_of(self.problem, self.options, self.splits)
         self.values = values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
+        self.came_from: dict[Recipe, Recipe | None] = {}
+        self.free = like
         self.fastest_us = math.inf
         self.least_cap_bytes = self.least_host_bytes = 0
         self.room: dict[int, tuple[int, ...]] = {}
@@ -175,6 +177,12 @@ class Candidates:
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
         return candidate
+
+    def opening(self, recipe: Recipe, before: Candidate, limit_us: float = math.inf) -> Candidate | None:
+        """Make the candidate of a recipe from which to walk besides the best before, as `of` does."""
+        self.came_from.setdefault(before.recipe, None)
+        self.came_from.setdefault(recipe, before.recipe)
+        return self.of(recipe, limit_us)
 
     def table(self, recipe: Recipe) -> Aligned | None:
         return self.cuts.table(recipe)
@@ -395,6 +403,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
         return best
     values, start = candidates.values[setting.name], best
+    candidates.came_from.setdefault(start.recipe, None)
     at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
     for side in (values[at + 1 :], values[:at][::-1]) if setting.is_ordered else (values,):
         worse, seen = 0, [start.table]
@@ -410,6 +419,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
             worse = 0 if is_better else worse + 1
             if setting.is_ordered and worse == PATIENCE:
                 break
+    candidates.came_from.setdefault(best.recipe, start.recipe)
     return best
 
 
@@ -434,7 +444,7 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
     while best is not before and best.fits:
         before = best
         for table_recipe in next_grains(candidates, before.recipe):
-            there = candidates.of(table_recipe, best.makespan_us * (1 - GAIN))
+            there = candidates.opening(table_recipe, before, best.makespan_us * (1 - GAIN))
             if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
                 for setting in SETTINGS:
                     there = walk(candidates, there, setting) if setting.keeps_chunks else there
@@ -482,7 +492,9 @@ def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     """Try all orders of a chunk table of one replica, and copies with the fastest of them. Arguments as of `search`."""
     candidates = Candidates(replicas, chunks=chunks)
     first = first_recipe(candidates.problem)
-    every = [first._replace(reach=reach, lead=lead) for reach in candidates.reaches for lead in candidates.values["lead"]]
+    every = [
+        first._replace(reach=reach, lead=lead) for reach in candidates.values["reach"] for lead in candidates.values["lead"]
+    ]
     for recipe in every:
         candidates.of(recipe)
     free = Candidates(replicas.without_caps, candidates)
@@ -514,7 +526,7 @@ def free_of_caps(free: Candidates) -> Candidate:
     if free.is_single and len(free.problem.lengths) <= FEW:
         others += openings(free, first_recipe(free.problem))[-2:]
     for recipe in others:
-        there = free.of(recipe, best.makespan_us * (1 - GAIN))
+        there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
         if there is not None:
             there = descend(free, there) if recipe.grain != WHOLE else there
             best = min(best, there, key=attrgetter("rank"))
@@ -536,11 +548,7 @@ def openings(candidates: Candidates, best: Recipe) -> list[Recipe]:
     changes = OPENINGS[candidates.is_single]
     allowed = candidates.values
     recipes = (best._replace(**change) for change in changes)
-    return [
-        one
-        for one in recipes
-        if one.grain in allowed["grain"] and one.reach in candidates.reaches and one.start in allowed["start"]
-    ]
+    return [one for one in recipes if all(getattr(one, name) in allowed[name] for name in ("grain", "reach", "start"))]
 
 
 def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
@@ -557,12 +565,11 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
         return best
     before = best
     for recipe in openings(candidates, best.recipe):
-        opening = candidates.of(recipe)
+        opening = candidates.opening(recipe, before)
         if opening is not None:
             is_scanned = recipe.lead == SCANNED_LEAD and recipe.grain != WHOLE
             there = walk(candidates, opening, EVERY_GRAIN) if is_scanned else opening
-            settings = () if REACHES[recipe.reach].is_narrow else [one for one in SETTINGS if one.name != "cut"]
-            there = descend(candidates, there, settings)
+            there = descend(candidates, there, [setting for setting in SETTINGS if setting.name != "cut"])
             best = min(best, there, key=attrgetter("rank"))
     return best if best is before else descend(candidates, best)
 
@@ -577,7 +584,7 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
     if not replicas.can_offload or (best.fits and fastest.makespan_us >= WORTH * best.makespan_us):
         return best
     for recipe in recipes_with_copies(candidates, best, fastest):
-        opening = candidates.of(recipe, NEARLY * best.makespan_us)
+        opening = candidates.opening(recipe, best, NEARLY * best.makespan_us)
         is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in COPIES_GRAINS))

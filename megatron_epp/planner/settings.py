@@ -14,7 +14,6 @@ from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, is_v
-from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp
 from megatron_epp.planner.problem import Options, Problem
 
@@ -111,7 +110,6 @@ class OrderKind:
         is_wide: it fills the memory that caps leave (`Options.wide_windows`).
         splits: weight gradients shape it, where they run apart.
         has_lead: it depends on the lead.
-        is_narrow: it keeps so little that it pays where memory is short alone: openings have it, and no walk comes by.
     """
 
     rule: Callable[[float, int], OrderRule]
@@ -119,7 +117,6 @@ class OrderKind:
     is_wide: bool = False
     splits: bool = False
     has_lead: bool = True
-    is_narrow: bool = False
 
 
 REACHES = {
@@ -133,17 +130,6 @@ REACHES = {
     "V-Half": OrderKind(lambda lead, slack: Block("V-Half"), (V,), has_lead=False),
     "V-Min": OrderKind(lambda lead, slack: Block("V-Min"), (V,), has_lead=False),
     "V-ZB": OrderKind(lambda lead, slack: Block("V-ZB", minimal=True), (V,), has_lead=False),
-    "spaced": OrderKind(lambda lead, slack: Spaced(), (LOOPED,), is_narrow=True, has_lead=False),
-    "spaced, apart": OrderKind(lambda lead, slack: Spaced(SPLIT_UNITS), (LOOPED,), splits=True, is_narrow=True, has_lead=False),
-    "in groups, apart": OrderKind(
-        lambda lead, slack: Spaced(SPLIT_UNITS, in_groups=True), (LOOPED,), splits=True, is_narrow=True, has_lead=False
-    ),
-    "V-Half, squeezed": OrderKind(
-        lambda lead, slack: Block("V-Half", squeezed=True), (V,), splits=True, is_narrow=True, has_lead=False
-    ),
-    "V-Min, squeezed": OrderKind(
-        lambda lead, slack: Block("V-Min", squeezed=True), (V,), splits=True, is_narrow=True, has_lead=False
-    ),
     "apart": OrderKind(lambda lead, slack: ListScheduling(lead, waiting=0.75, slack=slack), SEVERAL, splits=True),
     "apart, turns": OrderKind(
         lambda lead, slack: ListScheduling(lead, alternating=True, waiting=0.75, slack=slack), SEVERAL, splits=True
@@ -153,7 +139,7 @@ REACHES = {
 
 One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, half as
 many again, for which something recomputes. Several: backwards first, or forwards and backwards in turn; Megatron's interleaved
-order; blocks of the V schedules (2405.15362); orders that keep little; the first two with weight gradients that wait.
+order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
 """
 
 SCANNED_LEAD = 1.0
@@ -166,11 +152,7 @@ OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
         {"grain": WHOLE, "cut": 0, "start": "longest", "lead": 1.0, "reach": "slices"},
         {"grain": WHOLE, "cut": 0, "start": "shortest", "lead": 1.0, "reach": "slices"},
     ),
-    False: (
-        {"lead": 1.0},
-        {"lead": 0.0, "reach": "backward"},
-        *({"reach": name} for name, kind in REACHES.items() if kind.is_narrow),
-    ),
+    False: ({"lead": 1.0}, {"lead": 0.0, "reach": "backward"}),
 }
 """Changes of the best recipe from which walks begin where memory is short, with one stage per rank or not: narrow windows
 hardly lie on the way from the fastest.
@@ -183,16 +165,6 @@ def first_recipe(problem: Problem) -> Recipe:
     return Recipe(grain, reach="need" if problem.has_one_stage_per_rank else "turns")
 
 
-def reaches_of(problem: Problem, options: Options, splits: bool) -> list[str]:
-    """Return the keys of `REACHES` that a search may try. Arguments as of `values_of`."""
-    placement = placement_of(problem)
-    return [
-        name
-        for name, kind in REACHES.items()
-        if placement in kind.placements and (options.wide_windows or not kind.is_wide) and (splits or not kind.splits)
-    ]
-
-
 def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -> dict[str, tuple[Any, ...]]:
     """Return the values of every setting that a search may try.
 
@@ -201,11 +173,15 @@ def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -
         num_cuts: of chunkers.
         splits: weight gradients may run apart.
     """
-    placement, reaches = placement_of(problem), reaches_of(problem, options, splits)
+    placement = placement_of(problem)
     return {
         "grain": GRAINS if options.slices is None else (first_recipe(problem).grain,),
         "cut": tuple(range(num_cuts)),
         "start": STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1],
         "lead": LEADS if placement == SINGLE else WIDTHS,
-        "reach": tuple(name for name in reaches if not REACHES[name].is_narrow),
+        "reach": tuple(
+            name
+            for name, kind in REACHES.items()
+            if placement in kind.placements and (options.wide_windows or not kind.is_wide) and (splits or not kind.splits)
+        ),
     }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.check import check
@@ -19,7 +20,6 @@ from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spaced, Spacing
 from megatron_epp.planner.tables import Tables
 from tests.support.seeds import some_by_default
 
@@ -45,7 +45,7 @@ def even(count: int, weights: bool) -> tuple[Problem, Tables, tuple, list[int]]:
     if weights:
         order = Spacing.of(RANKS, 2, 1, SPLIT_UNITS).order(slice_groups(chunks), PLACEMENT)
     else:
-        order = Spaced(SPLIT_UNITS).order(chunks, tables, asked)
+        order = whole_backwards(slice_groups(chunks), PLACEMENT, SPLIT_UNITS)
     none = [[0] * len(chunks)] * 8
     return asked, tables, order, peaks_of(held_bytes(encode(order, len(chunks)), tables, none))
 

@@ -40,7 +40,7 @@ def planned(chunks: tuple[Chunk, ...], problem: Problem, recompute: str | int = 
     def make(asked: Problem) -> Plan:
         return build_plan(asked, costs, options, in_given_order(chunks, asked, costs, options, plain))
 
-    return planned_with_room(problem, make)
+    return planned_with_room(problem, costs, options, make)
 
 
 def run_by(plan: Plan, stage: int, op: Op) -> list[int]:

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 import pytest
 
+from megatron_epp.contrib.papers.spacing import whole_backwards
 from megatron_epp.cost import Line, ModeCosts, PipelineCosts, Static, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
 from megatron_epp.mcore.arguments.table import TRAINING
@@ -21,7 +22,7 @@ from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.least import least_cap_bytes
-from megatron_epp.planner.orders.spacing import Spaced
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import search
@@ -144,7 +145,7 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
     asked = Problem((4096,) * count, placement.rank_of, (UNLIMITED_BYTES,) * 4)
     chunks = whole_sequences(asked.lengths)
     tables = tabulate(chunks, asked, costs)
-    order = Spaced().order(chunks, tables, asked)
+    order = whole_backwards(slice_groups(chunks), placement)
     static, peak = max(tables.static), max(peaks_bytes(order, tables, [[0] * count] * 8))
     caps = (static + (peak - static) * 7 // 10,) * 4
     by_price, by_stay = (fit_recompute(order, tables, caps, Options(), stay).recompute_steps for stay in (False, True))

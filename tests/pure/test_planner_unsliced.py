@@ -6,7 +6,6 @@ from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.chunks.variants import MOST_WHOLE, tables_with_whole
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, problem
 
 LENGTHS = (100_000, 30_000, 20_000, *[700] * 80)
@@ -21,25 +20,6 @@ def least_cap(lengths: tuple[int, ...] = LENGTHS, **options: object) -> int:
     with pytest.raises(InfeasibleError) as error:
         plan(problem(lengths, STAGES, 1 << 30), COSTS, Options(**options))  # type: ignore[arg-type]
     return named_cap_bytes(error.value)
-
-
-def test_every_table_holds_every_token_once_and_the_longest_whole():
-    tables = list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, None))
-    assert tables
-    for table in tables:
-        parts = sorted((q, start, end) for chunk in table for q, start, end in chunk.segments)
-        ends: dict[int, int] = {}
-        for q, start, end in parts:
-            assert start == ends.get(q, 0)
-            ends[q] = end
-        assert ends == dict(enumerate(LENGTHS))
-        assert (0, 0, LENGTHS[0]) in parts
-        assert sum(len(chunk.segments) == 1 and chunk.num_tokens in LENGTHS[:MOST_WHOLE] for chunk in table) >= 1
-
-
-def test_a_token_cap_below_the_longest_rules_them_out():
-    assert not list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, LENGTHS[0] - 1))
-    assert list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, LENGTHS[0]))
 
 
 def test_whole_sequences_fit_where_their_slices_do_not():

@@ -6,7 +6,6 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -132,28 +131,3 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
     terms = [row.split("|")[1].strip().strip("`").casefold() for row in rows]
     assert terms == sorted(terms)
     assert all(len(row.split(" | ")) == 4 for row in rows)
-
-
-def many_arguments(node: ast.FunctionDef) -> bool:
-    arguments = [one.arg for one in (*node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
-    return len(arguments) >= 3 and not node.name.startswith("_")
-
-
-def public_functions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef]:
-    """Functions of a module and methods of its public classes; what implements `OrderRule.order` is documented there."""
-    for node in body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            is_rule = node.name in ("WarmUp", "OneStagePerRank", "ListScheduling")
-            yield from (one for one in public_functions(node.body) if not (is_rule and one.name == "order"))
-        elif isinstance(node, ast.FunctionDef):
-            yield node
-
-
-def test_planner_functions_of_three_or_more_arguments_say_what_they_are() -> None:
-    without = [
-        f"{path.name}:{node.lineno} {node.name}"
-        for path in sorted((ROOT / "megatron_epp" / "planner").rglob("*.py"))
-        for node in public_functions(ast.parse(path.read_text()).body)
-        if many_arguments(node) and not re.search(r"Args:|Arguments as", ast.get_docstring(node) or "")
-    ]
-    assert without == []

@@ -16,6 +16,7 @@ from functools import partial
 
 from megatron_epp.contrib.papers.copies import copied
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.spacing import whole_backwards
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
@@ -25,7 +26,6 @@ from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.spacing import whole_backwards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.spacing import SPLIT_UNITS, Spacing
 
 
 def generalised_interleaved(batch: Batch) -> Iterator[Order]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.contrib.papers.squeezed import laid_out, squeezed
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import in_blocks
-from megatron_epp.planner.orders.squeezed import laid_out, squeezed
 
 
 def v_min(batch: Batch) -> Iterator[Order]:

@@ -153,7 +153,7 @@ def plan_in_order(shapes: Shapes, problem: Problem, costs: Costs, options: Optio
     def make(asked: Problem) -> Plan:
         return build_plan(asked, costs, options, in_given_order(chunks, asked, costs, options, plain))
 
-    return Planned(planned_with_room(problem, make), tuple(range(len(chunks))))
+    return Planned(planned_with_room(problem, costs, options, make), tuple(range(len(chunks))))
 
 
 def _with_weight(action: Action) -> tuple[Action, ...]:

@@ -13,9 +13,8 @@ from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, coded
-from megatron_epp.planner.order import Order, descending, slice_groups, without_weights
+from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.squeezed import laid_out, squeezed
 from megatron_epp.planner.orders.warm_up import merged, order_of, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
@@ -68,12 +67,10 @@ class Block:
     Attributes:
         name: of the block, in `BLOCKS`.
         minimal: no forwards ahead of need (`WarmUp`).
-        squeezed: actions move to earlier units within the memory of the blocks (`orders.squeezed`).
     """
 
     name: str
     minimal: bool = False
-    squeezed: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as in `OrderRule.order`."""
@@ -91,7 +88,7 @@ class Block:
             backward_blocks.append(max(first, *forward_blocks[-1:]))
         ranks = range(own.num_ranks)
         rows = [in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks) for rank in ranks]
-        return without_weights(squeezed(rows) if self.squeezed else laid_out(rows))
+        return tuple(tuple(row[unit] for unit in sorted(row)) for row in rows)
 
 
 def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:

@@ -18,7 +18,7 @@ from megatron_epp.cost import BlockCosts, Line, PipelineCosts, StageCosts, causa
 from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
 from megatron_epp.cost.kv_cache import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
-from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, slice_groups, tabulate
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
@@ -119,10 +119,6 @@ class Unit:
         order = self.of_paper(which).order
         made = self.order.fit(order, self.chunks, self.problem, self.costs, options)
         return build_plan(self.problem, self.costs, options, made)
-
-    def greedy(self, cap: int) -> Decisions:
-        problem = Problem(self.problem.lengths, self.problem.placement, (cap,) * self.problem.num_ranks)
-        return for_table(self.chunks, problem, self.costs, Options(split_weight=self.splits_weight))
 
     def makespan_us(self, made: Decisions) -> float:
         return made.makespan_us(self.problem, self.costs)

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Action, Op
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.order import Order, descending, slice_groups, without_weights
-from megatron_epp.planner.orders.patterns import is_looped, looped, running
-from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.order import Order, descending, without_weights
 
 CHUNK = 3
 """Units of time of a chunk on a stage: F, B and W."""
@@ -83,28 +80,6 @@ class Spacing:
         """Return the unit of time of a chunk on a lap, counted from the first chunk on the first lap."""
         group, at = divmod(number, self.group)
         return CHUNK * (self.group * (laps * group + groups_later) + at)
-
-
-@dataclass(frozen=True, slots=True)
-class Spaced:
-    """Order rule for looped placements: equal distances between a chunk's actions, with whole backwards.
-
-    It keeps less than interleaved 1F1B and waits as long as 1F1B (ChronosPipe, 2503.03182). For other placements it is list
-    scheduling.
-
-    Attributes:
-        units: of time from rank to rank, of a forward and of a backward.
-        in_groups: half as many chunks as ranks follow each other on a stage, instead of one.
-    """
-
-    units: tuple[float, float] = UNITS
-    in_groups: bool = False
-
-    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as in `OrderRule.order`."""
-        group = -(-problem.num_ranks // 2) if self.in_groups else 1
-        made = [whole_backwards(slice_groups(chunks), looped(problem), self.units, group)] if is_looped(problem) else []
-        return running(made, chunks, tables, problem)
 
 
 def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS, group: int = 1) -> Order:

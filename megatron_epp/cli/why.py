@@ -1,0 +1,93 @@
+"""Why a plan is as it is, as text: the walks of the search, and what other values of its settings would give."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+
+from megatron_epp.plan.units import format_bytes
+from megatron_epp.planner.search import Candidate
+from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
+from megatron_epp.planner.why import Explanation, Walk, changes
+from megatron_epp.report import facts
+from megatron_epp.report.table import format_cap, format_us, table
+
+CUTS = ("even time", "second way")
+"""Words for the first values of the setting `cut` (`Cuts.chunkers`)."""
+
+
+def why(explanation: Explanation, width: int | None = 120) -> list[str]:
+    """Lines on how the search came to a plan, of at most so many characters; None for any number."""
+    plan, (free, under) = explanation.plan, explanation.walks
+    lines = ["Why this plan (settings and their values: megatron_epp/planner/README.md)", ""]
+    lines += ["without memory caps", *_steps(free), ""]
+    lines += [f"under the cap of {format_cap(min(plan.cap_bytes), max(plan.predicted.peak_bytes))}", *_steps(under)]
+    if not explanation.has_candidate:
+        return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
+    took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
+    if took_us < explanation.before_us:
+        lines.append(f"  local search: {format_us(explanation.before_us)} -> {format_us(took_us)}")
+    lines += ["", "what is left", *_left(explanation, took_us, bound_us)]
+    if explanation.others:
+        lines += ["", "other values of one setting, all else as chosen", *_others(explanation, width)]
+    return lines
+
+
+def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator[str]:
+    plan, fastest = explanation.plan, explanation.walks[0].candidates[-1]
+    yield f"  {took_us / bound_us - 1:.1%} above the bound of these {len(plan.chunks)} chunks, {format_us(bound_us)}"
+    yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest without memory caps"
+    waits, again = plan.predicted.bubble_fraction, facts.recompute_share(plan)
+    yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
+
+
+def _steps(walk: Walk) -> list[str]:
+    first = walk.candidates[0]
+    rows = [[f"  {_described(first.recipe)}", _makespan(first), ""]]
+    for before, after in pairwise(walk.candidates):
+        changed = changes(before.recipe, after.recipe).items()
+        text = ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
+        gain = f"{after.makespan_us / before.makespan_us - 1:+.1%}" if before.fits and after.fits else ""
+        opening = "opening: " if after.rank > before.rank else ""
+        rows.append([f"  {opening}{text}", _makespan(after), gain])
+    return table(["  recipe", "makespan", "change"], rows)
+
+
+def _described(recipe: Recipe) -> str:
+    return ", ".join(f"{name} {_value(name, value)}" for name, value in zip(Recipe._fields, recipe, strict=True))
+
+
+def _value(name: str, value: object) -> str:
+    if name == "grain" and value in (WHOLE, LONGEST):
+        return "whole sequences" if value == WHOLE else "longest sequence"
+    if name == "cut" and isinstance(value, int):
+        return CUTS[min(value, 1)]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _makespan(candidate: Candidate) -> str:
+    if candidate.fits:
+        return format_us(candidate.makespan_us)
+    return f"lacks {format_bytes(candidate.missing_bytes)}"
+
+
+def _others(explanation: Explanation, width: int | None) -> Iterator[str]:
+    best = explanation.walks[-1].candidates[-1]
+    for name, group in groupby(explanation.others, key=lambda other: other.setting):
+        parts: dict[str, list[str]] = {}
+        for other in group:
+            candidate = other.candidate
+            if candidate is None:
+                effect = "no such chunks"
+            elif other.is_same:
+                effect = "the same"
+            elif not candidate.fits:
+                effect = _makespan(candidate)
+            else:
+                effect = f"{candidate.makespan_us / best.makespan_us - 1:+.1%}"
+            parts.setdefault(effect, []).append(_value(name, other.value))
+        chosen = _value(name, getattr(best.recipe, name))
+        effects = (f"{', '.join(values)}: {effect}".replace(" ", "\xa0") for effect, values in parts.items())
+        line = f"  {name} {chosen}; " + "; ".join(effects)
+        yield from (part.replace("\xa0", " ") for part in textwrap.wrap(line, width or len(line), subsequent_indent="    "))

@@ -1,0 +1,114 @@
+"""Why a plan is as it is: the walks of the search that led to it, and what other values of each setting would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.result import finished, plan_or_refuse, planned
+from megatron_epp.planner.search import Candidate, Candidates, search
+from megatron_epp.planner.settings import LEAD, REACHES, SETTINGS, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The way from a recipe to the best of a search.
+
+    Attributes:
+        is_free: of memory caps.
+        candidates: one for each recipe on the way; the last is the best.
+    """
+
+    is_free: bool
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherValue:
+    """A value of one setting, with the chosen values of all others.
+
+    Attributes:
+        setting: its name.
+        value: one that was not chosen.
+        candidate: what it gives; None where it makes no chunks.
+        is_same: its chunks and their order are those that were chosen.
+    """
+
+    setting: str
+    value: object
+    candidate: Candidate | None
+    is_same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan, and how the search came to it.
+
+    Attributes:
+        plan: the plan.
+        walks: free of caps, and then under them.
+        others: values that were not chosen; empty where no candidate of the search fits.
+        before_us: makespan of the chosen candidate before local search improved it.
+    """
+
+    plan: Plan
+    walks: tuple[Walk, ...]
+    others: tuple[OtherValue, ...]
+    before_us: float
+
+    @property
+    def has_candidate(self) -> bool:
+        """False where nothing fits in any order that was tried, and the plan is the one that keeps the least (`least`)."""
+        return self.walks[-1].candidates[-1].fits
+
+
+def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
+    """Plan as `plan` does, and tell how the search came to the plan. Raises what `plan` raises.
+
+    Raises:
+        PlanError: another planner than "greedy" is asked for, or a budget, which is spent on more than the search.
+    """
+    if options.planner != "greedy" or options.budget_ms:
+        remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
+        raise PlanError("only the search of the planner greedy, without a time budget, can be explained", remedy)
+    validate(problem, costs, options)
+    candidates = search(Replicas((problem,), costs, options))
+    try:
+        (made,) = planned(candidates)
+    except InfeasibleError:
+        (made,) = plan_or_refuse((problem,), costs, options)
+    free = candidates.free
+    assert free is not None
+    best = candidates.best()
+    walks = (Walk(True, _way(free, free.best())), Walk(False, _way(candidates, best)))
+    if not best.fits:
+        return Explanation(made, walks, (), made.predicted.makespan_us)
+    others = tuple(_others(candidates, best)) if finished(candidates).recipe == best.recipe else ()
+    return Explanation(made, walks, others, best.makespan_us)
+
+
+def _way(candidates: Candidates, best: Candidate) -> tuple[Candidate, ...]:
+    way: list[Candidate] = [best]
+    while (before := candidates.came_from.get(way[-1].recipe)) is not None:
+        way.append(candidates.by_recipe[before])
+    return tuple(reversed(way))
+
+
+def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
+    for setting in SETTINGS:
+        if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
+            continue
+        for value in candidates.values[setting.name]:
+            if value != getattr(best.recipe, setting.name):
+                candidate = candidates.of(best.recipe._replace(**{setting.name: value}))
+                is_same = candidate is not None and candidate.decisions == best.decisions
+                yield OtherValue(setting.name, value, candidate, is_same)
+
+
+def changes(before: Recipe, after: Recipe) -> dict[str, tuple[object, object]]:
+    """Return the settings that differ, with both values."""
+    return {name: (own, other) for name, own, other in zip(Recipe._fields, before, after, strict=True) if own != other}

@@ -1,0 +1,88 @@
+"""`plan --why`: how the search came to a plan, and what keeps each setting where it is."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.cli.why import why
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan, settings
+from megatron_epp.planner.why import changes, explain
+from tests.support.plan.planner_cases import pipeline
+
+README = (Path(__file__).parents[2] / "megatron_epp/planner/README.md").read_text(encoding="utf-8")
+LENGTHS = (40961, 30000, 12000, 9000, 1200, 800, 700, 88)
+V = Placement("v", 4, 2).rank_of
+
+
+def asked(cap_bytes: int = UNLIMITED_BYTES, placement: tuple[int, ...] = (0, 1, 2, 3)) -> Problem:
+    return Problem(LENGTHS, placement, (cap_bytes,) * (max(placement) + 1))
+
+
+def tight(placement: tuple[int, ...] = (0, 1, 2, 3), share: float = 0.6) -> Problem:
+    free = plan(asked(placement=placement), pipeline(len(placement)))
+    static = max(free.static_bytes)
+    return asked(static + int(share * (max(free.predicted.peak_bytes) - static)), placement)
+
+
+@pytest.mark.parametrize("batch", [asked(), tight(), tight(V)], ids=["no cap", "a tight cap", "a V under a tight cap"])
+def test_the_plan_is_the_planners_and_every_step_of_a_walk_is_told(batch: Problem):
+    costs = pipeline(batch.num_stages)
+    explanation = explain(batch, costs, Options())
+    assert explanation.plan == plan(batch, costs)
+    for walk in explanation.walks:
+        assert all(changes(before.recipe, after.recipe) for before, after in pairwise(walk.candidates))
+        assert walk.candidates[-1].rank == min(candidate.rank for candidate in walk.candidates)
+    free, under = explanation.walks
+    assert under.candidates[0].recipe == free.candidates[-1].recipe  # it goes on where the walk without caps ended
+
+
+def test_no_other_value_alone_is_clearly_faster_and_each_says_what_it_gives():
+    explanation = explain(tight(share=0.3), pipeline(4), Options())
+    best = explanation.walks[-1].candidates[-1]
+    assert {other.setting for other in explanation.others} >= {"grain", "reach", "lead", "start"}
+    for other in explanation.others:
+        assert other.value != getattr(best.recipe, other.setting)
+        assert other.candidate is None or other.candidate.rank > (0, best.makespan_us * 0.999)
+    assert any(other.candidate is not None and not other.candidate.fits for other in explanation.others)
+
+
+def test_local_search_is_told_where_it_made_the_plan_faster():
+    problem = Problem((632, 4763), (0, 1, 2, 3), (9 * 10**9,) * 4)
+    explanation = explain(problem, pipeline(4), Options())
+    assert explanation.plan.predicted.makespan_us < explanation.before_us
+    assert any("local search" in line for line in why(explanation))
+
+
+def test_where_no_candidate_fits_it_says_how_the_plan_was_made(monkeypatch: pytest.MonkeyPatch):
+    """Without openings, walks do not come by the order that keeps the least."""
+    monkeypatch.setitem(settings.OPENINGS, True, ())
+    with pytest.raises(InfeasibleError) as refused:
+        plan(asked(1), pipeline(4))
+    batch = asked(refused.value.least_cap_bytes)
+    explanation = explain(batch, pipeline(4), Options())
+    assert not explanation.has_candidate
+    assert explanation.plan == plan(batch, pipeline(4))
+    lines = why(explanation)
+    assert any("the plan is in the order that keeps the least" in line for line in lines)
+    assert any("lacks" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [Options(planner="1f1b"), Options(budget_ms=10)])
+def test_only_the_search_can_be_explained(options: Options):
+    with pytest.raises(PlanError, match="only the search of the planner greedy"):
+        explain(asked(), pipeline(4), options)
+
+
+def test_the_planners_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    (command,) = re.findall(r"^    megatron-epp (plan .*)$", README, re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert shown.strip() in printed
