@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
+from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner.search import Candidate
 from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
@@ -44,14 +45,14 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
 
 def _steps(walk: Walk) -> list[str]:
     first = walk.candidates[0]
-    rows = [[f"  {_described(first.recipe)}", _makespan(first), ""]]
+    rows = [[_makespan(first), "", _described(first.recipe)]]
     for before, after in pairwise(walk.candidates):
         changed = changes(before.recipe, after.recipe).items()
         text = ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
         gain = f"{after.makespan_us / before.makespan_us - 1:+.1%}" if before.fits and after.fits else ""
         opening = "opening: " if after.rank > before.rank else ""
-        rows.append([f"  {opening}{text}", _makespan(after), gain])
-    return table(["  recipe", "makespan", "change"], rows)
+        rows.append([_makespan(after), gain, f"{opening}{text}"])
+    return [f"  {line}" for line in table(["makespan", "change", "recipe"], rows, left=(2,))]
 
 
 def _described(recipe: Recipe) -> str:
@@ -69,7 +70,7 @@ def _value(name: str, value: object) -> str:
 def _makespan(candidate: Candidate) -> str:
     if candidate.fits:
         return format_us(candidate.makespan_us)
-    return f"lacks {format_bytes(candidate.missing_bytes)}"
+    return "does not fit" if is_unlimited(candidate.missing_bytes) else f"lacks {format_bytes(candidate.missing_bytes)}"
 
 
 def _others(explanation: Explanation, width: int | None) -> Iterator[str]:

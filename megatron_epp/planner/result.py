@@ -123,8 +123,7 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
         try:
             return candidates.written(best)
         except MessageRoomError as error:
-            candidates.set_room(best.table, error.needed)
-            descend(candidates, candidates.best())
+            descend(candidates, candidates.set_room(best, error.needed))
     costs, options = candidates.replicas.costs, candidates.options
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
 

@@ -150,7 +150,8 @@ class Candidates:
         return sorted((one for one in self.by_recipe.values() if one.fits), key=attrgetter("makespan_us"))
 
     def best(self) -> Candidate:
-        return min(self.by_recipe.values(), key=attrgetter("rank"))
+        """Return the best candidate; of recipes that give the same, one that was walked to."""
+        return min(self.by_recipe.values(), key=lambda candidate: (candidate.rank, candidate.recipe not in self.came_from))
 
     # ---- from a recipe to a candidate --------------------------------------------------------------------------------
 
@@ -367,9 +368,17 @@ class Candidates:
             raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
         return plans
 
-    def set_room(self, table: Aligned, needed: Sequence[int]) -> None:
-        """Make the candidates of a table again with as much memory for messages in flight as a plan of it needed."""
-        number = id(table)
+    def set_room(self, candidate: Candidate, needed: Sequence[int]) -> Candidate:
+        """Make the candidates of a table again with the memory for messages in flight that a plan of it needed.
+
+        Args:
+            candidate: of the table, which the plan was written from.
+            needed: bytes of every rank.
+
+        Returns:
+            the best of all.
+        """
+        table, number = candidate.table, id(candidate.table)
         before = self.room.get(number) or (0,) * len(needed)
         self.room[number] = tuple(max(own, size + size // SLACK) for own, size in zip(before, needed, strict=True))
         self._tables = {other: tables for other, tables in self._tables.items() if other != number}
@@ -380,6 +389,9 @@ class Candidates:
         self.fastest_us = min((one.makespan_us for one in self.by_recipe.values()), default=math.inf)
         for recipe in again:
             self.of(recipe)
+        best = self.best()
+        self.came_from.setdefault(best.recipe, candidate.recipe)
+        return best
 
 
 def codes_of(decisions: Sequence[Decisions]) -> Codes:

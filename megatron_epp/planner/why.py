@@ -11,7 +11,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned
 from megatron_epp.planner.search import Candidate, Candidates, search
-from megatron_epp.planner.settings import LEAD, REACHES, SETTINGS, Recipe
+from megatron_epp.planner.settings import COPIES, LEAD, REACHES, SETTINGS, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,17 @@ def _way(candidates: Candidates, best: Candidate) -> tuple[Candidate, ...]:
 
 
 def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
-    for setting in SETTINGS:
-        if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
-            continue
-        for value in candidates.values[setting.name]:
-            if value != getattr(best.recipe, setting.name):
-                candidate = candidates.of(best.recipe._replace(**{setting.name: value}))
+    values = {setting.name: candidates.values[setting.name] for setting in SETTINGS}
+    if not REACHES[best.recipe.reach].has_lead:
+        del values[LEAD.name]
+    if candidates.replicas.can_offload:
+        values["copies"] = "none", *COPIES
+    for name, row in values.items():
+        for value in row:
+            if value != getattr(best.recipe, name):
+                candidate = candidates.of(best.recipe._replace(**{name: value}))
                 is_same = candidate is not None and candidate.decisions == best.decisions
-                yield OtherValue(setting.name, value, candidate, is_same)
+                yield OtherValue(name, value, candidate, is_same)
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, tuple[object, object]]:
