@@ -30,6 +30,7 @@ from megatron_epp.cli.inputs import (
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
+from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.mcore.arguments.flag import COUNT
@@ -93,8 +94,11 @@ def add_arguments(parser: Parser) -> None:
         help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
         "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
     )
-    offload = "on or off as in training (default: on where nothing fits without, or where memory limits plans and it pays)"
-    add(plans, "offload", default=None, help=offload)
+    add(
+        plans,
+        "offload",
+        help="on and off as in training; auto: where nothing fits without, or where it pays (default: auto)",
+    )
     add(plans, "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=COUNT, default=5, metavar="N", help="configurations in the table (default: %(default)s)")
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     check_devices(question)
     where = [""]
     with progress("advising", lambda: where[0]):
-        advice = advise(question, lambda so_far: where.__setitem__(0, so_far), may_offload=args.offload is None)
+        advice = advise(question, lambda so_far: where.__setitem__(0, so_far), may_offload=args.offload == AUTO)
     question, best = advice.question, advice.best[0]
     if args.json:
         settings: dict[str, Any] = {

@@ -13,7 +13,7 @@ from megatron_epp.cli.inputs import cluster_of, costs_of, costs_source, flags_of
 from megatron_epp.cli.layout import BALANCED, EVEN, chosen_layout, pipeline_ranks
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.mcore.arguments.parser import names_of, options_from
+from megatron_epp.mcore.arguments.parser import names_of, offloads, options_from
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
@@ -116,7 +116,7 @@ class _Search:
         with suppress(WorkSpentError), limited(MOST_WORK):
             for setting in filter("offload".__ne__, tries):
                 self._try(setting, tries[setting], offload=False)
-                if self.args.offload == "off":
+                if not offloads(self.args):
                     self.late.remove(setting)
             for setting in sorted(self.late, key=self.found.__contains__):  # settings without a value that fits come first
                 self._try(setting, tries[setting], offload=True)
@@ -192,7 +192,7 @@ def _changes(args: Namespace) -> Iterator[list[Change]]:
         yield [{"data_parallel": replicas} for replicas in _doubled(args.data_parallel, _MOST_REPLICAS)]
     if args.recompute != "auto":
         yield [{"recompute": "auto"}]
-    elif args.offload == "off":
+    elif not offloads(args):
         yield [{"offload": "on"}]
 
 

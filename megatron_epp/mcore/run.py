@@ -26,7 +26,7 @@ from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.model.stage import own_device
-from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes
+from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import process_groups
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
@@ -170,13 +170,13 @@ class Run:
                     self._note("looking for learnt costs")
                     self.costs = self._resumed(self.costs, resume, loaded)
                 self._note("exchanging memory caps")
-                offloads = self.args.epp_offload == "on"
-                host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
+                may_offload = offloads(self.args)
+                host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
                 caps, host_caps = agreed_caps(self.args, self.links.position), from_each(host_cap)
                 self.problem = Problem(
                     (), self.placement.rank_of, caps, token_multiple(self.args), host_cap_bytes=min(host_caps)
                 )
-                self.host = HostMemory(self.device, host_cap) if offloads else None
+                self.host = HostMemory(self.device, host_cap) if may_offload else None
                 # Not with times by formula, which are not this machine's: stages would be named slow without being so.
                 if learns or self.args.epp_costs != "analytic":
                     self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
 from tests.support.mcore.megatron_flags import arguments
 
@@ -35,7 +36,8 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         ),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
-        (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
+        (["--epp-host-memory-gb", "4", "--epp-offload", "off"], "--epp-host-memory-gb needs --epp-offload"),
+        (["--epp-host-memory-gb", "4", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-costs", "measure"], "--epp-costs measure has gone: use learn"),
         (
             ["--epp-offload", "--epp-host-memory-gb", "0"],
@@ -98,6 +100,16 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
 )
 def test_others_are_not(given):
     prepare_epp_args(arguments(*given))
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_offload_is_left_to_plans_that_may_have_copies_on_gpus_and_with_host_memory(has_gpu, monkeypatch):
+    monkeypatch.setattr(caps.torch.cuda, "is_available", lambda: has_gpu)
+    assert caps.offloads(arguments()) == has_gpu
+    assert caps.offloads(arguments("--epp-host-memory-gb", "4"))
+    assert caps.offloads(arguments("--epp-offload"))
+    for no_copies in (["--epp-offload", "off"], ["--epp-planner", "1f1b"], ["--epp-recompute", "1"], ["--epp-order", "given"]):
+        assert not caps.offloads(arguments(*no_copies))
 
 
 EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}

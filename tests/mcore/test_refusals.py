@@ -80,7 +80,17 @@ def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrap
 
 
 def test_one_problem_of_every_kind_is_told_at_once():
-    flags = ["--epp-trace", 3, "--epp-host-memory-gb", 4, "--expert-model-parallel-size", 2, "--tp-comm-overlap"]
+    flags = [
+        "--epp-trace",
+        3,
+        "--epp-host-memory-gb",
+        4,
+        "--epp-offload",
+        "off",
+        "--expert-model-parallel-size",
+        2,
+        "--tp-comm-overlap",
+    ]
     with pytest.raises(ArgumentError) as refusal:
         prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, *flags, processes=6))
     problems = str(refusal.value).splitlines()

@@ -128,7 +128,7 @@ def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_re
 REFUSED = {
     "recompute": "recompute_granularity='full': leave it out",
     "settings": "wrap_samples has no setting slice; did you mean 'slices'?",
-    "choices": "offload is 'sometimes'; it must be one of on, off",
+    "choices": "offload is 'sometimes'; it must be one of auto, on, off",
     "loss": "there is no loss megatron_epp.losses:Clipped",
     "no loss": "is no loss: it has no name, scope, average, columns, logged",
 }

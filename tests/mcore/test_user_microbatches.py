@@ -124,14 +124,14 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(EppError, match=r"megatron_epp\.wrap runs the script's own model and data: leave out slices=3"):
         wrap(slices=3)
     with pytest.raises(EppError, match="host_memory_gb needs offload='on'"):
-        wrap(host_memory_gb=3)
+        wrap(host_memory_gb=3, offload="off")
     with pytest.raises(EppError, match="no setting colour"):
         wrap(colour="red")
     with pytest.raises(EppError, match="order is 'mine'; it must be one of planned, given"):
         wrap(order="mine")
-    with pytest.raises(EppError, match="offload is True; it must be one of on, off"):
+    with pytest.raises(EppError, match="offload is True; it must be one of auto, on, off"):
         wrap(offload=True)
-    for name, value in (("offload", "on"), ("split_weight_gradient", True)):
+    for name, value in (("offload", "on"), ("host_memory_gb", 3), ("split_weight_gradient", True)):
         with pytest.raises(EppError, match=f"order='given' .* leave out {name}"):
             wrap(order="given", **{name: value})
 

@@ -258,11 +258,14 @@ def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.M
         assert told(model, off).startswith("Namespace has no decoder with layers, nor a language_model with one")
 
 
-def test_offload_is_refused_where_plans_recompute_nothing() -> None:
+def test_offload_is_refused_where_plans_recompute_nothing_unless_it_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_epp.mcore.microbatches import pipeline
 
+    monkeypatch.setattr(pipeline.dist, "get_rank", lambda: 0)
+    left = pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=False)
+    assert left == Options(recompute=0)
     with pytest.raises(EppError, match=r"^offload takes the place of recompute, and plans recompute no layers: a reason"):
-        pipeline._without_recompute(Options(offload=True), "a reason", FIELDS)
+        pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=True)
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:

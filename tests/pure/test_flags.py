@@ -46,6 +46,11 @@ def test_a_setting_arrives_at_both_doors(flag, value, field, expected):
     )
 
 
+def test_commands_offload_where_the_host_memory_is_known():
+    assert command_line("--host-memory-gb", "100").offload
+    assert not command_line("--host-memory-gb", "100", "--offload", "off").offload
+
+
 def test_a_flag_of_megatron_of_the_same_name_is_no_setting_of_the_planner():
     assert training(seed=77, context=5, steps=9) == Options()
 

@@ -148,8 +148,8 @@ def check_settings(given: Mapping[str, object], more: Set[str] = frozenset(), na
     if clashes := [phrase(names[row.setting], given[row.dest]) for row in rows if given[row.dest] != defaults[row.dest]]:
         who = "--epp-microbatches user" if names is TRAINING else "a schedule of megatron_epp.wrap"
         raise ArgumentError(f"{who} runs the script's own model and data: leave out {', '.join(clashes)}")
-    own = (ROWS["offload"], ROWS["split_weight"])
-    uses = [names[row.setting] for row in own if given[row.dest] != defaults[row.dest]]
+    own = (ROWS["offload"], ROWS["host_cap_bytes"], ROWS["split_weight"])
+    uses = [names[row.setting] for row in own if given[row.dest] not in (defaults[row.dest], "off")]
     if given["epp_order"] == GIVEN and uses:
         raise ArgumentError(f"{phrase(names['order'], GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}")
     if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from megatron_epp.cost.head import AUTO
 from megatron_epp.mcore.arguments.flag import Flag, Number
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
@@ -64,7 +65,14 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
         dest = (row.dest if row.is_ours else "") if training else row.short_dest
         if dest and row.setting in _OPTIONS and row.setting not in fixed:
             found[row.setting] = row.field(getattr(args, dest))
+    if "offload" in found and not training:
+        found["offload"] = offloads(args)
     return Options(**found, **fixed)
+
+
+def offloads(args: argparse.Namespace) -> bool:
+    """Return True if plans of a command may have copies to the host: asked for, or the host memory is known."""
+    return args.offload == "on" or (args.offload == AUTO and args.host_memory_gb is not None)
 
 
 def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> argparse.Action:

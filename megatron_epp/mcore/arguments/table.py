@@ -153,14 +153,16 @@ _MEMORY = (
         "offload",
         "--epp-offload",
         "--offload",
-        choices=("on", "off"),
-        default="off",
+        choices=(AUTO, "on", "off"),
+        default=AUTO,
         alone="on",
         field=lambda value: value == "on",
     ).described(
         "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
-        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). For "
-        "the planner greedy and orders of papers; KV offload is chosen by greedy."
+        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise. auto: on GPUs and with "
+        "--epp-host-memory-gb (default: auto). For the planner greedy and orders of papers; KV offload is chosen by greedy.",
+        "copy activations to host memory between forward and backward where that costs less time than recompute, and use KV "
+        "offload for sliced sequences where the rest does not fit otherwise; auto: with --host-memory-gb (default: auto)",
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
         "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "

@@ -32,6 +32,7 @@ from megatron_epp.mcore.costs.shape import (
 )
 from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
+from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import from_each
@@ -87,7 +88,7 @@ def pipeline_costs(
             for stage in stages.values():
                 run_other_size(stage)
         costs = replace(base, stages=by_stage(found, links))
-        if args.epp_offload == "on":
+        if offloads(args):
             note("measuring what can go to the host")
             share = min(gathered(min(map(measure_offloadable_share, stages.values())), links))
             costs = replace(costs, offloadable_share=share)

@@ -46,7 +46,7 @@ from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.run import Run
-from megatron_epp.mcore.training.caps import possible_on_device
+from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.plan import EppError, InfeasibleError, Op
 from megatron_epp.plan.errors import Names, Remedy
@@ -94,9 +94,9 @@ class MicrobatchPipeline(Run):
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
         self.learner = Learner() if self.kept is None else Learner.done()
         told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
-        options = options_from(args, training=True)
+        options = options_from(args, training=True, offload=offloads(args))
         if obstacle := next((text for each in told for text in each if text), ""):
-            options = _without_recompute(options, obstacle, self.names)
+            options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
         self._options = options
         if options.split_weight:
             self._split_weights()
@@ -214,7 +214,7 @@ class MicrobatchPipeline(Run):
         optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
         found = costs_of_stages(formulas(self.args), counts, trained, optimizer, replicas=replicas)
         costs = of_whole_microbatches(found)
-        if self.args.epp_offload != "on":
+        if not offloads(self.args):
             return costs
         note("measuring what can go to the host")
         return with_host_link(costs, self.device, self.links)
@@ -298,19 +298,20 @@ class MicrobatchPipeline(Run):
         return plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
-def _without_recompute(options: Options, why: str, names: Names) -> Options:
+def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bool) -> Options:
     """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them.
 
     Args:
         options: as given.
         why: they cannot be recomputed.
         names: of settings, for the error.
+        is_asked: offload is asked for, and not left to the run.
     """
-    if options.offload:
+    if is_asked:
         raise EppError(f"{names['offload']} takes the place of recompute, and plans recompute no layers: {why}")
     if dist.get_rank() == 0:
         logger.warning("plans recompute no layers: %s", why)
-    return replace(options, recompute=0)
+    return replace(options, recompute=0, offload=False)
 
 
 def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import torch
 
+from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.microbatches import names_of
 from megatron_epp.mcore.costs.stored import of_first, write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.plan.reading import parse_json, read_text, whole
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.runtime.links.objects import from_each
 from megatron_epp.runtime.offload.host import host_limit
 
@@ -134,6 +137,18 @@ def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
         len(caps) - 1,
         SETUP_MARGIN_BYTES / _GIB,
     )
+
+
+def offloads(args: argparse.Namespace) -> bool:
+    """Return True if plans of a training run may have copies to the host.
+
+    ``auto`` stands for yes where there is a link to measure, or the run gives host memory, and nothing else rules copies out.
+    """
+    if args.epp_offload != AUTO:
+        return bool(args.epp_offload == "on")
+    entry = PLANNERS.entry(args.epp_planner)
+    may_offload = entry is not None and entry.may_offload and args.epp_recompute == AUTO and args.epp_order != GIVEN
+    return may_offload and (torch.cuda.is_available() or args.epp_host_memory_gb is not None)
 
 
 def host_cap_bytes(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.model_chunks import settle_stages
-from megatron_epp.mcore.training.caps import wanted_cap_bytes
+from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.reading import parse_json, read_text, told
@@ -143,7 +143,7 @@ def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches:
         problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
         costs_of=partial(_costs, args, profile),
         num_layers=args.num_layers,
-        options=options_from(args, training=True),
+        options=options_from(args, training=True, offload=offloads(args)),
         halves=profile.attention is not None and not any(half_problems(args, even, FLAG)),
         placements=(even.placement,),
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.epp_vocab_parallel],

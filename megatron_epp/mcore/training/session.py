@@ -28,7 +28,7 @@ from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.run import Run, lockstep_groups
-from megatron_epp.mcore.training.caps import possible_on_device
+from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.reports import ReportFolder, Reports
@@ -186,7 +186,7 @@ class Session(Run):
 
     def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         process, self._process = self._process, None
-        options = options_from(self.args, training=True)
+        options = options_from(self.args, training=True, offload=offloads(self.args))
         return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, process)
 
     def plan_source(self, forward_only: bool) -> PlanSource:
@@ -265,7 +265,7 @@ def prepare(args: argparse.Namespace) -> None:
     global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
-        _process = start_early(options_from(args, training=True))
+        _process = start_early(options_from(args, training=True, offload=offloads(args)))
 
 
 def _take_process() -> Worker | None:

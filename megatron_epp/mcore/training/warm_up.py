@@ -10,6 +10,7 @@ import torch
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 
 
@@ -39,5 +40,5 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         for part in stage.decoder.modules()
         if isinstance(part, RelayAttention)
     }
-    made = KernelWarmUp(tuple(found), args.seq_length, args.epp_warm_up, args.epp_offload == "on")
+    made = KernelWarmUp(tuple(found), args.seq_length, args.epp_warm_up, offloads(args))
     return made if made.is_active else None
