@@ -38,7 +38,7 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
 def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator[str]:
     plan, fastest = explanation.plan, explanation.walks[0].candidates[-1]
     yield f"  {took_us / bound_us - 1:.1%} above the bound of these {len(plan.chunks)} chunks, {format_us(bound_us)}"
-    yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest without memory caps"
+    yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest found without memory caps"
     waits, again = plan.predicted.bubble_fraction, facts.recompute_share(plan)
     yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
 
@@ -46,12 +46,11 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
 def _steps(walk: Walk) -> list[str]:
     first = walk.candidates[0]
     rows = [[_makespan(first), "", _described(first.recipe)]]
-    for before, after in pairwise(walk.candidates):
+    for (before, after), word in zip(pairwise(walk.candidates), walk.words[1:], strict=True):
         changed = changes(before.recipe, after.recipe).items()
         text = ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
-        gain = f"{after.makespan_us / before.makespan_us - 1:+.1%}" if before.fits and after.fits else ""
-        opening = "opening: " if after.rank > before.rank else ""
-        rows.append([_makespan(after), gain, f"{opening}{text}"])
+        gain = f"{after.makespan_us / before.makespan_us - 1:+.2%}" if before.fits and after.fits else ""
+        rows.append([_makespan(after), gain, f"{word}{text}"])
     return [f"  {line}" for line in table(["makespan", "change", "recipe"], rows, left=(2,))]
 
 

@@ -3,12 +3,11 @@
 A plan follows from a *recipe* (`settings.Recipe`): a few settings, each with values in a row. From a recipe a candidate is
 made without further choice: sequences are cut and packed into chunks, the actions ordered, recompute (or copies to the host)
 fitted to the memory caps, and the order timed. Searching is *walking*: along one setting after another, to both sides, as long
-as plans get faster, until no setting makes them faster.
+as candidates get better, until no setting makes them better. Of candidates that do not fit, the better one lacks less memory.
 
 First the walk is free of memory caps: its end is the fastest plan if memory did not matter. From there it goes on under the
-caps, where candidates recompute what they must, and other values may need less of that. Where memory is short, walks begin at
-openings too, with narrow windows, that do not lie on the way. Copies to the host come last, where they may pay. So more memory
-moves the second part alone.
+caps, where candidates recompute what they must, and other values may need less of that. Where memory is short, further walks
+begin at *openings*, recipes that keep little and that a walk from the fastest hardly comes by. Copies to the host come last.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from operator import attrgetter
 from typing import Any
 
@@ -47,6 +47,7 @@ from megatron_epp.planner.settings import (
     SCANNED_LEAD,
     SETTINGS,
     WHOLE,
+    WHOLE_OPENINGS,
     WITH_COPIES,
     Recipe,
     RecipeSetting,
@@ -57,7 +58,7 @@ from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work import spend
 
 GAIN = 1e-4
-"""Relative gain in makespan that counts as faster."""
+"""Relative gain that a chunk table's bound must leave for its orders to be tried."""
 CLOSE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried."""
 PATIENCE = 2
@@ -65,7 +66,9 @@ PATIENCE = 2
 NEARLY = 1.05
 """Makespan, as a multiple of the best, up to which a walk goes on from another grain, or with copies."""
 FAR, DISTANT = 1.03, 1.02
-"""Makespan, as a multiple of the fastest without caps, or of the bound, above which openings are tried."""
+"""Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried. Copies are given other
+leads above `DISTANT` times the fastest without caps.
+"""
 WORTH = 0.992
 """Makespan without caps, as a share of the best, below which copies to the host are tried."""
 FEW = 64
@@ -73,7 +76,9 @@ FEW = 64
 ROUNDS = 4
 """Times that copies are chosen for ever lower caps."""
 SLACK = 8
-"""One part in so many more than a plan's messages needed is set aside for the next one, whose order may differ a little."""
+"""Of the memory that a plan's messages needed, one part in so many is set aside in addition, since the next plan's order may
+differ a little.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +118,37 @@ class Candidates:
 
     Args:
         replicas: what to plan.
-        like: candidates for the same batch with other caps, whose chunks and orders are used again.
+        free: candidates for the same batch without caps, whose chunks and orders are used again.
         chunks: the only table, of one replica; None to cut the batch.
 
     Attributes:
         cuts: makes the chunks of a recipe.
         values: of every setting.
         by_recipe: candidates made so far.
-        came_from: the recipe from which each that was walked to was reached; None where a walk began (`why`).
-        free: `like`, where walks were free of caps.
-        fastest_us: makespan of the fastest of them that fits.
+        came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
+        fastest_us: makespan of the fastest candidate that fits.
         least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
         least_host_bytes: the same of host memory.
+        room: bytes of every rank set aside for messages, by the identity of tables whose plans needed more than was expected.
     """
 
-    def __init__(self, replicas: Replicas, like: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
+    def __init__(self, replicas: Replicas, free: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
-        self.cuts: Cuts = Cuts(replicas, chunks) if like is None else like.cuts
+        self.cuts: Cuts = Cuts(replicas, chunks) if free is None else free.cuts
         self.values = values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
-        self.came_from: dict[Recipe, Recipe | None] = {}
-        self.free = like
+        self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
+        self.free = free
         self.fastest_us = math.inf
         self.least_cap_bytes = self.least_host_bytes = 0
         self.room: dict[int, tuple[int, ...]] = {}
         # Chunk tables are known by their identity: to hash one takes longer than to order it.
         self._by_order: dict[tuple[Any, ...], Candidate] = {}
         self._bounds: dict[int, float] = {}
-        self._tables: dict[int, tuple[Tables, ...]] = {} if like is None else like._tables
-        self._orders: dict[tuple[Any, ...], CodedOrder] = {} if like is None else like._orders
+        self._tables: dict[int, tuple[Tables, ...]] = {} if free is None else free._tables
+        self._orders: dict[tuple[Any, ...], CodedOrder] = {} if free is None else free._orders
 
     def fitting(self) -> list[Candidate]:
         """List the candidates that fit, the fastest first."""
@@ -159,7 +164,7 @@ class Candidates:
         """Make the candidate of a recipe; None where the recipe makes no chunks, or their bound is no less than a limit."""
         if recipe in self.by_recipe:
             return self.by_recipe[recipe]
-        table = self.table(recipe)
+        table = self.cuts.table(recipe)
         if table is None:
             return None
         tables, bound_us = self.tables(table)
@@ -181,12 +186,13 @@ class Candidates:
 
     def opening(self, recipe: Recipe, before: Candidate, limit_us: float = math.inf) -> Candidate | None:
         """Make the candidate of a recipe from which to walk besides the best before, as `of` does."""
-        self.came_from.setdefault(before.recipe, None)
-        self.came_from.setdefault(recipe, before.recipe)
+        self.step(before.recipe, recipe, "opening: ")
         return self.of(recipe, limit_us)
 
-    def table(self, recipe: Recipe) -> Aligned | None:
-        return self.cuts.table(recipe)
+    def step(self, before: Recipe, after: Recipe, word: str = "") -> None:
+        """Remember how the search came to a recipe, if it has not been there."""
+        self.came_from.setdefault(before, (None, ""))
+        self.came_from.setdefault(after, (before, word))
 
     def tables(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
         """Return times and sizes of the chunks in every replica, and the makespan that none of their orders beats."""
@@ -308,14 +314,14 @@ class Candidates:
         """Complete a candidate with copies, where there are any and the host has room for them.
 
         Returns:
-            the candidate and the bytes by which each rank is above its cap. Whole backwards where weight gradients of their own
-            would take a rank above it.
+            the candidate and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they
+            would take a rank above its cap by themselves.
         """
         candidate, above = nothing, [0] * self.problem.num_ranks
         if copied is not None and copied.short_bytes:
             self._note_host(copied.short_bytes)
         elif copied is not None:
-            for splits in dict.fromkeys((self.splits, False)):
+            for splits in (True, False) if self.splits else (False,):
                 candidate = self._completed(nothing, plain, tables, copied.makespan_us, copied.made, splits)
                 above = self._above(candidate, tables)
                 if not any(above):
@@ -390,7 +396,7 @@ class Candidates:
         for recipe in again:
             self.of(recipe)
         best = self.best()
-        self.came_from.setdefault(best.recipe, candidate.recipe)
+        self.step(candidate.recipe, best.recipe, "more room for messages: ")
         return best
 
 
@@ -415,13 +421,12 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
         return best
     values, start = candidates.values[setting.name], best
-    candidates.came_from.setdefault(start.recipe, None)
     at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
     for side in (values[at + 1 :], values[:at][::-1]) if setting.is_ordered else (values,):
         worse, seen = 0, [start.table]
         for value in side:
             recipe = start.recipe._replace(**{setting.name: value})
-            table = candidates.table(recipe)
+            table = candidates.cuts.table(recipe)
             if table is None or (not setting.keeps_chunks and any(table is one for one in seen)):
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
@@ -431,7 +436,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
             worse = 0 if is_better else worse + 1
             if setting.is_ordered and worse == PATIENCE:
                 break
-    candidates.came_from.setdefault(best.recipe, start.recipe)
+    candidates.step(start.recipe, best.recipe)
     return best
 
 
@@ -467,13 +472,11 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
 
 def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
     """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
-    values, table = candidates.values[GRAIN.name], candidates.table(recipe)
+    values, same = candidates.values[GRAIN.name], candidates.cuts.table(recipe)
     finer, coarser = [grain for grain in values if grain > recipe.grain], [grain for grain in values if grain < recipe.grain]
     for side in (finer, coarser[::-1]):
-        recipes = (recipe._replace(grain=grain) for grain in side)
-        yield from next(
-            ([one] for one in recipes if candidates.table(one) is not table and candidates.table(one) is not None), []
-        )
+        others = (recipe._replace(grain=grain) for grain in side)
+        yield from islice((other for other in others if candidates.cuts.table(other) not in (None, same)), 1)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -502,16 +505,12 @@ def search(replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> Candi
 
 def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     """Try all orders of a chunk table of one replica, and copies with the fastest of them. Arguments as of `search`."""
-    candidates = Candidates(replicas, chunks=chunks)
-    first = first_recipe(candidates.problem)
-    every = [
-        first._replace(reach=reach, lead=lead) for reach in candidates.values["reach"] for lead in candidates.values["lead"]
-    ]
-    for recipe in every:
-        candidates.of(recipe)
-    free = Candidates(replicas.without_caps, candidates)
-    fastest = min(filter(None, map(free.of, every)), key=attrgetter("rank"))
-    with_copies(candidates, candidates.best(), fastest)
+    free = Candidates(replicas.without_caps, chunks=chunks)
+    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem), free.values
+    for reach, lead in product(values["reach"], values["lead"]):
+        free.of(first._replace(reach=reach, lead=lead))
+        candidates.of(first._replace(reach=reach, lead=lead))
+    with_copies(candidates, candidates.best(), free.best())
     return candidates
 
 
@@ -536,7 +535,7 @@ def free_of_caps(free: Candidates) -> Candidate:
     if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
         others.append(best.recipe._replace(cut=1))
     if free.is_single and len(free.problem.lengths) <= FEW:
-        others += openings(free, first_recipe(free.problem))[-2:]
+        others += openings(free, first_recipe(free.problem), WHOLE_OPENINGS)
     for recipe in others:
         there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
         if there is not None:
@@ -555,11 +554,9 @@ def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     return best if candidates.is_single else at_next_grains(candidates, best)
 
 
-def openings(candidates: Candidates, best: Recipe) -> list[Recipe]:
-    """Return the recipes of `settings.OPENINGS` that the settings of the user allow."""
-    changes = OPENINGS[candidates.is_single]
-    allowed = candidates.values
-    recipes = (best._replace(**change) for change in changes)
+def openings(candidates: Candidates, best: Recipe, changes: Sequence[dict[str, Any]]) -> list[Recipe]:
+    """Return the recipes with these changes that the settings of the user allow."""
+    recipes, allowed = (best._replace(**change) for change in changes), candidates.values
     return [one for one in recipes if all(getattr(one, name) in allowed[name] for name in ("grain", "reach", "start"))]
 
 
@@ -576,7 +573,7 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small:
         return best
     before = best
-    for recipe in openings(candidates, best.recipe):
+    for recipe in openings(candidates, best.recipe, OPENINGS[candidates.is_single]):
         opening = candidates.opening(recipe, before)
         if opening is not None:
             is_scanned = recipe.lead == SCANNED_LEAD and recipe.grain != WHOLE
@@ -609,7 +606,7 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
 
 
 def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Iterable[Recipe]:
-    """Return the recipes at which walks with copies begin: of an evaluation, which keeps nothing else, keys and values alone.
+    """Return the recipes at which walks with copies begin. An evaluation keeps keys and values alone, so copies nothing else.
 
     Args:
         candidates, best, fastest: as `from_openings` takes them.

@@ -23,7 +23,7 @@ GRAINS = (WHOLE, LONGEST, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 3
 longest sequence; `WHOLE`: a chunk for each sequence.
 """
 STARTS = ("longest", "single", "second", "shortest")
-"""Sequences that run first: the longest, some of one chunk each, the next longest; of whole sequences the shortest."""
+"""Sequences that run first: the longest; some of one chunk each; the next longest; the shortest, where all run whole."""
 LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """With one stage per rank: backwards by which a rank is ahead of the next. With 0 one sequence is alive at a time."""
 WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
@@ -105,7 +105,7 @@ class OrderKind:
     """Orders in which forwards run ahead of backwards by one rule.
 
     Attributes:
-        rule: the order for a lead, and for chunks that all ranks are further ahead (`WarmUp.slack`).
+        rule: the order for a lead, and a number of chunks by which all ranks are further ahead (`WarmUp.slack`).
         placements: for which it is.
         is_wide: it fills the memory that caps leave (`Options.wide_windows`).
         splits: weight gradients shape it, where they run apart.
@@ -137,11 +137,15 @@ REACHES = {
 }
 """Forwards ahead of backwards.
 
-One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, half as
-many again, for which something recomputes. Several: backwards first, or forwards and backwards in turn; Megatron's interleaved
-order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
+One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, or with
+1.5 times the bytes of these, for which something recomputes. Several: backwards first, or forwards and backwards in turn;
+Megatron's interleaved order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
 """
 
+WHOLE_OPENINGS: tuple[dict[str, Any], ...] = tuple(
+    {"grain": WHOLE, "cut": 0, "start": start, "lead": 1.0, "reach": "slices"} for start in ("longest", "shortest")
+)
+"""Chunks of whole sequences in 1F1B."""
 SCANNED_LEAD = 1.0
 """Lead of the openings from which every grain is tried: narrow enough to fit, and hardly slower than wider ones."""
 OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
@@ -149,14 +153,11 @@ OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
         {"lead": 3.0, "reach": "room"},
         {"lead": 1.0, "reach": "need"},
         {"lead": 0.0, "reach": "need"},
-        {"grain": WHOLE, "cut": 0, "start": "longest", "lead": 1.0, "reach": "slices"},
-        {"grain": WHOLE, "cut": 0, "start": "shortest", "lead": 1.0, "reach": "slices"},
+        *WHOLE_OPENINGS,
     ),
     False: ({"lead": 1.0}, {"lead": 0.0, "reach": "backward"}),
 }
-"""Changes of the best recipe from which walks begin where memory is short, with one stage per rank or not: narrow windows
-hardly lie on the way from the fastest.
-"""
+"""Changes of the best recipe at which further walks begin where memory is short, with one stage per rank or not."""
 
 
 def first_recipe(problem: Problem) -> Recipe:

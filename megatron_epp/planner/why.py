@@ -21,10 +21,12 @@ class Walk:
     Attributes:
         is_free: of memory caps.
         candidates: one for each recipe on the way; the last is the best.
+        words: for the step to each of them, empty for a step of a walk.
     """
 
     is_free: bool
     candidates: tuple[Candidate, ...]
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,22 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     free = candidates.free
     assert free is not None
     best = candidates.best()
-    walks = (Walk(True, _way(free, free.best())), Walk(False, _way(candidates, best)))
+    walks = _walk(free, free.best(), is_free=True), _walk(candidates, best, is_free=False)
     if not best.fits:
         return Explanation(made, walks, (), made.predicted.makespan_us)
     others = tuple(_others(candidates, best)) if finished(candidates).recipe == best.recipe else ()
     return Explanation(made, walks, others, best.makespan_us)
 
 
-def _way(candidates: Candidates, best: Candidate) -> tuple[Candidate, ...]:
-    way: list[Candidate] = [best]
-    while (before := candidates.came_from.get(way[-1].recipe)) is not None:
-        way.append(candidates.by_recipe[before])
-    return tuple(reversed(way))
+def _walk(candidates: Candidates, best: Candidate, *, is_free: bool) -> Walk:
+    way, words = [best.recipe], list[str]()
+    while True:
+        before, word = candidates.came_from.get(way[-1], (None, ""))
+        words.append(word)
+        if before is None:
+            break
+        way.append(before)
+    return Walk(is_free, tuple(candidates.by_recipe[recipe] for recipe in reversed(way)), tuple(reversed(words)))
 
 
 def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
