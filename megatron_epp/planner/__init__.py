@@ -50,11 +50,6 @@ __all__ = [
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
     """Plan one iteration. Equal arguments give equal plans, in every process; not so with the planner "milp" or a budget.
 
-    Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the settings of the user.
-
     Returns:
         A plan that `check` finds nothing wrong with, with the simulator's predictions.
 

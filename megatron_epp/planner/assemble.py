@@ -29,8 +29,6 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     """Turn decisions into a plan with the simulator's predictions.
 
     Args:
-        problem, costs, options: the arguments of the planner.
-        made: the decisions.
         tables: of the chunks, where something else than the costs alone decides times.
 
     Raises:
@@ -58,9 +56,7 @@ def written(problem: Problem, costs: Costs, options: Options, made: Decisions, t
     """Turn decisions into a plan without predictions, which `check` has not seen.
 
     Args:
-        problem, costs, options: the arguments of the planner.
         made: the decisions, of known actions and chunks.
-        tables: of the chunks.
     """
     order = completed_with_shards(made.order, tables, made.recompute_steps)
     if order is not made.order:
@@ -146,7 +142,6 @@ class _Writer:
         """Yield a step for each action of a rank.
 
         Args:
-            row: its actions.
             takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
         """
         for action, taken, given in zip(row, takes, gives, strict=True):

@@ -43,7 +43,6 @@ def lower_bound_us(
     follows.
 
     Args:
-        tables: of the chunk table.
         chunks, problem: needed for the recompute that the caps force; without them it is left out.
         options: whether weight gradients are split off and copies allowed.
     """
@@ -95,7 +94,6 @@ def _forced(
         chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
             be alive together.
         groups, starts: the chunks of every sequence, and the first of each.
-        rank: whose cap it is.
         cap: bytes.
         copies: keys and values may be in host memory, so they force none.
     """

@@ -71,7 +71,6 @@ def improved(
 
     Args:
         made: decisions with whole backwards that fit the caps.
-        problem, costs, options: as `plan` takes them.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """

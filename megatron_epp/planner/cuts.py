@@ -18,7 +18,6 @@ class Cuts:
     """Cuts a batch by recipes, and remembers the chunks.
 
     Args:
-        replicas: what to cut.
         chunks: the only table, of one replica, whatever the recipe; None to cut the batch.
 
     Attributes:

@@ -42,9 +42,6 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
 
     Equal arguments give equal estimates, in every process. It has the pipeline's fill and the recompute that the caps force.
 
-    Args:
-        problem, costs, options: as `plan` takes them.
-
     Raises:
         PlanError: the arguments make no sense.
         InfeasibleError: this plan fits no cap; another may.
@@ -56,7 +53,6 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
     """Make a few plans as `estimate_us` does, and describe the fastest.
 
     Args:
-        problem, costs, options: as `plan` takes them.
         grains: chunks per rank that are tried. With fewer than all of `CHUNKS_PER_RANK` sequences are not tried whole.
 
     Raises:
@@ -73,11 +69,7 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
-    """Estimate the makespan, or compute it where the estimate fits no cap, in microseconds. Raises what `plan` raises.
-
-    Args:
-        problem, costs, options: as `plan` takes them.
-    """
+    """Estimate the makespan, or compute it where the estimate fits no cap, in microseconds. Raises what `plan` raises."""
     try:
         return estimate_us(problem, costs, options)
     except InfeasibleError:
@@ -85,11 +77,7 @@ def about_us(problem: Problem, costs: Costs, options: Options) -> float:
 
 
 def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Write the plan whose makespan `estimate_us` gives. Raises what it raises.
-
-    Args:
-        problem, costs, options: as `plan` takes them.
-    """
+    """Write the plan whose makespan `estimate_us` gives. Raises what it raises."""
 
     def make(asked: Problem) -> Plan:
         return build_plan(asked, costs, options, _few(asked, costs, options).best().decisions[0])

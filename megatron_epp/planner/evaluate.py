@@ -98,8 +98,6 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
     all they ask for; `check` has the last word on that.
 
     Args:
-        order: actions of every rank.
-        tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
         copies: offloads and loads of every rank, in order.
 
@@ -128,9 +126,6 @@ def copy_columns(
     """Copies as columns; `load_of` is empty where there are none.
 
     Args:
-        copies: of every rank.
-        num_chunks, num_items: of the order.
-        links: to the host, of every rank.
         codes: the order; needed where copies wait for its actions.
     """
     row = list(chain.from_iterable(copies))

@@ -66,8 +66,6 @@ def fit_recompute(
     When recompute of everything meets the caps, they are met (`least_peaks`).
 
     Args:
-        order: actions of every rank.
-        tables: times and sizes.
         caps: bytes of every rank.
         options: recompute that the user fixed, if any.
         by_stay: prefer chunks that stay long (`sweep`).
@@ -95,8 +93,6 @@ def fit_lockstep(
     Args:
         codes: the order of all replicas.
         tables: of every replica; their times are the same (`replicas.slowest_times`).
-        caps: of the ranks of every replica.
-        options: the user's settings.
         by_stay: as `fit_recompute` takes it.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
@@ -137,8 +133,6 @@ def fit_with_copies(
 
     Args:
         codes: the order of all ranks.
-        tables: times and sizes of the chunks.
-        rank: the rank.
         caps: bytes, by position among the rank's actions.
         limit: most recompute steps of each stage and chunk.
         recompute_steps: the result, for the rank's stages.
@@ -167,8 +161,6 @@ def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: Recompute
     """Most bytes live at one time on every rank.
 
     Args:
-        order: actions of every rank.
-        tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
     """
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
@@ -190,7 +182,6 @@ def step_bytes(
 
     Args:
         order: the actions of every rank; no codes with `sharing`.
-        tables: sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``.
         sharing: change of the bytes of a rank; None if every action holds its own.
     """
@@ -214,7 +205,6 @@ def held_bytes(
 
     Args:
         order, sharing: as `step_bytes` takes them.
-        tables: times and sizes.
         recompute_steps: recompute steps ``[stage][chunk]``.
     """
     rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, sharing), strict=True)

@@ -42,9 +42,6 @@ def fitted(
 
     Args:
         order: the actions of every rank: F and, unless `problem.forward_only`, B of every stage and chunk, with or without W.
-        chunks: the chunk table.
-        problem: the batch, the placement and the memory caps.
-        costs: time and memory of every stage.
         options: `recompute`, `recompute_modes` and `offload` are respected; the order is not changed.
         kind: makes the decisions from the fields of `Decisions`. Where actions share bytes (`Decisions.sharing`), nothing is
             offloaded.
@@ -102,9 +99,7 @@ def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], opt
     Args:
         made: the order, with weight gradients of their own or actions that share bytes.
         whole: the order without weight gradients.
-        tables: times and sizes of the chunks.
         caps: bytes of the ranks.
-        options: the user's settings.
     """
     order, sharing = made.order, made.sharing
     if not split_off(order) and sharing is None:
@@ -137,7 +132,6 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
 
     Args:
         order, whole, tables: as `_fit` takes them.
-        problem: the memory caps.
 
     Returns:
         The faster of both; what lacks room in host memory only if none has any.

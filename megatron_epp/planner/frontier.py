@@ -46,10 +46,6 @@ def recompute_frontier(
     With one mode there is one step, whatever it costs. On a stage without layers no step saves anything.
 
     Args:
-        stage: the stage.
-        work: of the chunks.
-        costs: time and memory of every stage.
-        modes: names of `Recompute` to choose from.
         in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
     """
     layers = costs.num_layers[stage]
@@ -92,8 +88,6 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
 
     Args:
         modes: positions of the frontier's modes in `MODES`.
-        num_layers: layers of the stage.
-        num_steps: recompute steps.
     """
     counts = dict.fromkeys(MODES, 0)
     if num_steps and num_layers:

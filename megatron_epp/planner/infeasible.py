@@ -17,9 +17,6 @@ def infeasible(
     """Build the error of a batch that fits no cap.
 
     Args:
-        problem: the batch.
-        costs: time and memory of every stage.
-        options: the user's settings.
         least_cap: bytes of each rank that would suffice.
         least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
         planner: name of the planner, for the message; empty for the planner of the options.

@@ -47,8 +47,6 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
 
     Args:
         problem: the batch and the placement, of one stage per rank; its caps do not matter.
-        costs: time and memory of every stage.
-        options: the user's settings.
         enough_bytes: a cap below which no smaller one is looked for.
 
     Raises:
@@ -69,7 +67,6 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
     Args:
         problem: the batch, the placement, of one stage per rank, and its caps.
-        costs, options: as `least_cap_bytes` takes them.
 
     Raises:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
@@ -103,11 +100,7 @@ def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[P
 
 
 def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Return True if there is a `least_plan`, which is faster to know than the smallest cap.
-
-    Args:
-        problem, costs, options: as `least_plan` takes them.
-    """
+    """Return True if there is a `least_plan`, which is faster to know than the smallest cap."""
     validate(problem, costs, options)
     try:
         with_room(problem, lambda asked: _proof(asked, costs, options))
@@ -123,7 +116,6 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
 
     Args:
         asked: the problem, with memory set aside for messages.
-        costs, options: as `least_plan` takes them.
 
     Raises:
         InfeasibleError: no table fits.
@@ -170,9 +162,6 @@ def _of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Repl
     """Return the pipeline that has one of each kind of rank: the first, the last, and others that differ.
 
     Weight gradients are not split off, which decides nothing about memory.
-
-    Args:
-        problem, costs, options: as `least_plan` takes them.
     """
     options = replace(options, split_weight=False)
     if type(costs) is not PipelineCosts or costs.vocabulary is not None:  # shards join all ranks
@@ -197,7 +186,6 @@ def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[tuple[Chun
     sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
 
     Args:
-        replicas: one, what is planned.
         distinct: the same with one of each kind of rank.
     """
     (problem,), options, cuts = replicas.problems, replicas.options, Cuts(replicas)

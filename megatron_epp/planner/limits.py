@@ -75,9 +75,7 @@ class Limits:
     """Search for the limits of batches like a given one. All ranks have the cap of the rank with the least.
 
     Args:
-        problem: the batch, the pipeline and its caps.
         costs_for: costs for a number of tokens of the longest sequence.
-        options: the settings of the user.
         told: called with each answer that is better than the one before, until the last one is returned.
         tried: called after each size that was tried.
     """
@@ -201,7 +199,6 @@ class Limits:
         """Return True if there is a plan with or without offload.
 
         Args:
-            lengths: tokens of every sequence.
             offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for the problem's caps.
         """
@@ -256,8 +253,6 @@ def _largest(
 
     Args:
         fits: tells whether a number fits.
-        multiple: of which the number is one.
-        most: the largest number that is tried.
         guess: the number to begin at.
         tell: called with what is known whenever a larger number fits.
         is_near: the guess is a good one, so the first stride is short; else it is as long as the guess.

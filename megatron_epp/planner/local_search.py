@@ -54,7 +54,6 @@ def searches(options: Options, num_items: int) -> bool:
     """Return whether the search runs. A budget is spent elsewhere (`budget`), so with one it does not run unasked.
 
     Args:
-        options: the user's settings.
         num_items: stages of the pipeline times chunks of the table.
     """
     return options.steps > 0 or (options.budget_ms is None and num_items <= SMALL)
@@ -66,7 +65,6 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     Unasked, they follow from the makespan and not from a clock, so that equal problems get equal plans on every machine.
 
     Args:
-        options: the user's settings.
         makespan_us: predicted for the decisions from which the search starts, in microseconds.
     """
     if options.steps:
@@ -83,9 +81,6 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
     is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold accepting).
 
     Args:
-        made: the decisions to start from.
-        tables: of their chunks.
-        problem: the batch, the pipeline and its memory caps.
         options: the number of steps, the seed and the settings that the search respects.
         split_weight: judge each step with its weight gradients split off where that is faster.
 

@@ -39,12 +39,7 @@ class MessageRoomError(PlanError):
 
 
 def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes to set aside on every rank while the order is not known: as the problem says, or for the largest chunk.
-
-    Args:
-        problem: what is to be planned.
-        message_bytes: of every chunk.
-    """
+    """Bytes to set aside on every rank while the order is not known: as the problem says, or for the largest chunk."""
     if problem.message_bytes:
         return problem.message_bytes
     ends = Counter(rank for way in ways(problem.placement) for rank in (way.sender, way.receiver))
@@ -56,7 +51,6 @@ def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
     """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
 
     Args:
-        problem: what to plan.
         make: plans a problem; raises `MessageRoomError` where messages do not fit.
 
     Raises:
@@ -76,7 +70,6 @@ def planned_with_room[T](problem: Problem, costs: Costs, options: Options, make:
 
     Args:
         problem, make: as `with_room` takes them.
-        costs, options: for the error.
 
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.

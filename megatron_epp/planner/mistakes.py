@@ -43,9 +43,6 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     """Refuse decisions from which no plan can be written, whatever their recompute.
 
     Args:
-        made: the decisions of a planner.
-        problem, costs: the arguments of the planner.
-        planner: its name, for the error.
         complete: look at what is missing or doubled too, which `check` would find in the plan.
 
     Raises:
@@ -67,7 +64,6 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
 
     Args:
         made, problem, costs, planner: as `refuse_mistakes` takes them.
-        tables: of the chunks.
 
     Raises:
         PlanError: the shape, type or range of the recompute is wrong; the message is the report.
@@ -119,8 +115,6 @@ def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
     """Return the plan of decisions before anything is known of its times and bytes, which are all zero.
 
     Args:
-        made: the decisions.
-        problem: the batch and the placement.
         costs: number of layers of every stage.
     """
     none = [0.0] * len(made.chunks)
@@ -174,13 +168,7 @@ def _types(made: Decisions) -> Iterator[str]:
 
 
 def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
-    """Yield the tables that do not fit the problem, recompute excluded.
-
-    Args:
-        made: the decisions.
-        problem: the batch and the placement.
-        costs: of the pipeline.
-    """
+    """Yield the tables that do not fit the problem, recompute excluded."""
     stages, chunks, ranks = problem.num_stages, len(made.chunks), problem.num_ranks
     for name, table in (("order", made.order), ("copies", made.copies or ((),) * ranks)):
         if len(table) != ranks:

@@ -22,7 +22,6 @@ def slice_groups(chunks: Sequence[Chunk], loss_groups: Sequence[int] = ()) -> li
     """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk.
 
     Args:
-        chunks: the table.
         loss_groups: as in `Problem`. A run then has whole groups.
     """
     stops = {c: group[-1] for group in joint_losses(chunks, loss_groups) for c in group}
@@ -40,12 +39,7 @@ def has_groups(loss_groups: Sequence[int]) -> bool:
 
 
 def joint_losses(chunks: Sequence[Chunk], loss_groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """List the chunks whose losses are computed together, ascending: they have sequences of one group, or share such chunks.
-
-    Args:
-        chunks: the table.
-        loss_groups: as in `Problem`.
-    """
+    """List the chunks whose losses are computed together, ascending: they have sequences of one group, or share such chunks."""
     if not loss_groups:
         return ()
     chunks_of: dict[int, set[int]] = {}
@@ -68,12 +62,7 @@ def as_slices(sizes: Iterable[int]) -> tuple[Chunk, ...]:
 
 
 def arranged(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
-    """Move the sequences of a table so that groups stand together, each where its first sequence stood.
-
-    Args:
-        chunks: the table.
-        loss_groups: as in `Problem`.
-    """
+    """Move the sequences of a table so that groups stand together, each where its first sequence stood."""
     if not has_groups(loss_groups):
         return chunks
     together = connected(chain(joint_losses(chunks, loss_groups), slice_groups(chunks)))

@@ -82,9 +82,6 @@ def backward_items(
     """Compute the bytes of backwards by item (`cost.memory`).
 
     Args:
-        stage: the stage.
-        work: of the chunks.
-        costs: time and memory of every stage.
         mode: recompute mode of the layer in `kept` and `peak`; empty for one that keeps everything.
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
     """
@@ -269,13 +266,7 @@ def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Number
 
 
 def padded(frontier: Sequence[FrontierStep], count: int, num_chunks: int) -> tuple[FrontierStep, ...]:
-    """Return the steps, and `ABSENT` ones up to a number of steps.
-
-    Args:
-        frontier: the steps.
-        count: the number.
-        num_chunks: of the chunk table.
-    """
+    """Return the steps, and `ABSENT` ones up to a number of steps."""
     none = np.zeros(num_chunks, dtype=np.int64)
     return (*frontier, *[FrontierStep(none + ABSENT, none, np.zeros(num_chunks), none)] * (count - len(frontier)))
 
@@ -290,11 +281,7 @@ def passes_of(
     the keys and values, and of everything else a forward holds only what it needs while it runs.
 
     Args:
-        stage: the stage.
-        work: of the chunks.
-        costs: time and memory of every stage.
         modes, in_order: as `recompute_frontier` takes them.
-        forward_only: there are no backwards.
     """
     none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
     cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)

@@ -159,7 +159,6 @@ def require_whole(options: Options, tokens: int) -> None:
     """Raise `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
 
     Args:
-        options: the user's settings.
         tokens: of that planner's longest chunk, padded.
     """
     if options.chunk_tokens is not None and tokens > options.chunk_tokens:
@@ -173,11 +172,6 @@ def require_whole(options: Options, tokens: int) -> None:
 
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse a problem that no planner here can plan.
-
-    Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
 
     Raises:
         PlanError: sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans hold.
@@ -215,8 +209,6 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
     """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold.
 
     Args:
-        lengths: tokens of every sequence.
-        costs: time and memory of every stage.
         token_multiple: chunks are padded to a multiple of this.
 
     Raises:

@@ -36,7 +36,6 @@ class FixedPlacement(Protocol):
         """Return even layers at the placement.
 
         Args:
-            num_layers, num_ranks: of the model, and of the pipeline.
             count: stages per rank, where the schedule takes any number.
         """
         ...

@@ -110,9 +110,7 @@ class Replicas:
         """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute.
 
         Args:
-            order: of all actions.
             tables: without KV offload.
-            table: the chunk table.
         """
         every = zip(tables, table.chunks, self.problems, strict=True)
         found = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
@@ -125,8 +123,6 @@ class Replicas:
 
         Args:
             tables: without it.
-            table: the chunk table.
-            pairs, sharing: as `with_kv_offload` takes them, `pairs` for every replica.
         """
         every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
         shared = self.costs, self.modes
@@ -136,7 +132,6 @@ class Replicas:
         """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
 
         Args:
-            order: of all actions.
             table, pairs: as `kv_offload` takes them.
         """
         if not any(pairs):
@@ -151,8 +146,6 @@ class Replicas:
         """Fit the recompute of all replicas under their caps.
 
         Args:
-            codes: the order.
-            tables: of every replica.
             by_stay: as `fit_recompute` takes it.
         """
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
@@ -206,11 +199,6 @@ def _largest(rows: Sequence[OperationRows]) -> OperationRows:
 def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -> None:
     """Refuse problems of replicas in lockstep that make no sense, or differ in more than their lengths.
 
-    Args:
-        problems: one for each replica.
-        costs: of every replica's pipeline.
-        options: the user's settings.
-
     Raises:
         PlanError: there is no problem, they differ, or another planner than "greedy", or one with a time budget, is asked for.
         InfeasibleError, PlanError: as `validate` raises them.
@@ -252,8 +240,6 @@ def split_together(made: Sequence[Decisions], tables: Sequence[Tables], replicas
 
     Args:
         made: decisions of every replica, with one order and one recompute.
-        tables: of every replica.
-        replicas: what is planned.
     """
     whole, recompute_steps = made[0].order, made[0].recompute_steps
     orders = {coded(whole, len(made[0].chunks)).key: whole}

@@ -32,10 +32,6 @@ ROUNDS = 16
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
     """Plan a batch, or replicas in lockstep, by the search.
 
-    Args:
-        problems: one for each replica.
-        costs, options: as `plan` takes them.
-
     Raises:
         InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
     """
@@ -59,7 +55,6 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
 
     Args:
         problems: one for each replica, equal but for their lengths.
-        costs: of every replica's pipeline.
         options: the settings of the user. The planner must be "greedy", without a budget.
 
     Returns:
@@ -79,7 +74,6 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so.
 
     Args:
-        problem, costs, options: as `plan` takes them.
         least_host: as `infeasible` takes it.
     """
     try:
@@ -130,9 +124,6 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
 
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """The decisions of the default planner, as other planners begin with them.
-
-    Args:
-        problem, costs, options: as `plan` takes them.
 
     Raises:
         InfeasibleError: nothing fits the caps.

@@ -117,7 +117,6 @@ class Candidates:
     """Makes candidates from recipes, and remembers them.
 
     Args:
-        replicas: what to plan.
         free: candidates for the same batch without caps, whose chunks and orders are used again.
         chunks: the only table, of one replica; None to cut the batch.
 
@@ -412,9 +411,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     """Walk along one setting to both sides, as long as it gets better; return the best.
 
     Args:
-        candidates: made so far.
         best: where to begin.
-        setting: along which to walk.
     """
     if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + CLOSE):
         return best
@@ -445,7 +442,6 @@ def descend(candidates: Candidates, best: Candidate, settings: Sequence[RecipeSe
 
     Args:
         candidates, best: as `walk` takes them.
-        settings: in their order.
     """
     unchanged = at = 0
     while unchanged < len(settings):
@@ -486,7 +482,6 @@ def search(replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> Candi
     """Search, free of caps and then under them; return all candidates under the caps.
 
     Args:
-        replicas: what to plan.
         chunks: as `Candidates` takes them.
 
     Raises:
@@ -564,8 +559,6 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     """Descend from openings where the best does not fit, is far from what it would be with more memory, or is small.
 
     Args:
-        candidates: under the caps.
-        best: of them.
         fastest: without caps.
     """
     is_small = candidates.problem.num_stages * len(best.table) <= SMALL

@@ -170,8 +170,6 @@ def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -
     """Return the values of every setting that a search may try.
 
     Args:
-        problem, options: as `plan` takes them.
-        num_cuts: of chunkers.
         splits: weight gradients may run apart.
     """
     placement = placement_of(problem)

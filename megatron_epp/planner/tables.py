@@ -129,7 +129,6 @@ class Tables:
         """Return the recomputed layers per mode after `num_steps` recompute steps.
 
         Args:
-            stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
         if not num_steps:
@@ -140,7 +139,6 @@ class Tables:
         """Number of recompute steps that amounts to a given recompute.
 
         Args:
-            stage, chunk: the stage and chunk.
             recompute: layers per mode.
         """
         return num_steps_of(recompute, self._modes(stage, chunk))
@@ -152,7 +150,6 @@ class Tables:
         """Microseconds that `num_steps` recompute steps add to the backward.
 
         Args:
-            stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
         return float(self.ways(stage).again_us[chunk, num_steps])
@@ -161,7 +158,6 @@ class Tables:
         """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
 
         Args:
-            stage, chunk: the stage and chunk.
             num_steps: number of recompute steps.
         """
         return int(self.ways(stage).kept[chunk, num_steps])
@@ -175,7 +171,6 @@ class Tables:
         """Time that a rank computes: the sum of the forwards and backwards of its stages, in microseconds.
 
         Args:
-            rank: the rank.
             backward_us: of each backward, ``[stage][chunk]``; no rows in a forward-only plan.
         """
         return sum(sum(times[stage]) for times in (self.forward_us, backward_us) if times for stage in self.stages_of[rank])
@@ -191,7 +186,6 @@ def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
     """Return the rows of `Tables` that passes have, by name. Stages with the same passes share rows, which must not be changed.
 
     Args:
-        passes: of every stage.
         trains: there are backwards.
     """
     names = (name for name in StagePasses.__slots__ if name in Tables.__slots__ and name not in ("num_layers", "passes"))
@@ -206,7 +200,6 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     """Return the tables as flat columns.
 
     Args:
-        tables: times and sizes.
         kinds: operations of the orders that are to be timed.
     """
     chunks = len(tables.message_us)

@@ -32,9 +32,6 @@ def tabulate(
     """Evaluate the costs of every stage and chunk. Stages with equal costs share passes and rows, which must not be changed.
 
     Args:
-        chunks, problem, costs: the table, the batch and the costs to plan with.
-        modes: of recompute, to choose from.
-        in_order: see `recompute_frontier`.
         work: of the chunks; None for the one that follows from the problem.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained) if work is None else work
@@ -85,7 +82,6 @@ def shard_room(rows: OperationRows | None, num_chunks: int) -> tuple[int, ...]:
 
     Args:
         rows: of `S`; None if there are no shards.
-        num_chunks: of the chunk table.
     """
     if rows is None:
         return ()
@@ -99,8 +95,6 @@ def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[s
 
     Args:
         stages: of the rank.
-        work: of the chunks.
-        costs: time and memory of every stage.
     """
     items: Counter[str] = Counter()
     for stage in stages:

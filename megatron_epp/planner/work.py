@@ -34,11 +34,7 @@ _WORK = ContextVar[Work | None]("work", default=None)
 
 @contextmanager
 def limited(limit: float) -> Iterator[Work]:
-    """Count the work of the block, which ends with `WorkSpentError` before it exceeds its limit or an enclosing block's.
-
-    Args:
-        limit: in steps.
-    """
+    """Count the work of the block, which ends with `WorkSpentError` before it exceeds its limit or an enclosing block's."""
     outer = _WORK.get()
     work = Work(limit if outer is None else min(limit, outer.limit - outer.steps))
     token = _WORK.set(work)
@@ -51,12 +47,7 @@ def limited(limit: float) -> Iterator[Work]:
 
 
 def spend(num_actions: int, steps: int = PLAYED) -> None:
-    """Count work. Raises `WorkSpentError` where it is beyond the limit.
-
-    Args:
-        num_actions: of an order, over all ranks.
-        steps: of each action.
-    """
+    """Count work. Raises `WorkSpentError` where it is beyond the limit."""
     work = _WORK.get()
     if work is not None:
         if work.steps + num_actions * steps > work.limit:

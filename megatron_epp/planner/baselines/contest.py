@@ -83,7 +83,6 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
 
     Args:
         sequences: in the order in which they are put; one above `room` has a bin of its own.
-        lengths: tokens of every sequence of the batch.
         room: tokens of a bin.
         taken: tokens already in bins that stand first.
 
@@ -112,7 +111,6 @@ def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = F
     """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit.
 
     Args:
-        lengths: tokens of every sequence.
         size: tokens of a slice, the last of a sequence excepted, and most tokens of a chunk.
         standalone: longest first, short sequences have chunks of their own. Otherwise in batch order, they fill up the last
             slices too.

@@ -27,9 +27,6 @@ def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline.
     With `options.chunk_tokens` that is the size.
 
-    Args:
-        problem, costs, options: as `planner.plan` takes them.
-
     Raises:
         InfeasibleError: no size fits the cap, even with all layers recomputed.
     """
@@ -43,8 +40,6 @@ def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: i
     """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
 
     Args:
-        contest: of the batch.
-        chunks: the chunk table.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own.
     """
     problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
@@ -69,8 +64,6 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
 
     Args:
         groups: for each sequence, its chunks in token order; n is the most chunks of any. Batched chunks stand alone.
-        num_stages: of the pipeline, one per rank.
-        forward_only: leave the backwards out.
 
     Returns:
         The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.

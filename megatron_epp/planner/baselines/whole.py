@@ -21,9 +21,6 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
     messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
 
-    Args:
-        problem, costs, options: as `planner.plan` takes them.
-
     Raises:
         InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
             or the context than `chunk_tokens`.
@@ -40,9 +37,6 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     With `options.chunk_tokens` no row is longer than that.
 
     Kinder than the original: rows are not padded to the context, and sequences of a row do not attend to each other.
-
-    Args:
-        problem, costs, options: as `planner.plan` takes them.
 
     Raises:
         InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context or

@@ -58,7 +58,6 @@ class Chunker:
         """Return the chunker of a problem's batch.
 
         Args:
-            problem: the batch and its padding.
             costs: time of a stage, by which work is balanced.
             chunk_tokens: most padded tokens of a chunk; None for no limit.
         """
@@ -259,12 +258,7 @@ class Chunker:
 
 
 def slowest_line(problem: Problem, costs: Costs) -> Line:
-    """Time of forward and backward on the stage that takes longest for the batch.
-
-    Args:
-        problem: the batch.
-        costs: time of every stage.
-    """
+    """Time of forward and backward on the stage that takes longest for the batch."""
     tokens, share = sum(problem.lengths), problem.trained_share
     pairs = sum(causal_pairs(0, length) for length in problem.lengths)
     lines = [
@@ -289,8 +283,6 @@ def cuts_at(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int
 
     Args:
         ends: of the slices of the longest sequence.
-        sequences: to cut, in forward order.
-        lengths: tokens of every sequence of the batch.
     """
     return {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in sequences}
 
@@ -301,7 +293,6 @@ def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], len
     Args:
         cuts: of every sliced sequence in forward order: its start, and the end of each slice.
         held: whole sequences that follow the tail slice of each of these, then the sequences of every batched chunk.
-        lengths: tokens of every sequence.
     """
     whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
     chunks: list[Chunk] = []

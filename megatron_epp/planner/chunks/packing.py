@@ -103,8 +103,6 @@ class _Shelf:
         """Add an item to a bucket.
 
         Args:
-            number: of the bucket.
-            item: the sequences to add.
             time_limit_us: work above which a bucket counts as full.
         """
         bucket = self.buckets[number]

@@ -23,7 +23,6 @@ def started(chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] 
     Args:
         chunks: the chunk table, longest sequence first.
         num_ranks: ranks of the pipeline; a pipeline is full with about as many chunks.
-        loss_groups: as in `Problem`.
     """
     groups = [tuple(chunks[c] for c in run) for run in slice_groups(chunks, loss_groups)]
     single = [group for group in groups if len(group) == 1]

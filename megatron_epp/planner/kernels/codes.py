@@ -115,12 +115,7 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
 
 
 def coded(order: Sequence[Sequence[Action]], num_chunks: int) -> CodedOrder:
-    """Return an order whose actions are numbers. Raises `PlanError` as `encode` does.
-
-    Args:
-        order: actions of every rank.
-        num_chunks: of the chunk table.
-    """
+    """Return an order whose actions are numbers. Raises `PlanError` as `encode` does."""
     if _is_coded(order, num_chunks):
         return order
     return CodedOrder(encode_known(order, num_chunks), num_chunks, order)
@@ -135,7 +130,6 @@ def code_of(action: Action, num_chunks: int) -> int:
 
     Args:
         action: a forward, a backward or a weight gradient; every order numbers these operations alike.
-        num_chunks: of the chunk table.
     """
     op, site, c = action
     return (site * num_chunks + c) << KIND_BITS | KINDS.index(op)
@@ -145,8 +139,6 @@ def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KI
     """Return the order as numbers. Raises `PlanError` if it has actions without known costs.
 
     Args:
-        order: actions of every rank.
-        num_chunks: of the chunk table.
         kinds: operations of the order.
     """
     if _is_coded(order, num_chunks) and order.codes.kinds == kinds[: len(order.codes.kinds)]:
@@ -172,12 +164,7 @@ def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
 
 
 def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the order that numbers stand for.
-
-    Args:
-        codes: the numbers.
-        num_chunks: of the chunk table.
-    """
+    """Return the order that numbers stand for."""
     every = np.asarray(codes.actions, dtype=np.int64)
     num_sites = int((every >> KIND_BITS).max(initial=-1)) // num_chunks + 1 if num_chunks else 0
     known = _actions(codes.kinds, num_sites, num_chunks)
@@ -192,6 +179,5 @@ def _actions(kinds: Kinds, num_sites: int, num_chunks: int) -> list[Action]:
     Args:
         kinds: operations of the orders.
         num_sites: the largest number of a site, plus one.
-        num_chunks: of the chunk table.
     """
     return list(starmap(Action, product(kinds, range(num_sites), range(num_chunks))))

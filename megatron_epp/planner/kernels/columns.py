@@ -65,7 +65,6 @@ def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: 
 
     Args:
         tables: by kind of action.
-        num_items: `Columns.num_items`.
         dtype: of the result.
     """
     found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
@@ -101,9 +100,6 @@ def need_columns(
 
     Args:
         kinds: operations of the orders that are to be timed.
-        rank_of: the rank of each stage.
-        num_items: `Columns.num_items`.
-        num_chunks: of the chunk table.
         transfer_us: times by chunk of a transfer over the boundary behind a stage.
     """
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)

@@ -14,9 +14,6 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
     """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
 
     Args:
-        actions: of all ranks (`Codes.actions`).
-        begin, stop: the part of one rank.
-        columns: sizes by item.
         recompute_steps: recompute steps by item, of all stages.
         static: bytes that the rank holds throughout.
     """
@@ -162,8 +159,6 @@ def fit(
     """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
 
     Args:
-        actions, starts: the order (`Codes`).
-        columns: sizes by item.
         caps: bytes of every rank.
         caps_at: the same by position among the actions.
         recompute_steps: the result, by item; zeros before.

@@ -88,9 +88,7 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run a ready action on a free rank.
 
     Args:
-        rank: the rank.
         now: time in microseconds, at or after the end of its last action.
-        ready: times, limits and storage.
 
     Returns:
         When the result arrives, in microseconds, and at which rank; `NONE` if no action is ready.

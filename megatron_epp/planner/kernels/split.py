@@ -82,7 +82,6 @@ def storage(actions: IntegerList, starts: IntegerList, columns: Columns) -> tupl
 
     Args:
         actions, starts: the order (`Codes`), of forwards and whole backwards.
-        columns: times and sizes by item.
     """
     count, ranks = len(actions), len(starts) - 1
     whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
@@ -111,7 +110,6 @@ def split_off(
 
     Args:
         whole: the order; all else in it is written.
-        columns: times and sizes by item.
         recompute_steps: recompute steps by item.
         caps: bytes of every rank.
         away: bytes that copies have taken away while each action runs, by position; empty where there are none.
@@ -150,22 +148,13 @@ def leaves_bytes(columns: Columns, item: int) -> bool:
     """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none at all.
 
     The backward of a stage without layers leaves nothing for a W to read.
-
-    Args:
-        columns: times and sizes by item.
-        item: a stage and a chunk (`Columns`).
     """
     return columns.weight_bytes[item] > 0 or columns.kept[columns.first_way[item]] + columns.forward_alloc[item] == 0
 
 
 @compiled
 def puts_off(columns: Columns, item: int) -> bool:
-    """Return True if a backward has a weight gradient to delay, which takes time.
-
-    Args:
-        columns: times and sizes by item.
-        item: a stage and a chunk (`Columns`).
-    """
+    """Return True if a backward has a weight gradient to delay, which takes time."""
     return columns.action_us[WEIGHT * columns.num_items + item] > 0 and leaves_bytes(columns, item)
 
 
@@ -174,8 +163,6 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
     """Play an order and put weight gradients in as it goes; False if it deadlocks.
 
     Args:
-        whole: the order.
-        columns: times and sizes by item.
         filled: the result, and storage.
         gap_share: as `split_off` takes it.
     """

@@ -153,7 +153,6 @@ def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
     Args:
         trial: the state, changed in place.
-        facts: inputs that stay fixed.
         spare: working storage.
     """
     ranks, numbers = len(facts.starts) - 1, spare.numbers
@@ -184,7 +183,6 @@ def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: Integ
     Args:
         actions: of every rank, changed in place.
         rank: whose action is moved.
-        facts: inputs that stay fixed.
         far: most places to move it.
         numbers: state of the random numbers.
     """
@@ -207,10 +205,6 @@ def may_swap(one: int, two: int, facts: Facts) -> bool:
     """Return True if an action may swap places with the next one of its rank.
 
     On one stage, two actions of the same kind may not, nor may a forward and a backward of its own sequence.
-
-    Args:
-        one, two: codes of the action and the next.
-        facts: the fixed inputs.
     """
     chunks, op = facts.columns.num_chunks, one & KIND_MASK
     if (one >> KIND_BITS) // chunks != (two >> KIND_BITS) // chunks:
@@ -225,7 +219,6 @@ def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
 
     Args:
         actions: of every rank, changed in place.
-        facts: inputs that stay fixed.
         numbers: state of the random numbers.
     """
     chunks = facts.columns.num_chunks
@@ -286,7 +279,6 @@ def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, sp
 
     Args:
         trial: the state, whose recompute is changed.
-        facts: inputs that stay fixed.
         first, stop: ranks that changed.
         room: storage for times.
         spare: working storage.

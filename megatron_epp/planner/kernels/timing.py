@@ -58,10 +58,7 @@ def play(
     ask for.
 
     Args:
-        actions, starts: the order (`Codes`).
-        columns: what waits for what on other sites.
         took_us: time of every action, by node (`durations`).
-        copies: offloads and loads of every rank.
         room: storage for the results.
     """
     ranks = len(starts) - 1
@@ -147,8 +144,6 @@ def arrived_us(node: int, columns: Columns, ended_us: FloatList) -> float:
     """Time at which all is there that an action needs from other sites; negative if something has not run.
 
     Args:
-        node: the action (`Columns.needs`).
-        columns: what waits for what.
         ended_us: end of each node; negative while it has not run.
     """
     last_us = 0.0

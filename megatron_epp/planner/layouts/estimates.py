@@ -24,8 +24,6 @@ class Estimates:
     Args:
         batches: of one replica each; their placement does not matter.
         costs_of: costs with a layout.
-        options: of the planner.
-        floors: the work of the batches.
     """
 
     def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
@@ -54,8 +52,6 @@ class Estimates:
         """Estimate the mean makespan with the grains of a layout that differs little.
 
         Args:
-            layout: to estimate.
-            grains: of the other.
             enough_us: mean makespan from which on more does not matter: then the batches that are left are not estimated.
 
         Returns:

@@ -130,9 +130,6 @@ def choose(sample: Sample) -> LayoutChoice:
 
     Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than `WORTH`.
 
-    Args:
-        sample: batches, costs and what is allowed.
-
     Raises:
         InfeasibleError: no layout fits the caps; the message is about even layers.
         EppError: there are more ranks than layers, or the costs or batches make no sense.
@@ -144,7 +141,6 @@ class _Search:
     """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches.
 
     Args:
-        sample: batches, costs and what is allowed.
         even: the layout over which gains are computed.
     """
 

@@ -73,7 +73,6 @@ class LayerWork:
 
         Args:
             num_layers: of the model; in units of `step`, no fewer than stages.
-            placement: of the stages.
             shards_vocabulary: the output layer is in shards over the ranks.
             step: `WHOLE` or `HALF`, what every stage has a multiple of.
         """
@@ -106,7 +105,6 @@ def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None 
     Only the first and the last stage may end up without layers.
 
     Args:
-        layout: to change.
         source: the rank that has less.
         step: half layers.
         targets: ranks that may have more; None for all others.

@@ -29,7 +29,6 @@ def account_of(plan: Plan, costs: Costs) -> Account:
 
     Args:
         plan: made with `costs`.
-        costs: time and memory of every stage.
     """
     work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
@@ -144,7 +143,6 @@ class _Stage:
         """Compute by item the peak of a backward above the bytes live when it starts.
 
         Args:
-            c: the chunk.
             num_bytes: that the items add up to.
             split: the weight gradient is split off.
             left: bytes that the backward leaves; the peak where it is there only in the end.
@@ -165,9 +163,6 @@ def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn)
     """List the device bytes of each chunk's forward and backward for keys and values that are in host memory (KV offload).
 
     Args:
-        costs: of the pipeline.
-        stage: the stage.
-        work: of its chunks.
         kv_offload: of each chunk, True if its keys and values are in host memory.
     """
     if not kv_offload.any():
@@ -188,7 +183,6 @@ def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
     Args:
         items: bytes by item.
         num_bytes: what they are to add up to.
-        name: of the item that is adjusted.
     """
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 

@@ -56,8 +56,6 @@ def fit_ahead(
     Chunks that stay recompute where ranks are above their caps.
 
     Args:
-        order: the compute actions of every rank.
-        tables: times and sizes.
         caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time.
         wanted: the shares.
@@ -97,8 +95,6 @@ def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, 
     """Copy the chunks for which the link has time, in the order in which their forwards end.
 
     Args:
-        order, codes: the actions of every rank, and the same as numbers.
-        tables: times and sizes.
         steps: recompute ``[stage][chunk]``.
         wanted: the shares.
     """

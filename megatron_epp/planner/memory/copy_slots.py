@@ -47,8 +47,6 @@ def choose(
     finds the gaps that the others leave.
 
     Args:
-        order: of all actions.
-        tables: of the chunks.
         excess: bytes of every rank above what it aims at, while each of its actions runs.
         recompute_steps, played: the recompute and the times that follow.
 
@@ -139,7 +137,6 @@ class Chooser:
         """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy.
 
         Args:
-            stage, c: stage and chunk.
             kept: bytes that the stage keeps of the chunk.
         """
         allowed = int(kept * self.tables.offloadable_share)
@@ -149,7 +146,6 @@ class Chooser:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
 
         Args:
-            forward: of the chunk.
             entered: its position in the rank's list.
             share: of the kept bytes.
             wanted_us: latest end of the copy out.
@@ -197,7 +193,6 @@ class Busy:
 
         Args:
             after_us, before_us: the time within which it is.
-            took_us: the length.
         """
         times = self.times
         for at in range(max(1, bisect_left(times, (after_us, after_us))), len(times)):
@@ -213,7 +208,6 @@ class Busy:
 
         Args:
             after_us, before_us: the time within which it is.
-            took_us: the length.
         """
         for at in range(bisect_left(self.times, (before_us, before_us)), 0, -1):
             end = min(self.times[at][0], before_us)
@@ -233,7 +227,6 @@ def earliest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us
     Args:
         both: times taken, of either.
         after_us, before_us: the time within which it is.
-        took_us: the length.
     """
     return _of_both(both, after_us, lambda one, after_us: one.earliest(after_us, before_us, took_us))
 
@@ -244,7 +237,6 @@ def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: 
     Args:
         both: times taken, of either.
         after_us, before_us: the time within which it is.
-        took_us: the length.
     """
     end = _of_both(both, before_us, lambda one, before_us: one.latest(after_us, before_us, took_us))
     return None if end is None else end - took_us

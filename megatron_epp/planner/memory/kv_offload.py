@@ -50,7 +50,6 @@ def with_kv_offload(
 
     Args:
         tables: of a plan without KV offload.
-        chunks, problem, costs, modes, in_order: the arguments from which `tables` were made.
         pairs: stages and sequences whose keys and values are in host memory.
         sharing: factor by which the link is slower for each of its uses.
     """
@@ -78,8 +77,6 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, train
 
     Args:
         passes: of a stage, without caches of these chunks.
-        which: the chunks.
-        host: costs of KV offload.
         trains: there are backwards.
     """
     pieces = np.where(which, host.forward_bytes, 0)
@@ -114,7 +111,6 @@ def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWor
     """Return the work without keys and values of slices on the device.
 
     Args:
-        work: of the chunks.
         which: of those chunks; None for all.
     """
     return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
@@ -124,8 +120,6 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
     """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once.
 
     Args:
-        costs: of the pipeline.
-        work: of the chunks.
         pairs: stages and sequences whose keys and values are in host memory.
         sharing: factor by which the link is slower for each of its uses.
     """
@@ -162,7 +156,6 @@ def choices(
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
 
     Args:
-        order: of all actions.
         tables, chunks, problem, costs, modes, in_order: as `with_kv_offload` takes them.
 
     Returns:
@@ -191,7 +184,6 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
     """Compute the most bytes that every rank has in host memory by KV offload.
 
     Args:
-        order: the actions of every rank.
         chunks, problem, costs, pairs: as `kv_offload_entries` takes them.
     """
     entries = kv_offload_entries(chunks, problem, costs, pairs)
@@ -207,8 +199,6 @@ def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[li
 
     Args:
         tables: sizes in bytes.
-        chunks: the chunk table.
-        problem: the batch and the placement.
     """
     slices = slices_in(chunks, problem.lengths)
 

@@ -57,12 +57,7 @@ class Offload:
     copies: CopyOrder
 
     def moved(self, tables: Tables, stage: int, c: int) -> int:
-        """Bytes that a copy of a chunk moves.
-
-        Args:
-            tables: sizes.
-            stage, c: the stage and the chunk.
-        """
+        """Bytes that a copy of a chunk moves."""
         kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
         return moved_of(kept, tables.layer_input[stage][c], self.shares[stage][c])
 
@@ -140,10 +135,6 @@ def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
     """Compute the least bytes of every rank in some forward, if all layers recompute and all that other chunks keep is away.
 
     Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
-
-    Args:
-        order, codes: the order, as actions and as numbers.
-        tables: times and sizes.
     """
     most, found = by_stage(tables.columns.most, tables.columns.num_chunks), []
     for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):
@@ -176,8 +167,6 @@ def _fit_copies(
     met after `ROUNDS`, or the start is slower than `limit_us` by `SLOWER`.
 
     Args:
-        order, codes: the compute actions, and the same as numbers.
-        tables: times and sizes of every replica.
         caps: bytes of the ranks.
         recompute_steps: recompute ``[stage][chunk]`` to start from.
         limit_us: makespan of the best so far; None where there is none.
@@ -226,8 +215,6 @@ def _chosen(
     """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both.
 
     Args:
-        order, codes: the compute actions, and the same as numbers.
-        tables: times and sizes of the replica.
         held: bytes live while each action runs, ``[rank][position]``.
         aims: bytes of the ranks to come below.
         recompute_steps: recompute ``[stage][chunk]`` to start from.
@@ -267,9 +254,6 @@ def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, playe
     """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan.
 
     Args:
-        order: the compute actions.
-        tables: times and sizes of the chunks.
-        made: recompute and copies.
         played: times of the order with these copies.
     """
     found = []
@@ -303,7 +287,6 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
 
     Args:
         tables, made, played: as `peaks_with_copies` takes them.
-        rank: the rank.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions, moved = [action for action, _ in made.copies[rank]], cache(lambda stage, c: made.moved(tables, stage, c))

@@ -54,10 +54,7 @@ def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: fl
     """Compute how many forwards each stage may have run before each of its backwards, without recompute.
 
     Args:
-        groups: of the chunk table (`slice_groups`).
-        tables: sizes of the chunks.
         problem: one stage per rank, and the caps.
-        room: as in `CappedWarmUp`.
     """
     total, stages = groups[-1].stop if groups else 0, problem.num_stages
     forwards = np.arange(total) << KIND_BITS | FORWARD

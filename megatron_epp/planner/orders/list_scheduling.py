@@ -48,11 +48,7 @@ class ListScheduling:
 
 
 def order_of(run: ready.Ready) -> CodedOrder:
-    """Run a pipeline, and return its order. Raises `PlanError` if not all actions can run.
-
-    Args:
-        run: times, limits and storage.
-    """
+    """Run a pipeline, and return its order. Raises `PlanError` if not all actions can run."""
     starts = [*numbers(run.filled), len(run.out)]
     ready.run(run)
     if numbers(run.filled) != starts[1:]:
@@ -61,13 +57,7 @@ def order_of(run: ready.Ready) -> CodedOrder:
 
 
 def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> ready.Ready:
-    """Collect times and limits of a chunk table, and storage.
-
-    Args:
-        chunks: the table.
-        tables: times and sizes of its chunks.
-        rule: the settings.
-    """
+    """Collect times and limits of a chunk table, and storage."""
     groups = slice_groups(chunks)
     stages, total, ranks = len(tables.rank_of), len(chunks), len(tables.stages_of)
     columns, trains, items = tables.columns, bool(tables.backward_us), stages * total

@@ -123,10 +123,7 @@ def in_blocks(
     """Forwards and backwards of a rank by the unit of time in which the block has them.
 
     Args:
-        name: of the block.
         own: two stages on each rank in a V.
-        rank: the rank.
-        groups: of the chunk table.
         forward_blocks, backward_blocks: number of the block in which each forward and each backward runs, rising.
     """
     (first, second), units = own.stages(rank), BLOCKS[name](rank, own.num_ranks)
@@ -178,10 +175,6 @@ def one_warm_up(groups: Sequence[range], own: Placement) -> Order:
     """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) p`` forwards (2104.04473, section 2.2.2).
 
     Where slices need more forwards before the first backward than the warm-up has, it is longer by as many.
-
-    Args:
-        groups: of the chunk table.
-        own: the placement.
     """
     ranks, laps = own.num_ranks, list(range(own.num_chunks))
     forwards = by_laps(range(groups[-1].stop), ranks, laps)
@@ -199,7 +192,6 @@ def of_laps(
 
     Args:
         forwards, backwards: laps and chunks, in order (`by_laps`).
-        own: the placement.
         ahead: for each backward of each rank, how many forwards run before it.
     """
     num_chunks, rows = len(forwards) // own.num_chunks, []
@@ -226,7 +218,6 @@ def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, prob
     """Return the first order that runs, otherwise list scheduling's.
 
     Args:
-        made: the orders.
         chunks, tables, problem: as `OrderRule.order` takes them.
     """
     for order in (coded(one, len(chunks)) for one in made):

@@ -30,8 +30,6 @@ def with_split_weights(
 
     Args:
         order: forwards and whole backwards that fit the caps.
-        tables: times and sizes of the chunks.
-        made: recompute and copies that the order is overlapped with.
         caps: bytes of the ranks.
         enough_us: makespan at which no further order is tried.
         parts: steps from the caps to these peaks.
@@ -101,7 +99,6 @@ def split_weights(
 
     Args:
         order: forwards and whole backwards that fit the caps with `recompute_steps`.
-        tables: times and sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``.
         caps: bytes of the ranks.
         away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
@@ -125,7 +122,6 @@ def peaks(order: Order | Codes, tables: Tables, made: Offload, played: Played | 
     """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
 
     Args:
-        order: the actions of every rank.
         tables, made: as `with_split_weights` takes them.
         played: times of the order with the copies, where they are known.
     """

@@ -46,7 +46,6 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
 
     Args:
         order: forwards and, unless it is forward-only, backwards, with or without weight gradients of their own.
-        tables: times and sizes of the chunks.
         recompute_steps: recompute ``[stage][chunk]``, which makes backwards longer.
 
     Raises:
@@ -64,7 +63,6 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
     """Collect times and bytes of the shards, and storage for the result.
 
     Args:
-        tables: times and sizes of the chunks.
         most: actions of every rank without the shards' actions.
     """
     rows, chunks, ranks = tables.added[Op.S], len(tables.message_us), len(most)

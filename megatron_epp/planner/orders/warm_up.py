@@ -37,7 +37,6 @@ class OrderRule(Protocol):
             chunks: the chunk table in forward order. For lockstep replicas it stands for all of their tables: which chunks are
                 slices of one sequence holds for all, their lengths do not.
             tables: times in microseconds and sizes in bytes of these chunks ``[stage][chunk]``.
-            problem: the placement and the memory caps.
         """
         ...
 
@@ -51,11 +50,6 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
     just ended, the rank lets the window shrink by as much before it goes on with forwards.
 
     With one chunk per sequence this is 1F1B. Sequences must come with falling numbers of slices.
-
-    Args:
-        chunks: the chunk table in forward order.
-        num_stages: stages of the pipeline, one on each rank.
-        forward_only: leave the backwards out.
     """
     groups = slice_groups(chunks)
     alive = [done + len(group) for done, group in enumerate(group for group in groups for _ in group)]
@@ -66,9 +60,7 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
     """Order each rank's forwards and backwards by how many forwards have run before each backward.
 
     Args:
-        groups: of the chunk table (`slice_groups`).
         num_stages, forward_only: as `elastic_1f1b` takes them.
-        ahead: the numbers of forwards before the backwards of a stage.
     """
     total = groups[-1].stop if groups else 0
     forwards = np.arange(total, dtype=np.int64) << KIND_BITS | FORWARD
@@ -97,12 +89,7 @@ def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbe
 
 
 def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
-    """Return the order of every rank's codes.
-
-    Args:
-        rows: of forwards, backwards and weight gradients.
-        num_chunks: of the chunk table.
-    """
+    """Return the order of every rank's codes."""
     starts = accumulate(map(len, rows), initial=0)
     return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
 
@@ -111,7 +98,6 @@ def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
     """Compute how many forwards the last rank has run before each of its backwards.
 
     Args:
-        groups: of the chunk table (`slice_groups`).
         minimal: up to the end of the backward's sequence; else the number of backwards before it plus its sequence's slices.
     """
     if minimal:

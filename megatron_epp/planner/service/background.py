@@ -45,8 +45,6 @@ class BackgroundPlanner:
     same for equal problems in any case.
 
     Args:
-        costs: of every replica's pipeline.
-        options: the settings of the user.
         lockstep_group: index in `lockstep_groups` of the group to plan for.
         lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
         process: of `start_early`, which this planner uses and ends; None to start one.
@@ -123,9 +121,7 @@ def _planning(
     """Make the function that the process calls for every batch.
 
     Args:
-        costs, options: as `plan` takes them.
         lockstep_group: number of the replica's group.
-        lockstep_groups: the replicas of each group.
     """
     steady = replace(options, budget_ms=None)
     better = Anytime(costs, options) if options.budget_ms else None

@@ -38,10 +38,6 @@ class PackedPlan(NamedTuple):
     def of(cls, plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
         """Lower and pack a plan.
 
-        Args:
-            plan: of the replica.
-            planning_us, share, division: the attributes.
-
         Raises:
             PlanError: the plan's order deadlocks.
         """

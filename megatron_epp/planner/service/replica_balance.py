@@ -76,7 +76,6 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
 
     Args:
         problem: with the lengths of the whole batch.
-        costs: of the pipeline of every replica.
         lockstep_groups: of the replicas, each of which gets at least one sequence.
         time_us: makespan of the problems of a group, one for each replica, by their plans or by an estimate.
         tries: exchanges judged by it, at most.
@@ -124,9 +123,7 @@ def by_count(count: int, replica: int, replicas: int) -> Share:
     """Return the share of a replica where sequences are dealt one after the other.
 
     Args:
-        count: sequences of the batch.
         replica: index of the replica.
-        replicas: their number.
     """
     return tuple(range(replica, count, replicas))
 
@@ -166,7 +163,6 @@ class _Exchange:
         """Exchange sequences between replicas until the imbalance is low enough or no exchange helps.
 
         Args:
-            shares: of the replicas, at the start.
             tries: most exchanges that are tried.
             enough: imbalance of the groups' times at which to stop.
 

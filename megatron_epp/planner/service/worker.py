@@ -51,7 +51,6 @@ class Worker:
     Args:
         make: a function at the top level of a module; its result is called. It may prepare something and return None; then
             another function and its arguments have to be sent.
-        args: its arguments, in the process.
         niceness: added to the process's own, so that it takes only time that others leave.
     """
 
@@ -108,8 +107,6 @@ def started(
 
     Args:
         serve: a function at the top level of a module, which gets the handle and `args`.
-        args: numbers or texts.
-        options: options of Python's command line.
         environment: variables that are set before anything is imported, in addition to this process's.
     """
     ours, theirs = Pipe()
