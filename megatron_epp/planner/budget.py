@@ -18,7 +18,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.messages import MessageRoomError
-from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned

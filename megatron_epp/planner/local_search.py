@@ -19,7 +19,7 @@ from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integer
 from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.kernels.steps import Facts, Spare, StepChoice, copy_choice, search
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, has_shards, no_storage
 from megatron_epp.planner.orders.vocabulary import storage as shard_storage
 from megatron_epp.planner.problem import Options, Problem

@@ -28,7 +28,7 @@ from megatron_epp.planner.kernels.codes import Codes, coded
 from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.messages import raised
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
+from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.tables import Tables

@@ -31,8 +31,7 @@ from megatron_epp.planner.local_search import SMALL, improve
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
-from megatron_epp.planner.orders.complete import completed
-from megatron_epp.planner.orders.split_weight import peaks
+from megatron_epp.planner.orders.completion import completed, peaks
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
 from megatron_epp.planner.settings import (
@@ -288,7 +287,9 @@ class Candidates:
         limit_us: float,
         room: list[list[int]],
     ) -> Iterator[Candidate]:
-        """Copy activations where a cap requires it and, of a single replica, ahead of that, as the link has time.
+        """Copy activations where a cap requires it and, with several stages per rank, ahead of that, as the link has time.
+
+        With one stage per rank copies ahead made none of 48 plans faster by more than 0.3 %, and took a third of the time.
 
         The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
         above its cap, copies are chosen again for a lower one.
@@ -300,7 +301,7 @@ class Candidates:
                 yield candidate
                 break
             aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not self.replicas.is_lockstep:
+        if not (self.replicas.is_lockstep or self.is_single):
             shares = longest_lived_shares(tables[0])
             ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
             candidate, above = self._with_copies(nothing, plain, tables, ahead)

@@ -15,7 +15,7 @@ from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.split import EAGER, split_off, storage
 from megatron_epp.planner.local_search import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
-from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
+from megatron_epp.planner.orders.completion import split_weights, with_split_weights
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import search

@@ -9,7 +9,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, coded
 from megatron_epp.planner.kernels.split import EAGER, WHOLE
 from megatron_epp.planner.memory.offload import Offload
-from megatron_epp.planner.orders.split_weight import split_weights, with_split_weights
+from megatron_epp.planner.orders.completion import split_weights, with_split_weights
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 
 RANKS = 4

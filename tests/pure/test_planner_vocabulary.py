@@ -39,7 +39,7 @@ from megatron_epp.planner.kernels.shards import insert
 from megatron_epp.planner.layouts.search import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.orders.complete import completed
+from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy

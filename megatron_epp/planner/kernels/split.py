@@ -1,4 +1,4 @@
-"""Weight gradients put into an order of whole backwards, where a rank would wait (`orders.split_weight`)."""
+"""Weight gradients put into an order of whole backwards, where a rank would wait (`orders.completion`)."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def with_kv_offload(
     found, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
     first_equal, bare_work = costs.equal_stages, without_caches(work)
     bare = {
-        first_equal[stage]: passes_of(first_equal[stage], bare_work, costs, modes, in_order, problem.forward_only)
-        for stage, _ in pairs
+        equal: passes_of(equal, bare_work, costs, modes, in_order, problem.forward_only)
+        for equal in {first_equal[stage] for stage, _ in pairs}
     }
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
     for stage, host in found.items():

@@ -29,7 +29,7 @@ class ListScheduling:
     there is no deadlock: the forwards that the next backward waits for are always allowed.
 
     With `waiting` weight gradients run apart from their backwards, where nothing else is ready or that many wait. They shape
-    the order and are not in it: where they run is decided once the order is known to fit (`orders.split_weight`).
+    the order and are not in it: where they run is decided once the order is known to fit (`orders.completion`).
 
     Attributes:
         window: chunks alive on a rank's first stage, in multiples of the ranks.

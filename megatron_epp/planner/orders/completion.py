@@ -1,9 +1,13 @@
-"""Split weight gradients: run where a rank would wait, at the latest when their memory is needed."""
+"""Completion of an order of forwards and backwards: the vocabulary's shards, and weight gradients of their own.
+
+Weight gradients run where a rank would wait, at the latest when their memory is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 
 from megatron_epp.plan import PlanError
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, makespan_us, play
@@ -13,35 +17,63 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8
 """Rounds in which fewer weight gradients are delayed, where the order is overlapped with copies."""
 
 
+def completed(
+    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
+) -> tuple[Order, float]:
+    """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
+
+    Args:
+        order: forwards and whole backwards that fit the caps.
+        tables, made, caps, enough_us: as `with_split_weights` takes them.
+        split: weight gradients may be split off.
+
+    Returns:
+        The order and its makespan in microseconds.
+    """
+    found = order
+    if split:
+        found, split_us = with_split_weights(order, tables, made, caps, enough_us)
+        if not has_shards(tables):
+            return found, split_us
+    copies = timed(made, tables)
+
+    def time_us(tried: Order) -> float:
+        return makespan_us(tried, tables, made.recompute_steps, copies)
+
+    if not has_shards(tables):
+        return order, time_us(order)
+    tried = [with_shards(one, tables, made.recompute_steps) for one in ((order,) if found is order else (found, order))]
+    took_us = list(map(time_us, tried))
+    return min(zip(tried, took_us, strict=True), key=itemgetter(1))
+
+
 def with_split_weights(
-    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0, parts: int = 1
+    order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0
 ) -> tuple[Order, float]:
     """Split weight gradients off where that is faster; return the faster order and its makespan in microseconds.
 
     They wait as the caps let them: for gaps that they fit into, or for gaps of at least `EAGER` of their time. Where that takes
-    longer than `enough_us`, they wait within less memory, down to the peaks of whole backwards: then they run sooner, which may
-    be faster.
+    longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
 
     Args:
         order: forwards and whole backwards that fit the caps.
         caps: bytes of the ranks.
         enough_us: makespan at which no further order is tried.
-        parts: steps from the caps to these peaks.
     """
     whole = encode_known(order, tables.columns.num_chunks)
     before = play(whole, tables, made.recompute_steps, timed(made, tables)) if made.copies else None
     best = whole
     best_us = makespan_us(whole, tables, made.recompute_steps) if before is None else before.makespan_us
     own = tuple(map(min, caps, peaks(whole, tables, made, before)))
-    less = (tuple(least + (cap - least) * part // parts for cap, least in zip(caps, own, strict=True)) for part in range(parts))
     away = [] if before is None else away_bytes(tables, made, before)
-    for aims, gap_share in ((caps, split.WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, *less)))):
+    for aims, gap_share in ((caps, split.WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, own)))):
         found = split_with_copies(whole, tables, made, aims, away, gap_share)
         if found is not None and found[1] < best_us:
             best, best_us = found
