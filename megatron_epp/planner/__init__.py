@@ -12,7 +12,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import nearest, shown
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.budget import Anytime
+from megatron_epp.planner.budget import plan_within_budget
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
@@ -23,8 +23,7 @@ from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 from megatron_epp.planner.result import for_table, plan_or_refuse
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 __all__ = [
     "PLANNERS",
@@ -66,7 +65,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
     if options.planner == "greedy" and options.budget_ms:
-        return Anytime(costs, options).plan(problem)
+        return plan_within_budget(problem, costs, options)
     with uncollected():
         if options.planner == "greedy":
             return plan_or_refuse((problem,), costs, options)[0]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.align import Aligned, align
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
-from megatron_epp.planner.chunks.variants import by_length, started
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
+from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.orders.patterns import is_looped
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import LONGEST, STARTS, WHOLE, Recipe
 
@@ -90,3 +91,29 @@ class Cuts:
             runs = slice_groups(chunks, groups)[::-1] if recipe.grain <= LONGEST else ()
             return Aligned((tuple(chunks[c] for run in runs for c in run),)) if runs else None
         return Aligned((started(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))
+
+
+def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:
+    """Return two tables of whole sequences, one per chunk: longest first, and shortest first."""
+    lengths, chunks = problem.lengths, whole_sequences(problem.lengths)
+    rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
+    return [arranged(table, problem.loss_groups) for table in (rising[::-1], rising)]
+
+
+def started(chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] = ()) -> tuple[tuple[Chunk, ...], ...]:
+    """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
+
+    Args:
+        chunks: the chunk table, longest sequence first.
+        num_ranks: ranks of the pipeline; a pipeline is full with about as many chunks.
+    """
+    groups = [tuple(chunks[c] for c in run) for run in slice_groups(chunks, loss_groups)]
+    single = [group for group in groups if len(group) == 1]
+    first, second = single[:num_ranks], list[tuple[Chunk, ...]]()
+    for group in groups[1:]:
+        if sum(map(len, second)) >= 2 * num_ranks:
+            break
+        second.insert(0, group)
+    single_first = [*first, *(group for group in groups if len(group) > 1), *single[num_ranks:]]
+    second_first = [*second, *groups[:1], *groups[len(second) + 1 :]]
+    return tuple(tuple(chunk for group in order for chunk in group) for order in (single_first, second_first))

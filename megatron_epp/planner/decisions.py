@@ -14,8 +14,7 @@ from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offlo
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 @dataclass(frozen=True, slots=True)

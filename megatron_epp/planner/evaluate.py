@@ -18,7 +18,7 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
 RecomputeSteps = Sizes
-"""Recompute ``[stage][chunk]`` in recompute steps (see `frontier`): layers, where whole layers are the only mode."""
+"""Recompute ``[stage][chunk]`` in recompute steps (see `passes`): layers, where whole layers are the only mode."""
 
 Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
 """Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""

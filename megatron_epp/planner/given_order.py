@@ -16,8 +16,7 @@ from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped
 from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, OrderRule
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.settings import REACHES
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options, plain: bool) -> Decisions:

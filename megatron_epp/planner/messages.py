@@ -20,9 +20,9 @@ long before they are needed; then the batch is planned again with room for them.
 """
 _IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
-_SLACK = 8
+_MARGIN = 8
 """One part in so many more than a plan needed is set aside for the next one, whose order may differ a little. With 2 two plans
-of 70 were refused and two slower; with 64 two were faster, by up to 0.2 % (see `search.grains`).
+of 70 were refused and two slower; with 64 two were faster, by up to 0.2 %.
 """
 
 
@@ -61,7 +61,8 @@ def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
         try:
             return make(problem)
         except MessageRoomError as short:
-            problem = _with_room(problem, short)
+            before = problem.message_bytes or (0,) * problem.num_ranks
+            problem = replace(problem, message_bytes=room_for(before, short.needed))
     return make(problem)
 
 
@@ -107,7 +108,6 @@ def raised(problem: Problem, cap_bytes: int) -> Problem:
     return replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes))
 
 
-def _with_room(problem: Problem, short: MessageRoomError) -> Problem:
-    before = problem.message_bytes or (0,) * problem.num_ranks
-    wanted = (size + size // _SLACK for size in short.needed)
-    return replace(problem, message_bytes=tuple(map(max, before, wanted)))
+def room_for(before: Sequence[int], needed: Sequence[int]) -> tuple[int, ...]:
+    """Return bytes of every rank to set aside for a plan like one whose messages need so much, and no less than before."""
+    return tuple(max(own, size + size // _MARGIN) for own, size in zip(before, needed, strict=True))

@@ -31,8 +31,7 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""

@@ -96,7 +96,7 @@ def finished(candidates: Candidates) -> Candidate:
         return best
     for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
         if searches(options, problem.num_stages * len(candidate.table)):
-            best = min(best, candidates.improved(candidate), key=attrgetter("rank"))
+            best = min(best, candidates.improved(candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
     fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]

@@ -31,6 +31,7 @@ from megatron_epp.planner.local_search import SMALL, improve
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
+from megatron_epp.planner.messages import room_for
 from megatron_epp.planner.orders.completion import completed, peaks
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
@@ -74,10 +75,6 @@ FEW = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
 ROUNDS = 4
 """Times that copies are chosen for ever lower caps."""
-SLACK = 8
-"""Of the memory that a plan's messages needed, one part in so many is set aside in addition, since the next plan's order may
-differ a little.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ class Candidate:
     whole: tuple[Decisions, ...] = ()
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def key(self) -> tuple[int, float]:
         """Order of candidates, the best first: less memory missing, then a shorter makespan."""
         return self.missing_bytes, self.makespan_us
 
@@ -154,7 +151,7 @@ class Candidates:
 
     def best(self) -> Candidate:
         """Return the best candidate; of recipes that give the same, one that was walked to."""
-        return min(self.by_recipe.values(), key=lambda candidate: (candidate.rank, candidate.recipe not in self.came_from))
+        return min(self.by_recipe.values(), key=lambda candidate: (candidate.key, candidate.recipe not in self.came_from))
 
     # ---- from a recipe to a candidate --------------------------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class Candidates:
                 candidates = self._recomputed(nothing, plain, tables)
             else:
                 candidates = self._copied(nothing, plain, tables, limit_us)
-            self._by_order[key] = min(candidates, key=attrgetter("rank"))
+            self._by_order[key] = min(candidates, key=attrgetter("key"))
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
         return candidate
@@ -287,9 +284,9 @@ class Candidates:
         limit_us: float,
         room: list[list[int]],
     ) -> Iterator[Candidate]:
-        """Copy activations where a cap requires it and, with several stages per rank, ahead of that, as the link has time.
+        """Copy activations where a cap requires it, and ahead of that, as the link has time.
 
-        With one stage per rank copies ahead made none of 48 plans faster by more than 0.3 %, and took a third of the time.
+        With one stage per rank and whole backwards copies ahead made none of 49 plans faster, and took a third of the time.
 
         The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
         above its cap, copies are chosen again for a lower one.
@@ -301,7 +298,7 @@ class Candidates:
                 yield candidate
                 break
             aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not (self.replicas.is_lockstep or self.is_single):
+        if not self.replicas.is_lockstep and (self.splits or not self.is_single):
             shares = longest_lived_shares(tables[0])
             ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
             candidate, above = self._with_copies(nothing, plain, tables, ahead)
@@ -386,7 +383,7 @@ class Candidates:
         """
         table, number = candidate.table, id(candidate.table)
         before = self.room.get(number) or (0,) * len(needed)
-        self.room[number] = tuple(max(own, size + size // SLACK) for own, size in zip(before, needed, strict=True))
+        self.room[number] = room_for(before, needed)
         self._tables = {other: tables for other, tables in self._tables.items() if other != number}
         self._bounds.pop(number, None)
         self._by_order = {key: one for key, one in self._by_order.items() if key[0] != number}
@@ -429,7 +426,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
             candidate = candidates.of(recipe, candidates.fastest_us * (1 - GAIN))
-            is_better = candidate is not None and candidate.rank < best.rank
+            is_better = candidate is not None and candidate.key < best.key
             best = candidate if candidate is not None and is_better else best
             worse = 0 if is_better else worse + 1
             if setting.is_ordered and worse == PATIENCE:
@@ -462,7 +459,7 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
             if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
                 for setting in SETTINGS:
                     there = walk(candidates, there, setting) if setting.keeps_chunks else there
-                best = min(best, there, key=attrgetter("rank"))
+                best = min(best, there, key=attrgetter("key"))
         best = descend(candidates, best) if best is not before else best
     return best
 
@@ -536,7 +533,7 @@ def free_of_caps(free: Candidates) -> Candidate:
         there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
         if there is not None:
             there = descend(free, there) if recipe.grain != WHOLE else there
-            best = min(best, there, key=attrgetter("rank"))
+            best = min(best, there, key=attrgetter("key"))
     return best if free.is_single else at_next_grains(free, best)
 
 
@@ -573,7 +570,7 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
             is_scanned = recipe.lead == SCANNED_LEAD and recipe.grain != WHOLE
             there = walk(candidates, opening, EVERY_GRAIN) if is_scanned else opening
             there = descend(candidates, there, [setting for setting in SETTINGS if setting.name != "cut"])
-            best = min(best, there, key=attrgetter("rank"))
+            best = min(best, there, key=attrgetter("key"))
     return best if best is before else descend(candidates, best)
 
 
@@ -591,9 +588,9 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in COPIES_GRAINS))
-            there = min((opening, *(one for one in others if one is not None)), key=attrgetter("rank"))
+            there = min((opening, *(one for one in others if one is not None)), key=attrgetter("key"))
             there = descend(candidates, there, WITH_COPIES[candidates.is_single]) if there.fits else there
-            best = min(best, there, key=attrgetter("rank"))
+            best = min(best, there, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
         best = walk(candidates, best, LEAD)
     return best

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
-from megatron_epp.planner.orders.capped import CappedWarmUp
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, is_v
-from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp
+from megatron_epp.planner.orders.warm_up import CappedWarmUp, OrderRule, WarmUp
 from megatron_epp.planner.problem import Options, Problem
 
 WHOLE, LONGEST = 0.0, 0.001
@@ -101,7 +100,7 @@ def placement_of(problem: Problem) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderKind:
+class ReachRule:
     """Orders in which forwards run ahead of backwards by one rule.
 
     Attributes:
@@ -120,18 +119,18 @@ class OrderKind:
 
 
 REACHES = {
-    "need": OrderKind(lambda lead, slack: WarmUp(lead, minimal=True, slack=slack)),
-    "slices": OrderKind(lambda lead, slack: WarmUp(lead, slack=slack)),
-    "room": OrderKind(lambda lead, slack: CappedWarmUp(lead, slack=slack), is_wide=True),
-    "more": OrderKind(lambda lead, slack: CappedWarmUp(lead, 1.5, slack), is_wide=True),
-    "backward": OrderKind(lambda lead, slack: ListScheduling(lead, slack=slack), SEVERAL),
-    "turns": OrderKind(lambda lead, slack: ListScheduling(lead, alternating=True, slack=slack), SEVERAL),
-    "laps": OrderKind(lambda lead, slack: Interleaved(), (LOOPED,), has_lead=False),
-    "V-Half": OrderKind(lambda lead, slack: Block("V-Half"), (V,), has_lead=False),
-    "V-Min": OrderKind(lambda lead, slack: Block("V-Min"), (V,), has_lead=False),
-    "V-ZB": OrderKind(lambda lead, slack: Block("V-ZB", minimal=True), (V,), has_lead=False),
-    "apart": OrderKind(lambda lead, slack: ListScheduling(lead, waiting=0.75, slack=slack), SEVERAL, splits=True),
-    "apart, turns": OrderKind(
+    "need": ReachRule(lambda lead, slack: WarmUp(lead, minimal=True, slack=slack)),
+    "slices": ReachRule(lambda lead, slack: WarmUp(lead, slack=slack)),
+    "room": ReachRule(lambda lead, slack: CappedWarmUp(lead, slack=slack), is_wide=True),
+    "more": ReachRule(lambda lead, slack: CappedWarmUp(lead, 1.5, slack), is_wide=True),
+    "backward": ReachRule(lambda lead, slack: ListScheduling(lead, slack=slack), SEVERAL),
+    "turns": ReachRule(lambda lead, slack: ListScheduling(lead, alternating=True, slack=slack), SEVERAL),
+    "laps": ReachRule(lambda lead, slack: Interleaved(), (LOOPED,), has_lead=False),
+    "V-Half": ReachRule(lambda lead, slack: Block("V-Half"), (V,), has_lead=False),
+    "V-Min": ReachRule(lambda lead, slack: Block("V-Min"), (V,), has_lead=False),
+    "V-ZB": ReachRule(lambda lead, slack: Block("V-ZB", minimal=True), (V,), has_lead=False),
+    "apart": ReachRule(lambda lead, slack: ListScheduling(lead, waiting=0.75, slack=slack), SEVERAL, splits=True),
+    "apart, turns": ReachRule(
         lambda lead, slack: ListScheduling(lead, alternating=True, waiting=0.75, slack=slack), SEVERAL, splits=True
     ),
 }

@@ -21,8 +21,7 @@ from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 

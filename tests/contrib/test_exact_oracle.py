@@ -18,7 +18,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, with_features
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.seeds import some_by_default

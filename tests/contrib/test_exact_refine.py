@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.budget import canonical, relabelled
 from megatron_epp.planner.least import least_cap_bytes
 from megatron_epp.planner.result import greedy
 from tests.support.plan.planner_cases import pipeline, problem
@@ -53,15 +51,6 @@ def test_a_fixed_recompute_is_kept():
     options = replace(OPTIONS, recompute=1, plan_limit_s=5)
     made = milp(problem(LENGTHS, 2), COSTS, options)
     assert {num_steps for row in made.recompute_steps for num_steps in row} == {1}
-
-
-def test_relabelling_undoes_the_sorting():
-    lengths = tuple(random.Random(1).sample(range(100, 9000), 12))
-    asked, sequences = canonical(problem(lengths, 2))
-    assert list(asked.lengths) == sorted(lengths, reverse=True)
-    made = relabelled(greedy(asked, COSTS, Options()), sequences)
-    ends = {s.sequence: s.end for chunk in made.chunks for s in chunk.segments}
-    assert tuple(ends[q] for q in range(len(lengths))) == lengths
 
 
 def capped(lengths: tuple[int, ...]) -> Problem:

@@ -13,7 +13,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
 from tests.support.plan.queue_machine import makespan_us, stuck

@@ -17,7 +17,7 @@ from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import headline
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)

@@ -21,8 +21,7 @@ from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.orders import vocabulary
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import costs_of, lengths_of
 from tests.support.seeds import some_by_default

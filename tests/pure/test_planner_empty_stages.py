@@ -16,7 +16,7 @@ from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.seeds import some_by_default
 

@@ -16,7 +16,7 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.settings import REACHES, OrderKind
+from megatron_epp.planner.settings import REACHES, ReachRule
 from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
@@ -182,6 +182,6 @@ def test_a_new_order_enters_the_search_with_one_entry(monkeypatch: pytest.Monkey
             asked.append(len(chunks))
             return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
 
-    monkeypatch.setitem(REACHES, "noted", OrderKind(lambda lead, slack: Backwards()))
+    monkeypatch.setitem(REACHES, "noted", ReachRule(lambda lead, slack: Backwards()))
     assert check(plan(BATCH, COSTS)) == []
     assert asked

@@ -22,7 +22,7 @@ from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
 from megatron_epp.planner.problem import FULL_ONLY
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_account import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem

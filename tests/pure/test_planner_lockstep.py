@@ -15,7 +15,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2

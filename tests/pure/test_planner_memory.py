@@ -26,7 +26,7 @@ from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import search
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
@@ -294,7 +294,7 @@ def test_what_fits_comes_before_what_does_not_where_ranks_have_other_caps():
     asked = problem(WHALE, 2)
     least = least_cap_bytes(asked, pipeline(2, 2), Options())
     candidates = search(Replicas((replace(asked, cap_bytes=(80 * GIB, least)),), pipeline(2, 2), Options()))
-    ranked = sorted(candidates.by_recipe.values(), key=attrgetter("rank"))
+    ranked = sorted(candidates.by_recipe.values(), key=attrgetter("key"))
     assert {candidate.fits for candidate in ranked} == {True, False}
     assert [candidate.fits for candidate in ranked] == sorted((candidate.fits for candidate in ranked), reverse=True)
     assert all(candidate.decisions for candidate in ranked if candidate.fits)

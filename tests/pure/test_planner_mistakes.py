@@ -17,7 +17,7 @@ from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, for_tabl
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 
 COSTS = pipeline(2)

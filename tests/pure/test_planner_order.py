@@ -13,7 +13,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.patterns import Interleaved
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.stages import stage_of
 

@@ -16,7 +16,7 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.baselines.whole import baseline
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support import ROOT
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 

@@ -18,7 +18,7 @@ from megatron_epp.plan import InfeasibleError, Plan, Recompute
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import named_cap_bytes, pipeline, problem
 
 pipelines = functools.cache(pipeline)

@@ -23,7 +23,7 @@ from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import Candidates
 from megatron_epp.planner.settings import Recipe
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default, spread_by_default
 

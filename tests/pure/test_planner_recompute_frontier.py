@@ -10,7 +10,7 @@ from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags,
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import RECOMPUTE_MODES, Chunk, Recompute, Segment, check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.frontier import ABSENT, num_steps_of, recompute_frontier, recompute_of
+from megatron_epp.planner.passes import ABSENT, num_steps_of, recompute_frontier, recompute_of
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.stages import stage_of
 

@@ -13,10 +13,10 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.variants import started
+from megatron_epp.planner.cuts import started
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.capped import CappedWarmUp
+from megatron_epp.planner.orders.warm_up import CappedWarmUp
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4

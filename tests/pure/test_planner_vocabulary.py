@@ -44,7 +44,7 @@ from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import search
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
 from tests.support.plan import second_simulator

@@ -38,7 +38,7 @@ def test_the_plan_is_the_planners_and_every_step_of_a_walk_is_told(batch: Proble
     assert explanation.plan == plan(batch, costs)
     for walk in explanation.walks:
         assert all(changes(before.recipe, after.recipe) for before, after in pairwise(walk.candidates))
-        assert walk.candidates[-1].rank == min(candidate.rank for candidate in walk.candidates)
+        assert walk.candidates[-1].key == min(candidate.key for candidate in walk.candidates)
     free, under = explanation.walks
     assert under.candidates[0].recipe == free.candidates[-1].recipe  # it goes on where the walk without caps ended
 
@@ -49,7 +49,7 @@ def test_no_other_value_alone_is_clearly_faster_and_each_says_what_it_gives():
     assert {other.setting for other in explanation.others} >= {"grain", "reach", "lead", "start"}
     for other in explanation.others:
         assert other.value != getattr(best.recipe, other.setting)
-        assert other.candidate is None or other.candidate.rank > (0, best.makespan_us * 0.999)
+        assert other.candidate is None or other.candidate.key > (0, best.makespan_us * 0.999)
     assert any(other.candidate is not None and not other.candidate.fits for other in explanation.others)
 
 

@@ -16,8 +16,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 TOLERANCE = 1e-4
 """Makespans closer than this, relative, are the same to the solver, whose times are whole ticks."""

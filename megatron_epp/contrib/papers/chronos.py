@@ -27,8 +27,7 @@ from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 def chronos(batch: Batch) -> Iterator[Order]:

@@ -15,8 +15,7 @@ from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.memory.ahead import Shares, fit_ahead
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 Fitting = Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions]
 """Function that chooses recompute and copies for an order, as `fitted` does."""

@@ -24,7 +24,7 @@ from megatron_epp.plan import Action, Op
 from megatron_epp.planner.chunks.chunker import Chunker, cuts_at, joined, longest_first, round_up, slowest_line
 from megatron_epp.planner.order import Order, descending
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 
 HALVINGS = 4
 """Times that the bound on the tokens of a microbatch is halved."""

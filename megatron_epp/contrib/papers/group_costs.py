@@ -14,8 +14,7 @@ from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn, causa
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 class GroupCosts:

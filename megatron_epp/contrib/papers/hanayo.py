@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 
 WINDOWS = (2.5, 2, 1.5, 1)
 """Chunks alive on a rank's first stage at most, in multiples of the ranks."""

@@ -13,8 +13,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import is_within, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 class Contest:

@@ -17,8 +17,7 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.order import Order, arranged, descending, slice_groups
 from megatron_epp.planner.orders.patterns import actions, one_each
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 
 def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -12,7 +12,7 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import arranged, stand_in
 from megatron_epp.planner.orders.warm_up import Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 
 
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -21,7 +21,7 @@ from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
-from megatron_epp.planner.tabulate import static_items
+from megatron_epp.planner.tables import static_items
 
 
 def account_of(plan: Plan, costs: Costs) -> Account:

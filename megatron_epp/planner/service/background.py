@@ -13,7 +13,6 @@ from dataclasses import replace
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
-from megatron_epp.planner.budget import Anytime
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.result import plan_lockstep
@@ -70,7 +69,7 @@ class BackgroundPlanner:
     def plan(self, problem: Problem) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order.
 
-        A process that has ended is started again, without the plans that a budget had refined.
+        A process that has ended is started again.
 
         Args:
             problem: with the lengths of the whole global batch.
@@ -124,11 +123,10 @@ def _planning(
         lockstep_group: number of the replica's group.
     """
     steady = replace(options, budget_ms=None)
-    better = Anytime(costs, options) if options.budget_ms else None
 
     @functools.lru_cache(KEPT)
-    def repeatable(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
-        return plan_lockstep(problems, costs, steady) if len(problems) > 1 else (planner.plan(problems[0], costs, steady),)
+    def plans_of(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
+        return plan_lockstep(problems, costs, steady) if len(problems) > 1 else (planner.plan(problems[0], costs, options),)
 
     @functools.lru_cache(KEPT)
     def divided(problem: Problem) -> Division:
@@ -145,7 +143,7 @@ def _planning(
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
         problems = tuple(map(problem.part, shares))
-        plans = repeatable(problems) if better is None else (better.plan(problems[0]),)
+        plans = plans_of(problems)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(
             PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)

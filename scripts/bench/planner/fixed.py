@@ -24,8 +24,7 @@ from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 FIXED = ("seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 """Planners that a run fixes a setting for. Those that plan every batch are not among them."""

@@ -18,7 +18,7 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.tabulate import tabulate
+from megatron_epp.planner.tables import tabulate
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""

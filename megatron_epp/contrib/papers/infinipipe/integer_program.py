@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_epp.contrib.exact.library_output import printing_to_stderr
 from megatron_epp.plan import PlanError, Remedy
-from megatron_epp.planner.library_output import printing_to_stderr
 
 INFEASIBLE = 2
 """scipy's status of a model without solution."""

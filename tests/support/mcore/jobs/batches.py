@@ -146,7 +146,7 @@ def plans(args, costs, session, batches):
     from megatron_epp.plan.kv_offload import slices_in
     from megatron_epp.planner import UNLIMITED_BYTES
     from megatron_epp.planner.assemble import build_plan
-    from megatron_epp.planner.tabulate import tabulate
+    from megatron_epp.planner.tables import tabulate
 
     draw = random.Random(8)
     placement = session.placement.rank_of
