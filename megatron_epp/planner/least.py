@@ -2,7 +2,6 @@
 
 With one stage per rank no order of a chunk table keeps less than `LEAST`'s, in which one sequence is alive at a time. So a
 table fits under a cap if and only if it does in that order, and one order of every table is tried, where the search tries many.
-In that order all ranks run the same actions, so of ranks with equal costs and caps one is looked at.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_epp.cost import Costs, PipelineCosts
+from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
@@ -53,8 +52,7 @@ def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_byt
     """
     validate(problem, costs, options)
     unfit, least = replace(problem, cap_bytes=(1,) * problem.num_ranks), 0
-    distinct = _of_distinct_ranks(unfit, costs, options)
-    for _, fit in _tables(Replicas((unfit,), costs, options), distinct):
+    for _, _, fit in _fits(unfit, costs, options):
         least = min(least or fit.needed_bytes, fit.needed_bytes)
         if least <= enough_bytes:
             break
@@ -120,16 +118,14 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
         InfeasibleError: no table fits.
         MessageRoomError: the messages in flight do not fit.
     """
-    replicas, distinct, least = Replicas((asked,), costs, options), _of_distinct_ranks(asked, costs, options), 0
-    for chunks, fit in _tables(replicas, distinct):
-        if fit.recompute_steps is not None:  # of all ranks it is known now
-            fit, order = _fitted(replicas, chunks)
+    least, made = 0, None
+    for chunks, order, fit in _fits(asked, costs, options):
         if fit.recompute_steps is not None:
+            made = Decisions(chunks, order, fit.recompute_steps, options.modes(costs))
             break
         least = min(least or fit.needed_bytes, fit.needed_bytes)
-    else:
+    if made is None:
         raise infeasible(asked, costs, options, least)
-    made = Decisions(chunks, order, fit.recompute_steps, replicas.modes)
     plan = written(asked, costs, options, made, made.tables(asked, costs))
     if plan.messages.num_bytes:
         graph = build_graph(plan)
@@ -148,50 +144,21 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
     return peak
 
 
-def _fitted(replicas: Replicas, chunks: tuple[Chunk, ...]) -> tuple[RecomputeFit, CodedOrder]:
-    """Fit recompute of a table of one replica in the order that keeps the least."""
-    table, problem = Aligned((chunks,)), replicas.problems[0]
-    spend(problem.num_stages * len(chunks))
-    tables = replicas.tables(table)
-    order = coded(LEAST.order(table.stand_in(problem.loss_groups), tables[0], problem), len(chunks))
-    return replicas.fit(order.codes, tables), order
-
-
-def _of_distinct_ranks(problem: Problem, costs: Costs, options: Options) -> Replicas:
-    """Return the pipeline that has one of each kind of rank: the first, the last, and others that differ.
-
-    Weight gradients are not split off, which decides nothing about memory.
-    """
-    options = replace(options, split_weight=False)
-    if type(costs) is not PipelineCosts or costs.vocabulary is not None:  # shards join all ranks
-        return Replicas((problem,), costs, options)
-    ends, equal, kinds = {0, problem.num_ranks - 1}, costs.equal_stages, dict[tuple[int, ...], int]()
-    for rank, cap in enumerate(problem.cap_bytes):
-        kinds.setdefault((rank if rank in ends else -1, equal[rank], cap, *problem.message_bytes[rank : rank + 1]), rank)
-    ranks = sorted(kinds.values())
-    few = replace(
-        problem,
-        placement=tuple(range(len(ranks))),
-        cap_bytes=tuple(problem.cap_bytes[rank] for rank in ranks),
-        message_bytes=tuple(problem.message_bytes[rank] for rank in ranks) if problem.message_bytes else (),
-    )
-    return Replicas((few,), replace(costs, stages=tuple(costs.stages[rank] for rank in ranks)), options)
-
-
-def _tables(replicas: Replicas, distinct: Replicas) -> Iterator[tuple[tuple[Chunk, ...], RecomputeFit]]:
-    """Yield the tables that the search tries, each fitted to `distinct`: grains, and whole sequences.
+def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tuple[Chunk, ...], CodedOrder, RecomputeFit]]:
+    """Yield the tables that the search tries, grains and whole sequences, in the order that keeps the least.
 
     A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
     sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
-
-    Args:
-        distinct: the same with one of each kind of rank.
     """
-    (problem,), options, cuts = replicas.problems, replicas.options, Cuts(replicas)
+    replicas = Replicas((problem,), costs, options)
+    cuts = Cuts(replicas)
     values = values_of(problem, options, len(cuts.chunkers), splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
-    cut = dict.fromkeys(table.chunks[0] for recipe in recipes if (table := cuts.table(recipe)) is not None)
+    tables = dict.fromkeys(table for recipe in recipes if (table := cuts.table(recipe)) is not None)
     if options.slices is None and max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
-        cut |= dict.fromkeys(by_length(problem))
-    for chunks in cut:
-        yield chunks, _fitted(distinct, chunks)[0]
+        tables |= dict.fromkeys(Aligned((chunks,)) for chunks in by_length(problem))
+    for table in tables:
+        spend(problem.num_stages * len(table))
+        sizes = replicas.tables(table)
+        order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
+        yield table.chunks[0], order, replicas.fit(order.codes, sizes)

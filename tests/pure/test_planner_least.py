@@ -9,30 +9,16 @@ import pytest
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, Problem, least, plan
+from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import has_plan, least_cap_bytes, least_plan
 from megatron_epp.planner.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import static_bytes
-from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.work import WITH_COPIES, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 LENGTHS = (*web_lengths(20, seed=5, longest=20_000), 40_000)
-
-
-def all_ranks(asked: Problem, costs, options) -> Replicas:
-    return Replicas((asked,), costs, options)
-
-
-@pytest.mark.parametrize("options", [Options(), Options(slices=3), Options(recompute=1), Options(split_weight=True)], ids=str)
-@pytest.mark.parametrize("stages", [1, 2, 3, 8])
-def test_the_least_cap_is_that_of_all_ranks(stages: int, options: Options, monkeypatch: pytest.MonkeyPatch):
-    asked, costs = problem(LENGTHS, stages), pipeline(stages, 2)
-    found = least_cap_bytes(asked, costs, options)
-    monkeypatch.setattr(least, "_of_distinct_ranks", all_ranks)
-    assert found == least_cap_bytes(asked, costs, options)
 
 
 def test_ranks_with_other_layers_or_caps_are_looked_at_too():
