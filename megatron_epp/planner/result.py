@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 
 from megatron_epp.cost import Costs
@@ -19,7 +20,8 @@ from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas, require_equal
-from megatron_epp.planner.search import Candidate, Candidates, descend, search
+from megatron_epp.planner.search import Candidate, Candidates, descend, search, with_copies
+from megatron_epp.planner.settings import first_recipe
 
 IMPROVED = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
@@ -84,7 +86,7 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
         raise refused.within(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
-        return planned(search(Replicas((asked,), costs, options), chunks=made.chunks))
+        return planned(every_order(Replicas((asked,), costs, options), made.chunks))
     return (build_plan(asked, costs, options, made),)
 
 
@@ -122,6 +124,17 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
 
 
+def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
+    """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
+    free = Candidates(replicas.without_caps, chunks=chunks)
+    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem), free.values
+    for reach, lead in product(values["reach"], values["lead"]):
+        free.of(first._replace(reach=reach, lead=lead))
+        candidates.of(first._replace(reach=reach, lead=lead))
+    with_copies(candidates, candidates.best(), free.best())
+    return candidates
+
+
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """The decisions of the default planner, as other planners begin with them.
 
@@ -144,7 +157,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     """
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
-    return _decisions(search(Replicas((problem,), costs, options), chunks=chunks))
+    return _decisions(every_order(Replicas((problem,), costs, options), chunks))
 
 
 def _decisions(candidates: Candidates) -> Decisions:

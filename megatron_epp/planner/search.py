@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.planner import settings
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.cuts import Cuts
@@ -35,25 +36,7 @@ from megatron_epp.planner.messages import room_for
 from megatron_epp.planner.orders.completion import completed, peaks
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
-from megatron_epp.planner.settings import (
-    COPIES,
-    COPIES_GRAIN,
-    COPIES_GRAINS,
-    EVERY_GRAIN,
-    GRAIN,
-    LEAD,
-    OPENINGS,
-    REACHES,
-    SCANNED_LEAD,
-    SETTINGS,
-    WHOLE,
-    WHOLE_OPENINGS,
-    WITH_COPIES,
-    Recipe,
-    RecipeSetting,
-    first_recipe,
-    values_of,
-)
+from megatron_epp.planner.settings import Recipe, RecipeSetting
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work import spend
 
@@ -132,7 +115,7 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.cuts: Cuts = Cuts(replicas, chunks) if free is None else free.cuts
-        self.values = values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
+        self.values = settings.values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
         self.free = free
@@ -199,7 +182,7 @@ class Candidates:
         return self._tables[number], self._bounds[number]
 
     def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
-        reach = REACHES[recipe.reach]
+        reach = settings.REACHES[recipe.reach]
         key = id(table), recipe.lead if reach.has_lead else 0.0, recipe.reach
         if reach.is_wide or key not in self._orders:
             rule = reach.rule(recipe.lead, int(self.replicas.has_shards))
@@ -413,7 +396,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     """
     if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + CLOSE):
         return best
-    if setting is LEAD and not REACHES[best.recipe.reach].has_lead:
+    if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:
         return best
     values, start = candidates.values[setting.name], best
     at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
@@ -435,15 +418,15 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     return best
 
 
-def descend(candidates: Candidates, best: Candidate, settings: Sequence[RecipeSetting] = SETTINGS) -> Candidate:
+def descend(candidates: Candidates, best: Candidate, along: Sequence[RecipeSetting] = settings.SETTINGS) -> Candidate:
     """Walk along all settings in turn until none makes it better.
 
     Args:
         candidates, best: as `walk` takes them.
     """
     unchanged = at = 0
-    while unchanged < len(settings):
-        after = walk(candidates, best, settings[at % len(settings)])
+    while unchanged < len(along):
+        after = walk(candidates, best, along[at % len(along)])
         unchanged = unchanged + 1 if after is best else 1
         best, at = after, at + 1
     return best
@@ -454,10 +437,10 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
     before = None
     while best is not before and best.fits:
         before = best
-        for table_recipe in next_grains(candidates, before.recipe):
-            there = candidates.opening(table_recipe, before, best.makespan_us * (1 - GAIN))
+        for recipe in next_grains(candidates, before.recipe):
+            there = candidates.opening(recipe, before, best.makespan_us * (1 - GAIN))
             if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
-                for setting in SETTINGS:
+                for setting in settings.SETTINGS:
                     there = walk(candidates, there, setting) if setting.keeps_chunks else there
                 best = min(best, there, key=attrgetter("key"))
         best = descend(candidates, best) if best is not before else best
@@ -466,7 +449,7 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
 
 def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
     """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
-    values, same = candidates.values[GRAIN.name], candidates.cuts.table(recipe)
+    values, same = candidates.values["grain"], candidates.cuts.table(recipe)
     finer, coarser = [grain for grain in values if grain > recipe.grain], [grain for grain in values if grain < recipe.grain]
     for side in (finer, coarser[::-1]):
         others = (recipe._replace(grain=grain) for grain in side)
@@ -476,17 +459,12 @@ def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
-def search(replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> Candidates:
+def search(replicas: Replicas) -> Candidates:
     """Search, free of caps and then under them; return all candidates under the caps.
-
-    Args:
-        chunks: as `Candidates` takes them.
 
     Raises:
         InfeasibleError: a replica has too few tokens for the chunks that another needs.
     """
-    if chunks is not None:
-        return every_order(replicas, chunks)
     free = Candidates(replicas.without_caps)
     fastest = free_of_caps(free)
     candidates = Candidates(replicas, free)
@@ -496,24 +474,13 @@ def search(replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> Candi
     return candidates
 
 
-def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
-    """Try all orders of a chunk table of one replica, and copies with the fastest of them. Arguments as of `search`."""
-    free = Candidates(replicas.without_caps, chunks=chunks)
-    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem), free.values
-    for reach, lead in product(values["reach"], values["lead"]):
-        free.of(first._replace(reach=reach, lead=lead))
-        candidates.of(first._replace(reach=reach, lead=lead))
-    with_copies(candidates, candidates.best(), free.best())
-    return candidates
-
-
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
     """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for.
 
     Raises:
         InfeasibleError: there is none.
     """
-    coarser = [grain for grain in candidates.values[GRAIN.name][::-1] if grain < recipe.grain]
+    coarser = [grain for grain in candidates.values["grain"][::-1] if grain < recipe.grain]
     ranks = candidates.problem.num_ranks
     for grain in (recipe.grain, *coarser, *(chunks / ranks for chunks in range(ranks - 1, 0, -1))):
         if (candidate := candidates.of(recipe._replace(grain=grain))) is not None:
@@ -523,16 +490,16 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    best = descend(free, first_candidate(free, first_recipe(free.problem)))
+    best = descend(free, first_candidate(free, settings.first_recipe(free.problem)))
     others: list[Recipe] = []
     if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
         others.append(best.recipe._replace(cut=1))
     if free.is_single and len(free.problem.lengths) <= FEW:
-        others += openings(free, first_recipe(free.problem), WHOLE_OPENINGS)
+        others += (recipe for recipe, _ in openings(free, settings.first_recipe(free.problem), settings.WHOLE_OPENINGS))
     for recipe in others:
         there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
         if there is not None:
-            there = descend(free, there) if recipe.grain != WHOLE else there
+            there = descend(free, there) if recipe.grain != settings.WHOLE else there
             best = min(best, there, key=attrgetter("key"))
     return best if free.is_single else at_next_grains(free, best)
 
@@ -547,10 +514,12 @@ def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     return best if candidates.is_single else at_next_grains(candidates, best)
 
 
-def openings(candidates: Candidates, best: Recipe, changes: Sequence[dict[str, Any]]) -> list[Recipe]:
-    """Return the recipes with these changes that the settings of the user allow."""
-    recipes, allowed = (best._replace(**change) for change in changes), candidates.values
-    return [one for one in recipes if all(getattr(one, name) in allowed[name] for name in ("grain", "reach", "start"))]
+def openings(candidates: Candidates, best: Recipe, rows: Sequence[settings.Opening]) -> Iterator[tuple[Recipe, bool]]:
+    """Yield recipes at which further walks begin, if the user's settings allow them, and whether every grain is tried first."""
+    for changes, scans_grains in rows:
+        recipe = best._replace(**changes)
+        if all(getattr(recipe, name) in candidates.values[name] for name in ("grain", "reach", "start")):
+            yield recipe, scans_grains
 
 
 def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
@@ -564,12 +533,11 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small:
         return best
     before = best
-    for recipe in openings(candidates, best.recipe, OPENINGS[candidates.is_single]):
+    for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):
         opening = candidates.opening(recipe, before)
         if opening is not None:
-            is_scanned = recipe.lead == SCANNED_LEAD and recipe.grain != WHOLE
-            there = walk(candidates, opening, EVERY_GRAIN) if is_scanned else opening
-            there = descend(candidates, there, [setting for setting in SETTINGS if setting.name != "cut"])
+            there = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
+            there = descend(candidates, there, [setting for setting in settings.SETTINGS if setting.name != "cut"])
             best = min(best, there, key=attrgetter("key"))
     return best if best is before else descend(candidates, best)
 
@@ -587,12 +555,12 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         opening = candidates.opening(recipe, best, NEARLY * best.makespan_us)
         is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
         if opening is not None and (is_near or not best.fits):
-            others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in COPIES_GRAINS))
+            others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
             there = min((opening, *(one for one in others if one is not None)), key=attrgetter("key"))
-            there = descend(candidates, there, WITH_COPIES[candidates.is_single]) if there.fits else there
+            there = descend(candidates, there, settings.WITH_COPIES[candidates.is_single]) if there.fits else there
             best = min(best, there, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
-        best = walk(candidates, best, LEAD)
+        best = walk(candidates, best, settings.LEAD)
     return best
 
 
@@ -602,8 +570,9 @@ def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candid
     Args:
         candidates, best, fastest: as `from_openings` takes them.
     """
-    streaming = fastest.recipe if candidates.options.slices is not None else fastest.recipe._replace(grain=COPIES_GRAIN)
-    for copies in COPIES if candidates.options.kv_offload else COPIES[:1]:
+    is_cut = candidates.options.slices is not None
+    streaming = fastest.recipe if is_cut else fastest.recipe._replace(grain=settings.COPIES_GRAIN)
+    for copies in settings.COPIES if candidates.options.kv_offload else settings.COPIES[:1]:
         if copies == "activations":
             begin = [fastest.recipe, best.recipe]
         else:

@@ -141,22 +141,33 @@ One stage per rank: those that the next backward needs, a constant number of sli
 Megatron's interleaved order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
 """
 
-WHOLE_OPENINGS: tuple[dict[str, Any], ...] = tuple(
-    {"grain": WHOLE, "cut": 0, "start": start, "lead": 1.0, "reach": "slices"} for start in ("longest", "shortest")
+
+class Opening(NamedTuple):
+    """A recipe at which further walks begin.
+
+    Attributes:
+        changes: of the best recipe.
+        scans_grains: every grain is tried first: its lead is narrow enough to fit, and hardly slower than wider ones.
+    """
+
+    changes: dict[str, Any]
+    scans_grains: bool = False
+
+
+WHOLE_OPENINGS = tuple(
+    Opening({"grain": WHOLE, "cut": 0, "start": start, "lead": 1.0, "reach": "slices"}) for start in ("longest", "shortest")
 )
 """Chunks of whole sequences in 1F1B."""
-SCANNED_LEAD = 1.0
-"""Lead of the openings from which every grain is tried: narrow enough to fit, and hardly slower than wider ones."""
-OPENINGS: dict[bool, tuple[dict[str, Any], ...]] = {
+OPENINGS = {
     True: (
-        {"lead": 3.0, "reach": "room"},
-        {"lead": 1.0, "reach": "need"},
-        {"lead": 0.0, "reach": "need"},
+        Opening({"lead": 3.0, "reach": "room"}),
+        Opening({"lead": 1.0, "reach": "need"}, scans_grains=True),
+        Opening({"lead": 0.0, "reach": "need"}),
         *WHOLE_OPENINGS,
     ),
-    False: ({"lead": 1.0}, {"lead": 0.0, "reach": "backward"}),
+    False: (Opening({"lead": 1.0}, scans_grains=True), Opening({"lead": 0.0, "reach": "backward"})),
 }
-"""Changes of the best recipe at which further walks begin where memory is short, with one stage per rank or not."""
+"""Where memory is short, with one stage per rank or not."""
 
 
 def first_recipe(problem: Problem) -> Recipe:
