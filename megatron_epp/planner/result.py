@@ -9,17 +9,20 @@ from itertools import product
 from operator import attrgetter
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, Plan
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
-from megatron_epp.planner.local_search import searches
+from megatron_epp.planner.local_search import improve, searches
+from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.replicas import Replicas, require_equal
+from megatron_epp.planner.replicas import Replicas, require_equal, split_together
 from megatron_epp.planner.search import Candidate, Candidates, descend, search, with_copies
 from megatron_epp.planner.settings import first_recipe
 
@@ -98,12 +101,44 @@ def finished(candidates: Candidates) -> Candidate:
         return best
     for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
         if searches(options, problem.num_stages * len(candidate.table)):
-            best = min(best, candidates.improved(candidate), key=attrgetter("key"))
+            best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
     fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
+
+
+def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
+    """Write a candidate's plans, one for each replica.
+
+    Raises:
+        MessageRoomError: they fit but for their messages.
+        PlanError: a plan does not pass `check`, or the plans of replicas do not match (a bug).
+    """
+    replicas, decisions = candidates.replicas.with_room(candidates.room.get(id(best.table), ())), best.decisions
+    costs, options = replicas.costs, replicas.options
+    if not replicas.is_lockstep:
+        return (build_plan(replicas.problems[0], costs, options, decisions[0]),)
+    tables = candidates.tables(best.table)[0]
+    if any(pairs := tuple(own.kv_offload for own in decisions)):
+        sharing = SHARING if any(any(own.copies) for own in decisions) else 1.0
+        tables = replicas.kv_offload(tables, best.table, pairs, sharing)
+    every = zip(replicas.problems, split_together(decisions, tables, replicas), tables, strict=True)
+    plans = tuple(build_plan(problem, costs, options, made, own) for problem, made, own in every)
+    if faults := check_lockstep(plans):
+        raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
+    return plans
+
+
+def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
+    """Improve a candidate of one replica by local search, unless it has copies."""
+    whole, (tables,), splits = candidate.whole[0], candidates.tables(candidate.table)[0], candidates.splits
+    if whole.copies or whole.kv_offload:
+        return candidate
+    moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=splits)
+    took_us = makespan_us(moved.order, tables, moved.recompute_steps)
+    return candidates.complete(candidate, (moved,), [tables], took_us, [moved.as_offload], splits)
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:
@@ -117,7 +152,7 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
             break
         best = finished(candidates)
         try:
-            return candidates.written(best)
+            return written(candidates, best)
         except MessageRoomError as error:
             descend(candidates, candidates.set_room(best, error.needed))
     costs, options = candidates.replicas.costs, candidates.options

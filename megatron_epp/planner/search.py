@@ -13,29 +13,27 @@ begin at *openings*, recipes that keep little and that a walk from the fastest h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Plan, PlanError
-from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk
 from megatron_epp.planner import settings
-from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
-from megatron_epp.planner.local_search import SMALL, improve
+from megatron_epp.planner.local_search import SMALL
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
 from megatron_epp.planner.messages import room_for
 from megatron_epp.planner.orders.completion import completed, peaks
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
-from megatron_epp.planner.replicas import Replicas, split_together, too_few_tokens
+from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work import spend
@@ -211,9 +209,9 @@ class Candidates:
         self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
     ) -> Candidate:
         took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
-        return self._completed(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
+        return self.complete(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
 
-    def _completed(
+    def complete(
         self,
         nothing: Candidate,
         plain: tuple[Decisions, ...],
@@ -302,7 +300,7 @@ class Candidates:
             self._note_host(copied.short_bytes)
         elif copied is not None:
             for splits in (True, False) if self.splits else (False,):
-                candidate = self._completed(nothing, plain, tables, copied.makespan_us, copied.made, splits)
+                candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.made, splits)
                 above = self._above(candidate, tables)
                 if not any(above):
                     break
@@ -323,36 +321,6 @@ class Candidates:
         if short_bytes > 0:
             needed = self.problem.host_cap_bytes + short_bytes
             self.least_host_bytes = min(self.least_host_bytes or needed, needed)
-
-    def improved(self, candidate: Candidate) -> Candidate:
-        """Improve a candidate of one replica by local search, unless it has copies."""
-        whole, (tables,) = candidate.whole[0], self.tables(candidate.table)[0]
-        if whole.copies or whole.kv_offload:
-            return candidate
-        moved = improve(whole, tables, self.problem, self.options, split_weight=self.splits)
-        took_us = makespan_us(moved.order, tables, moved.recompute_steps)
-        return self._completed(candidate, (moved,), [tables], took_us, [moved.as_offload], self.splits)
-
-    def written(self, candidate: Candidate) -> tuple[Plan, ...]:
-        """Write a candidate's plans, one for each replica.
-
-        Raises:
-            MessageRoomError: they fit but for their messages.
-            PlanError: a plan does not pass `check`, or the plans of replicas do not match (a bug).
-        """
-        replicas, decisions = self.replicas.with_room(self.room.get(id(candidate.table), ())), candidate.decisions
-        if not replicas.is_lockstep:
-            return (build_plan(replicas.problems[0], replicas.costs, replicas.options, decisions[0]),)
-        tables = self.tables(candidate.table)[0]
-        if any(pairs := tuple(one.kv_offload for one in decisions)):
-            sharing = SHARING if any(any(one.copies) for one in decisions) else 1.0
-            tables = replicas.kv_offload(tables, candidate.table, pairs, sharing)
-        every = zip(replicas.problems, split_together(decisions, tables, replicas), tables, strict=True)
-        costs, options = replicas.costs, replicas.options
-        plans = tuple(build_plan(problem, costs, options, made, own) for problem, made, own in every)
-        if faults := check_lockstep(plans):
-            raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
-        return plans
 
     def set_room(self, candidate: Candidate, needed: Sequence[int]) -> Candidate:
         """Make the candidates of a table again with the memory for messages in flight that a plan of it needed.
@@ -543,11 +511,7 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
 
 
 def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
-    """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster.
-
-    Args:
-        candidates, best, fastest: as `from_openings` takes them.
-    """
+    """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster."""
     replicas = candidates.replicas
     if not replicas.can_offload or (best.fits and fastest.makespan_us >= WORTH * best.makespan_us):
         return best
@@ -564,12 +528,8 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
     return best
 
 
-def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Iterable[Recipe]:
-    """Return the recipes at which walks with copies begin. An evaluation keeps keys and values alone, so copies nothing else.
-
-    Args:
-        candidates, best, fastest: as `from_openings` takes them.
-    """
+def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Iterator[Recipe]:
+    """Yield the recipes at which walks with copies begin. An evaluation keeps keys and values alone, so copies these."""
     is_cut = candidates.options.slices is not None
     streaming = fastest.recipe if is_cut else fastest.recipe._replace(grain=settings.COPIES_GRAIN)
     for copies in settings.COPIES if candidates.options.kv_offload else settings.COPIES[:1]:

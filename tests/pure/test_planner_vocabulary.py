@@ -42,7 +42,7 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import greedy, written
 from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
@@ -199,7 +199,7 @@ def test_replicas_in_lockstep_are_searched_with_the_shards_in_their_orders(place
     problems = tuple(Problem(lengths, placement, (60 * GIB,) * 4) for lengths in (LENGTHS, (*LENGTHS[:-1], 900)))
     candidates = search(Replicas(problems, costs(placement), Options()))
     best = candidates.best()
-    assert [made.predicted.makespan_us for made in candidates.written(best)] == pytest.approx([best.makespan_us] * 2)
+    assert [made.predicted.makespan_us for made in written(candidates, best)] == pytest.approx([best.makespan_us] * 2)
 
 
 def test_bytes_between_shard_and_weight_gradient_are_in_the_account(usual):
