@@ -10,7 +10,7 @@ from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.extension import Extension
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
-from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
+from megatron_epp.planner.memory.kv_offload import SHARINGS, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
@@ -30,6 +30,7 @@ class Decisions:
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
         kv_offload: stages and sequences whose keys and values are in host memory.
+        kv_sharing: one of `SHARINGS`: factor by which the link is slower for these, where activations are copied too.
         extensions: parts of the plan that other packages define.
     """
 
@@ -41,6 +42,7 @@ class Decisions:
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
     kv_offload: Pairs = frozenset()
+    kv_sharing: float = SHARINGS[-1]
     extensions: tuple[Extension, ...] = ()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
@@ -48,7 +50,7 @@ class Decisions:
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:
             return tables
-        sharing = SHARING if any(self.copies) else 1.0
+        sharing = self.kv_sharing if any(self.copies) else 1.0
         return with_kv_offload(tables, self.chunks, problem, costs, self.modes, self.kv_offload, sharing)
 
     def makespan_us(self, problem: Problem, costs: Costs) -> float:

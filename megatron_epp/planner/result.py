@@ -18,7 +18,6 @@ from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.local_search import improve, searches
-from megatron_epp.planner.memory.kv_offload import SHARING
 from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -122,7 +121,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
         return (build_plan(replicas.problems[0], costs, options, decisions[0]),)
     tables = candidates.tables(best.table)[0]
     if any(pairs := tuple(own.kv_offload for own in decisions)):
-        sharing = SHARING if any(any(own.copies) for own in decisions) else 1.0
+        sharing = decisions[0].kv_sharing if any(any(own.copies) for own in decisions) else 1.0
         tables = replicas.kv_offload(tables, best.table, pairs, sharing)
     every = zip(replicas.problems, split_together(decisions, tables, replicas), tables, strict=True)
     plans = tuple(build_plan(problem, costs, options, made, own) for problem, made, own in every)

@@ -28,8 +28,8 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
 from megatron_epp.planner.local_search import SMALL
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
-from megatron_epp.planner.memory.kv_offload import SHARING
-from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload
+from megatron_epp.planner.memory.kv_offload import SHARINGS, leaves_link
+from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload, timed
 from megatron_epp.planner.messages import room_for
 from megatron_epp.planner.orders.completion import completed, peaks
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
@@ -248,14 +248,34 @@ class Candidates:
             if not any(pairs):
                 continue
             away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
-            own_tables = self.replicas.kv_offload(tables, table, pairs, SHARING if copies == "both" else 1.0)
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
-                yield from self._with_activations(nothing, away, own_tables, limit_us, room)
-            elif (short := -min(map(min, room))) <= 0:
+                yield self._with_both(nothing, away, tables, limit_us, room)
+                continue
+            own_tables = self.replicas.kv_offload(tables, table, pairs)
+            if (short := -min(map(min, room))) <= 0:
                 yield from self._recomputed(nothing, away, own_tables)
             elif self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None:
                 self._note_host(short)  # it would fit with more at the host
+
+    def _with_both(
+        self,
+        nothing: Candidate,
+        away: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        limit_us: float,
+        room: list[list[int]],
+    ) -> Candidate:
+        """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
+        pairs = tuple(decisions.kv_offload for decisions in away)
+        for sharing in SHARINGS:
+            own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
+            own_tables = self.replicas.kv_offload(tables, nothing.table, pairs, sharing)
+            best = min(self._with_activations(nothing, own, own_tables, limit_us, room), key=attrgetter("key"), default=nothing)
+            every = zip(best.decisions, own_tables, strict=best.fits)
+            if all(leaves_link(timed(made.as_offload, of), of, best.makespan_us, sharing) for made, of in every):
+                break
+        return best
 
     def _with_activations(
         self,

@@ -16,7 +16,7 @@ from tests.support.plan.campaign_cases import case_of, exact_case_of, planned
 from tests.support.seeds import some_by_default
 
 
-@some_by_default("first", range(0, 200, 10), 1)
+@some_by_default("first", range(0, 500, 10), 1)
 def test_no_problem_has_a_fault(first: int):
     found = [campaign.judged(case_of(seed), seed) for seed in range(first, first + 10)]
     assert [faults for *_, faults in found if faults] == []

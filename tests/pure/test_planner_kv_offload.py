@@ -20,8 +20,10 @@ from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
+from megatron_epp.planner.memory.kv_offload import COPIES_SHARING, SHARINGS, kv_offload_entries, leaves_link, with_kv_offload
+from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.problem import FULL_ONLY
+from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_account import random_costs
@@ -245,16 +247,27 @@ def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
 
 
-def test_with_copies_beside_either_use_of_the_link_is_given_half():
-    costs, lengths = pipeline(2), [400_000]
-    cap = int(0.5 * least_cap(lengths, 2, costs, Options()))
-    made = plan(problem(lengths, 2, cap, host_cap_bytes=200 * GIB), costs, ON)
+@pytest.mark.parametrize(("length", "sharing"), [(400_000, SHARINGS[1]), (800_000, SHARINGS[0])], ids=["many", "few"])
+def test_copies_of_activations_get_half_of_the_link_and_few_leave_keys_and_values_most_of_it(length: int, sharing: float):
+    costs = pipeline(2)
+    cap = int(0.5 * least_cap([length], 2, costs, Options()))
+    asked = problem([length], 2, cap, host_cap_bytes=400 * GIB)
+    made, decisions = plan(asked, costs, ON), greedy(asked, costs, ON)
     assert made.kv_offload
-    assert any(made.copies)
     copy = next(copy for row in made.copies for copy in row)
     assert copy.time_us == pytest.approx(
         costs.host_latency_us + 2 * costs.host_us_per_byte * (copy.alloc_bytes + copy.free_bytes)
     )
+    assert decisions.kv_sharing == sharing
+    few, half = (replace(decisions, kv_sharing=one).tables(asked, costs) for one in SHARINGS)
+    assert sum(map(sum, few.backward_us)) < sum(map(sum, half.backward_us))
+    copies, makespan_us = timed(decisions.as_offload, few), made.predicted.makespan_us
+    assert leaves_link(copies, few, makespan_us, SHARINGS[0]) == (sharing == SHARINGS[0])
+    assert leaves_link(copies, half, makespan_us, SHARINGS[1])
+    took_us = max(sum(time_us for _, time_us, _ in row) for row in copies) / COPIES_SHARING
+    enough_us = took_us / ((1 - 1 / SHARINGS[0]) / 2)
+    assert leaves_link(copies, few, 1.001 * enough_us, SHARINGS[0])
+    assert not leaves_link(copies, few, 0.999 * enough_us, SHARINGS[0])
 
 
 @pytest.mark.parametrize("slices", [1, 8])

@@ -16,6 +16,7 @@ from megatron_epp.cost.work import BoolColumn, IntColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.recompute import MODES
+from megatron_epp.planner.evaluate import Copies
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.compiled import Numbers
@@ -27,10 +28,12 @@ from megatron_epp.planner.tables import Tables
 Pairs = frozenset[tuple[int, int]]
 """Stages and sequences whose keys and values are in host memory."""
 
-SHARING = 2.0
-"""Factor by which the link slows down for KV offload and for copies of activations each, where a plan has both. Assumed: each
-gets half of the link whenever it copies, which counts too much where they do not copy at once.
+SHARINGS = (1.1, 2.0)
+"""Factors by which the link may be slower for KV offload because the plan copies activations, too. The first is for plans that
+copy few of them (`leaves_link`).
 """
+COPIES_SHARING = 2.0
+"""The same for copies of activations: keys and values stream nearly always, so each gets half of the link."""
 
 
 def with_kv_offload(
@@ -51,7 +54,7 @@ def with_kv_offload(
     Args:
         tables: of a plan without KV offload.
         pairs: stages and sequences whose keys and values are in host memory.
-        sharing: factor by which the link is slower for each of its uses.
+        sharing: one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
     found, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
@@ -69,7 +72,23 @@ def with_kv_offload(
         if (equal, there) not in known:
             known[equal, there] = streamed(passes[stage].where(which, bare[equal]), which, host, not problem.forward_only)
         passes[stage] = known[equal, there]
-    return replace(tables.with_passes(passes), host_us_per_byte=tables.host_us_per_byte * sharing)
+    slower = COPIES_SHARING if sharing > 1 else 1.0
+    return replace(tables.with_passes(passes), host_us_per_byte=tables.host_us_per_byte * slower)
+
+
+def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: float) -> bool:
+    """Return True if copies of activations take no more than half of the time on each link that `sharing` leaves them.
+
+    Half: they are not spread evenly, and passes that run meanwhile have less of the link than the average.
+
+    Args:
+        copies: of every rank, with the times of `tables`.
+        tables: with KV offload.
+    """
+    took_us = dict.fromkeys(tables.host_links, 0.0)
+    for link, row in zip(tables.host_links, copies, strict=True):
+        took_us[link] += sum(time_us for _, time_us, _ in row) / COPIES_SHARING
+    return max(took_us.values()) <= (1 - 1 / sharing) / 2 * makespan_us
 
 
 def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, trains: bool) -> StagePasses:
