@@ -24,6 +24,11 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     lines = ["Why this plan (settings and their values: megatron_epp/planner/README.md)", ""]
     lines += ["without memory caps", *_steps(free), ""]
     lines += [f"under the cap of {format_cap(min(plan.cap_bytes), max(plan.predicted.peak_bytes))}", *_steps(under)]
+    if remade := explanation.num_remade:
+        tables = f"{remade} chunk tables" if remade > 1 else "a chunk table"
+        lines.append(
+            f"  (figures of {tables} are with more memory for messages than when the walk came by: a gain can read as a loss)"
+        )
     if not explanation.has_candidate:
         return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
     took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
