@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_epp.plan import Chunk
+from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
 from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.orders.patterns import is_looped
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import LONGEST, STARTS, WHOLE, Recipe
+from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, WHOLE, Recipe
 
 
 class Cuts:
     """Cuts a batch by recipes, and remembers the chunks.
 
     Args:
-        chunks: the only table, of one replica, whatever the recipe; None to cut the batch.
+        chunks: the only table, of one replica, whatever the recipe; None to cut the batch, or to run its microbatches.
 
     Attributes:
         chunkers: by the setting `cut`, of every replica.
@@ -32,14 +32,18 @@ class Cuts:
         turns = [shapes[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
         self.chunkers = [*shapes, *turns]
         self.in_turns = len(shapes) if turns else -1
-        self._only = None if chunks is None else Aligned((chunks,))
+        self._fixed = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
+        if self.problem.microbatches:
+            tables = [of_microbatches(problem) for problem in replicas.problems]
+            runs = (1,) * len(tables[0][STARTS[0]]) if replicas.is_lockstep else ()
+            self._fixed = {start: Aligned(tuple(own[start] for own in tables), runs) for start in MICROBATCH_STARTS}
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._same: dict[tuple[Any, ...], Aligned] = {}
 
     def table(self, recipe: Recipe) -> Aligned | None:
         """Return the chunks of a recipe, always the same object; None where there are none."""
-        if self._only is not None:
-            return self._only
+        if self._fixed:
+            return self._fixed.get(recipe.start, self._fixed[STARTS[0]])
         key = recipe.grain, recipe.cut, recipe.start, recipe.copies in ("keys", "both")
         if key not in self._tables:
             table = self._cut(recipe) if recipe.start == STARTS[0] else self._started(recipe)
@@ -91,6 +95,16 @@ class Cuts:
             runs = slice_groups(chunks, groups)[::-1] if recipe.grain <= LONGEST else ()
             return Aligned((tuple(chunks[c] for run in runs for c in run),)) if runs else None
         return Aligned((started(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))
+
+
+def of_microbatches(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
+    """Return a table of the microbatches for each of `MICROBATCH_STARTS`."""
+    sequences: dict[int, list[int]] = {}
+    for q, number in enumerate(problem.microbatches):
+        sequences.setdefault(number, []).append(q)
+    chunks = [Chunk(tuple(Segment(q, 0, problem.lengths[q]) for q in each)) for each in sequences.values()]
+    rising = sorted(chunks, key=lambda chunk: (sum(part.end**2 for part in chunk.segments), chunk.num_tokens))
+    return dict(zip(MICROBATCH_STARTS, map(tuple, (rising[::-1], rising, chunks)), strict=True))
 
 
 def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:

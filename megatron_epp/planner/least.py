@@ -155,7 +155,8 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tu
     values = values_of(problem, options, len(cuts.chunkers), splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
     tables = dict.fromkeys(table for recipe in recipes if (table := cuts.table(recipe)) is not None)
-    if options.slices is None and max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)):
+    may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches
+    if options.slices is None and may_be_whole:
         tables |= dict.fromkeys(Aligned((chunks,)) for chunks in by_length(problem))
     for table in tables:
         spend(problem.num_stages * len(table))

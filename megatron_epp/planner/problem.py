@@ -27,6 +27,10 @@ MOST_US = 1e18
 _CHECK = "look at the lengths, the token multiple and the costs"
 
 
+OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches")
+"""Fields of a problem with an entry for every sequence of the batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One iteration of one pipeline, before anything is decided.
@@ -42,6 +46,8 @@ class Problem:
         trained: trained tokens of every sequence, which alone pass the output layer; empty if all tokens are trained.
         loss_groups: a number for every sequence: the loss of sequences with equal ones is computed together, when all have run
             forward; empty if losses are of single tokens.
+        microbatches: a number for every sequence: those with equal ones run whole, in a chunk of their own; empty to cut and
+            pack the batch.
     """
 
     lengths: tuple[int, ...]
@@ -53,15 +59,12 @@ class Problem:
     message_bytes: tuple[int, ...] = ()
     trained: tuple[TrainedParts, ...] = ()
     loss_groups: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
 
     def part(self, share: Iterable[int]) -> Problem:
         """Return the problem of the sequences at these positions, in this order."""
         at = tuple(share)
-        own: dict[str, Any] = {
-            name: tuple(values[q] for q in at)
-            for name in ("lengths", "trained", "loss_groups")
-            if (values := getattr(self, name))
-        }
+        own: dict[str, Any] = {name: tuple(values[q] for q in at) for name in OF_SEQUENCES if (values := getattr(self, name))}
         return replace(self, **own)
 
     @property
@@ -182,8 +185,9 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
         raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
     if problem.trained and len(problem.trained) != len(problem.lengths):
         raise PlanError(f"there are trained tokens of {len(problem.trained)} sequences, and lengths of {len(problem.lengths)}")
-    if problem.loss_groups and len(problem.loss_groups) != len(problem.lengths):
-        raise PlanError(f"there are loss groups of {len(problem.loss_groups)} sequences, and lengths of {len(problem.lengths)}")
+    for what, numbers in (("loss groups", problem.loss_groups), ("microbatches", problem.microbatches)):
+        if numbers and len(numbers) != len(problem.lengths):
+            raise PlanError(f"there are {what} of {len(numbers)} sequences, and lengths of {len(problem.lengths)}")
     if not stages or set(problem.placement) != set(range(problem.num_ranks)):
         raise PlanError(
             f"placement {list(problem.placement)} must put a stage on each of {problem.num_ranks} ranks "

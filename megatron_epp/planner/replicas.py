@@ -30,7 +30,7 @@ from megatron_epp.planner.messages import raised
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.passes import StagePasses
-from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
+from megatron_epp.planner.problem import FULL_ONLY, OF_SEQUENCES, Options, Problem, validate
 from megatron_epp.planner.tables import Tables, tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
@@ -207,13 +207,15 @@ def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -
     if not problems:
         raise PlanError("replicas that share experts need a problem each; there are none")
     for replica, problem in enumerate(problems):
-        for name in (field.name for field in fields(Problem) if field.name not in ("lengths", "trained", "loss_groups")):
+        for name in (field.name for field in fields(Problem) if field.name not in OF_SEQUENCES):
             first, own = getattr(problems[0], name), getattr(problem, name)
             if own != first:
                 raise PlanError(
                     f"replicas that share experts run in lockstep and differ in nothing but their lengths: {name} of replica "
                     f"{replica} is {own}, that of replica 0 is {first}; give all the same"
                 )
+    if len({len(set(problem.microbatches)) for problem in problems}) > 1:
+        raise PlanError("replicas that share experts run equally many microbatches; give all as many")
     if options.planner != "greedy" or options.budget_ms:
         remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
         raise PlanError("only the planner greedy, without a time budget, plans replicas that share experts", remedy)

@@ -478,12 +478,12 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    best = descend(free, first_candidate(free, settings.first_recipe(free.problem)))
-    others: list[Recipe] = []
+    first = settings.first_recipe(free.problem)
+    best, others = descend(free, first_candidate(free, first)), list[Recipe]()
     if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
         others.append(best.recipe._replace(cut=1))
     if free.is_single and len(free.problem.lengths) <= FEW:
-        others += (recipe for recipe, _ in openings(free, settings.first_recipe(free.problem), settings.WHOLE_OPENINGS))
+        others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
         there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
         if there is not None:

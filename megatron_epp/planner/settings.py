@@ -23,6 +23,8 @@ longest sequence; `WHOLE`: a chunk for each sequence.
 """
 STARTS = ("longest", "single", "second", "shortest")
 """Sequences that run first: the longest; some of one chunk each; the next longest; the shortest, where all run whole."""
+MICROBATCH_STARTS = ("longest", "shortest", "given")
+"""The same where the batch's microbatches run whole, all in one order."""
 LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """With one stage per rank: backwards by which a rank is ahead of the next. With 0 one sequence is alive at a time."""
 WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
@@ -56,7 +58,7 @@ class RecipeSetting(NamedTuple):
     Attributes:
         name: of the field of `Recipe`.
         is_ordered: its values are in a row along which plans get better and then worse; else all are tried.
-        keeps_chunks: it changes the order alone.
+        keeps_chunks: its values have the same chunks, in the same or another order.
     """
 
     name: str
@@ -64,21 +66,23 @@ class RecipeSetting(NamedTuple):
     keeps_chunks: bool = False
 
 
-GRAIN, REACH, LEAD = (
+GRAIN, LEAD, REACH = (
     RecipeSetting("grain"),
-    RecipeSetting("reach", is_ordered=False, keeps_chunks=True),
     RecipeSetting("lead", keeps_chunks=True),
+    RecipeSetting("reach", is_ordered=False, keeps_chunks=True),
 )
 EVERY_GRAIN = RecipeSetting("grain", is_ordered=False)
 """Where memory is short, coarse grains and fine ones may fit, and none between."""
 SETTINGS = (
     GRAIN,
-    REACH,
     LEAD,
+    REACH,
     RecipeSetting("start", is_ordered=False, keeps_chunks=True),
     RecipeSetting("cut", is_ordered=False),
 )
-"""In the order in which they are walked along. Copies come last of all, where they can pay (`search.with_copies`)."""
+"""In the order in which they are walked along. With the reach before the lead, reaches without a lead won too early: plans of
+several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).
+"""
 
 WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
 """Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
@@ -182,11 +186,12 @@ def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -
     Args:
         splits: weight gradients may run apart.
     """
-    placement = placement_of(problem)
+    placement, is_whole = placement_of(problem), bool(problem.microbatches)
+    starts = MICROBATCH_STARTS if is_whole else STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1]
     return {
-        "grain": GRAINS if options.slices is None else (first_recipe(problem).grain,),
-        "cut": tuple(range(num_cuts)),
-        "start": STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1],
+        "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem).grain,),
+        "cut": tuple(range(num_cuts)) if not is_whole else (0,),
+        "start": starts,
         "lead": LEADS if placement == SINGLE else WIDTHS,
         "reach": tuple(
             name

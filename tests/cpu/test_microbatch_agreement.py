@@ -113,6 +113,15 @@ def test_each_microbatch_is_a_chunk_of_whole_sequences_in_any_order() -> None:
     }
 
 
+def test_microbatches_run_in_one_of_three_orders_with_nothing_cut_or_joined() -> None:
+    shapes = tuple(Microbatch(lengths) for lengths in ((30, 4), (9,), (200,), (12, 12), (65,)))
+    longest, given = (2, 4, 0, 3, 1), (0, 1, 2, 3, 4)
+    for options in (Options(), Options(slices=4), Options(chunk_tokens=16), Options(offload=True)):
+        plan, order = plan_microbatches(shapes, PROBLEM, COSTS, options)
+        assert order in (longest, longest[::-1], given)
+        assert len(plan.chunks) == len(shapes)
+
+
 def test_the_best_order_is_no_slower_than_the_given_one() -> None:
     given, best = (make(SHAPES, PROBLEM, COSTS, Options()).plan for make in (plan_as_given, plan_microbatches))
     assert best.predicted.makespan_us <= given.predicted.makespan_us

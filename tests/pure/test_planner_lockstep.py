@@ -60,6 +60,23 @@ def test_what_the_user_fixes_holds_for_all_replicas(options):
         assert [segment.sequence for chunk in plans[0].chunks for segment in chunk.segments].count(0) >= options.slices
 
 
+def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest():
+    batches = ((3000, 40, 700, 20), (1500, 1400, 60, 33, 90))
+    numbers = ((0, 1, 1, 2), (0, 1, 2, 2, 2))
+    asked = [replace(own, microbatches=each) for own, each in zip(problems(*batches), numbers, strict=True)]
+    plans = plan_lockstep(asked, COSTS, Options())
+    assert check_lockstep(plans) == []
+    for made, each in zip(plans, numbers, strict=True):
+        assert sorted(tuple({each[part.sequence] for part in chunk.segments}) for chunk in made.chunks) == [(0,), (1,), (2,)]
+        assert all(
+            part.start == 0 and part.end == made.lengths[part.sequence] for chunk in made.chunks for part in chunk.segments
+        )
+    with pytest.raises(PlanError, match="equally many microbatches"):
+        plan_lockstep([asked[0], replace(asked[1], microbatches=(0, 1, 1, 1, 1))], COSTS, Options())
+    with pytest.raises(PlanError, match="microbatches of 2 sequences, and lengths of 4"):
+        plan_lockstep([replace(asked[0], microbatches=(0, 1))], COSTS, Options())
+
+
 def test_equal_problems_get_equal_plans():
     assert plan_lockstep(problems(*ROUGH), COSTS, Options()) == plan_lockstep(problems(*ROUGH), COSTS, Options())
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, EppError, Op, Plan, Segment, from_json, to_json
-from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
+from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.local_search import SMALL
@@ -92,8 +92,6 @@ class Planned(NamedTuple):
 def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
     """Plan whole microbatches in the best of three orders: as given, longest first, and shortest first.
 
-    Local search, which takes most of the time, is for the best of them, and for few microbatches only.
-
     Args:
         shapes: of the microbatches, in the caller's order.
         problem: the pipeline; its lengths are ignored.
@@ -104,22 +102,11 @@ def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: O
         InfeasibleError: nothing that was tried fits the caps.
     """
     chunks, problem = _chunks(shapes, problem)
-    without_steps, with_steps = replace(options, budget_ms=0), replace(options, steps=_STEPS)
-    best = min(
-        (_planned(tuple(chunks[index] for index in order), problem, costs, without_steps) for order in _orders(shapes)),
-        key=_makespan_us,
-    )
-    if problem.num_stages * len(chunks) <= SMALL:
-        best = min(best, _planned(best.chunks, problem, costs, with_steps), key=_makespan_us)
+    numbers = tuple(number for number, one in enumerate(shapes) for _ in one.lengths)
+    is_small = problem.num_stages * len(chunks) <= SMALL
+    asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0, budget_ms=None if is_small else 0)
+    best = plan(replace(problem, microbatches=numbers), costs, asked)
     return Planned(best, tuple(chunks.index(chunk) for chunk in best.chunks))
-
-
-def _planned(table: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Plan:
-    return build_plan(problem, costs, options, for_table(table, problem, costs, options))
-
-
-def _makespan_us(plan: Plan) -> float:
-    return plan.predicted.makespan_us
 
 
 def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
@@ -132,8 +119,8 @@ def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Optio
     order = rule.order(chunks, tabulate(chunks, problem, costs), problem)
     if options.split_weight and costs.splits_weight:  # W right behind B: it is measured, and nothing more is kept
         order = tuple(tuple(one for action in row for one in _with_weight(action)) for row in order)
-    plan = build_plan(problem, costs, options, fitted(order, chunks, problem, costs, options))
-    return Planned(plan, tuple(range(len(chunks))))
+    made = build_plan(problem, costs, options, fitted(order, chunks, problem, costs, options))
+    return Planned(made, tuple(range(len(chunks))))
 
 
 def plan_in_order(shapes: Shapes, problem: Problem, costs: Costs, options: Options, plain: bool) -> Planned:
@@ -171,15 +158,6 @@ def _table(shapes: Shapes) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
     segments = [Segment(sequence, 0, length) for sequence, length in enumerate(lengths)]
     ends = accumulate((len(one.lengths) for one in shapes), initial=0)
     return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends)), lengths
-
-
-def _orders(shapes: Shapes) -> Iterable[tuple[int, ...]]:
-    """Yield orders of microbatches, without repeats; the caller's first, so that it wins between equals."""
-    work = [(sum(length * length for length in one.lengths), sum(one.lengths)) for one in shapes]
-    given = tuple(range(len(shapes)))
-    shortest = tuple(sorted(given, key=work.__getitem__))
-    longest = tuple(sorted(given, key=lambda index: (*(-size for size in work[index]), index)))
-    return dict.fromkeys((given, longest, shortest))
 
 
 def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:

@@ -78,9 +78,11 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
 
 def reversed_orders() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which plans for microbatches have one order only, from the last to the first."""
-    from megatron_epp.mcore.microbatches import planning
+    from megatron_epp.planner import cuts, settings
 
-    return mock.patch.object(planning, "_orders", lambda shapes: [tuple(reversed(range(len(shapes))))])
+    tables = cuts.of_microbatches
+    starts = settings.MICROBATCH_STARTS
+    return mock.patch.object(cuts, "of_microbatches", lambda asked: dict.fromkeys(starts, tables(asked)["given"][::-1]))
 
 
 @contextlib.contextmanager
