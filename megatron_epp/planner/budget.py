@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
@@ -16,10 +17,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.messages import MessageRoomError
-from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import finished, plan_or_refuse, planned
+from megatron_epp.planner.result import completed, finished, plan_or_refuse, planned
 from megatron_epp.planner.search import search
 
 Clock = Callable[[], float]
@@ -62,20 +62,11 @@ def plan_within_budget(problem: Problem, costs: Costs, options: Options, clock: 
             planned(candidates)  # raises
         start = finished(candidates)
         whole = improved(start.whole[0], problem, costs, options, deadline_s, clock)
-        made = [start.decisions[0], _completed(whole, candidates.replicas)]
-        best = min(made, key=lambda decisions: decisions.makespan_us(problem, costs))
+        best = start.decisions[0]
+        if whole is not start.whole[0]:
+            best = min(start, completed(candidates, start, whole), key=attrgetter("key")).decisions[0]
         if (improve_further := finisher_of(options)) is not None:
             best = improve_further([best, whole], problem, costs, options)
         return build_plan(problem, costs, options, best)
     except (InfeasibleError, MessageRoomError):  # what fits, or would, is told without a budget
         return plan_or_refuse((problem,), costs, steady)[0]
-
-
-def _completed(whole: Decisions, replicas: Replicas) -> Decisions:
-    """Insert the vocabulary's shards, and split weight gradients off, where that is asked for and faster."""
-    if not (replicas.splits_weight or replicas.has_shards):
-        return whole
-    (problem,) = replicas.problems
-    tables = whole.tables(problem, replicas.costs)
-    order, _ = completed(whole.order, tables, whole.as_offload, problem.cap_bytes, replicas.splits_weight)
-    return whole.reordered(order)

@@ -57,7 +57,7 @@ def fitted(
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
     made = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
-    refuse_mistakes(made, problem, costs, planner, complete=True)
+    refuse_mistakes(made, problem, costs, planner)
     tables = made.tables(problem, costs)
     order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
     made = replace(made, order=order)

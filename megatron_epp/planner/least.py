@@ -22,7 +22,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, coded
-from megatron_epp.planner.messages import MessageRoomError, with_room
+from megatron_epp.planner.messages import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
@@ -80,20 +80,7 @@ def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[P
         problem, costs, options: as `least_plan` takes them, which has its errors.
     """
     validate(problem, costs, options)
-    cap, asked = 0, problem
-    while True:
-        try:
-            proven = with_room(asked, lambda one: _proof(one, costs, options))
-        except InfeasibleError as error:
-            if error.least_cap_bytes <= cap:
-                raise
-            # Messages may need more than was set aside for them where this cap was computed, so it is tried.
-            cap = error.least_cap_bytes
-            asked = replace(problem, cap_bytes=tuple(max(cap, one) for one in problem.cap_bytes))
-        else:
-            if cap:
-                raise infeasible(problem, costs, options, cap)
-            return proven
+    return planned_with_room(problem, costs, options, lambda asked: _proof(asked, costs, options))
 
 
 def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:

@@ -95,7 +95,7 @@ def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
         try:
             plan_under(cap_bytes)
         except InfeasibleError as error:
-            cap_bytes = max(cap_bytes + cap_bytes // 64, error.least_cap_bytes)
+            cap_bytes = error.least_cap_bytes if error.least_cap_bytes > cap_bytes else cap_bytes + cap_bytes // 64
         except MessageRoomError:
             cap_bytes += cap_bytes // 64
         else:

@@ -39,11 +39,10 @@ from megatron_epp.planner.problem import Problem, as_one_chunk
 from megatron_epp.planner.tables import Tables
 
 
-def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str, *, complete: bool = False) -> None:
+def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
     """Refuse decisions from which no plan can be written, whatever their recompute.
 
     Args:
-        complete: look at what is missing or doubled too, which `check` would find in the plan.
 
     Raises:
         PlanError: no plan can be written from the decisions; the message is the report.
@@ -51,7 +50,7 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     with _of_types(planner):
         _refuse_types(made, planner)
         faults = [_fault(reason) for reason in (*_shapes(made, problem, costs), *made.faults())]
-        if not faults and (complete or made.copies or made.kv_offload or not _is_known(made, problem)):
+        if not faults:
             plan = outline(made, problem, costs)
             columns = columns_of(plan)
             presence = check_presence(plan, columns, listed(plan, columns))
@@ -190,20 +189,6 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
         yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"
     if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
         yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"
-
-
-def _is_known(made: Decisions, problem: Problem) -> bool:
-    """True if all chunks are of the batch and all actions of known stages and chunks; some may be missing or doubled."""
-    lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
-    added = (kind.op for kind in operations(Track.COMPUTE) if kind.rows is not None)
-    ops = {Op.F} if problem.forward_only else {Op.F, Op.B, Op.W, *added}
-    if not made.chunks or not all(chunk.segments for chunk in made.chunks):
-        return False
-    return all(
-        0 <= sequence < len(lengths) and 0 <= start < end <= lengths[sequence]
-        for chunk in made.chunks
-        for sequence, start, end in chunk.segments
-    ) and all(op in ops and 0 <= stage < stages and 0 <= c < chunks for row in made.order for op, stage, c in row)
 
 
 def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs
 from megatron_epp.cost import memory as item
-from megatron_epp.cost.work import BoolColumn, IntColumn, TimeColumn
+from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.kernels.compiled import Numbers
@@ -309,31 +309,6 @@ class StagePasses:
     def _steps(self, name: str) -> Numbers:
         """A column of every step of the frontier, ``[step, chunk]``, and zeros behind the last."""
         return np.array([*(getattr(step, name) for step in self.frontier), 0 * self.activation])
-
-    def where(self, which: BoolColumn, other: StagePasses) -> StagePasses:
-        """Take the chunks of `which` from `other`."""
-
-        def chosen(own: Any, other: Any) -> Any:
-            if isinstance(own, np.ndarray):
-                return np.where(which, other, own)
-            if isinstance(own, FrontierStep):
-                return FrontierStep(*(chosen(getattr(own, one.name), getattr(other, one.name)) for one in fields(own)))
-            return own
-
-        longest = max(len(self.frontier), len(other.frontier))
-        steps = zip(*(padded(passes.frontier, longest, len(which)) for passes in (self, other)), strict=True)
-        found = {one.name: chosen(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
-        backward = partial(_backward_where, which, self.backward, other.backward)
-        return StagePasses(**found | {"frontier": tuple(chosen(*pair) for pair in steps), "backward": backward})
-
-
-def _backward_where(
-    which: BoolColumn,
-    own: Callable[[bool], BackwardBytes[Numbers]],
-    other: Callable[[bool], BackwardBytes[Numbers]],
-    split: bool,
-) -> BackwardBytes[Numbers]:
-    return BackwardBytes(*(np.where(which, there, here) for here, there in zip(own(split), other(split), strict=True)))
 
 
 def _backward(stage: int, work: ChunkWork, costs: Costs, split: bool) -> BackwardBytes[Numbers]:

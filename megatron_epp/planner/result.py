@@ -132,12 +132,18 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
     """Improve a candidate of one replica by local search, unless it has copies."""
-    whole, (tables,), splits = candidate.whole[0], candidates.tables(candidate.table)[0], candidates.splits
+    whole, (tables,) = candidate.whole[0], candidates.tables(candidate.table)[0]
     if whole.copies or whole.kv_offload:
         return candidate
-    moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=splits)
-    took_us = makespan_us(moved.order, tables, moved.recompute_steps)
-    return candidates.complete(candidate, (moved,), [tables], took_us, [moved.as_offload], splits)
+    moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
+    return completed(candidates, candidate, moved)
+
+
+def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) -> Candidate:
+    """Return a candidate of one replica with other whole backwards, without copies, and with all that is added to these."""
+    tables = candidates.tables(candidate.table)[0]
+    took_us = makespan_us(whole.order, tables[0], whole.recompute_steps)
+    return candidates.complete(candidate, (whole,), tables, took_us, [whole.as_offload], candidates.splits)
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:

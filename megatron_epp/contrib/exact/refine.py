@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from megatron_epp.contrib.exact.oracle import makespan_us, oracle
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.finishing import finisher_of, without_finishers
+from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.result import greedy
 
@@ -65,7 +66,7 @@ def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) 
     """
     build_plan(problem, costs, options, start)  # raises where messages do not fit: `plan` then asks again, with room for them
     limit_s = TIME_LIMIT_S if options.plan_limit_s is None else options.plan_limit_s
-    single = start if type(start) is Decisions else greedy(problem, costs, without_finishers(options))
+    single = start if type(start) is Decisions else greedy(problem, costs, replace(options, overlap_exchanges=False))
     if why_greedy(single, problem):
         return start
     found = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)

@@ -81,12 +81,6 @@ class Chunker:
         return (self, even) if self._equal_slices <= MOST_CHUNKS else (even,)
 
     @property
-    def coarsest(self) -> float:
-        """Chunks in all below which the token cap alone says how long even slices are; 0 for others."""
-        longest = max(self.problem.lengths)
-        return self.total_us / self.slice_us(longest - self.token_cap, longest) if self.is_even else 0.0
-
-    @property
     def _equal_slices(self) -> int:
         """Slices of the longest sequence that all take as long as the first may under the token cap."""
         return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)

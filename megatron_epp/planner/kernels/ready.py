@@ -25,12 +25,10 @@ class Ready(NamedTuple):
         hop_us: time of the message behind each item's forward; of the last stage, between its forward and its backward.
         backwards: chunks in the order of their backwards; empty in a forward-only order.
         ahead: forwards that the first stage of a rank may have run when it has run so many backwards.
-        most_kept: chunks that a rank keeps at most, until their weight gradients have run; 0 for any number.
         alternating: nonzero to take forwards and backwards in turn where both are ready.
         most_waiting: weight gradients that may wait on a rank; 0 where backwards contain them.
         forward_in, backward_in: when the input of each item is there; infinite before that is known.
         forward_count, backward_count: passes that each stage has run.
-        kept: chunks that each rank keeps.
         clock_us: end of the last action of each rank.
         was_backward: nonzero where it was a backward.
         waiting_us, queued, taken: times of the weight gradients of each rank, and how many have begun to wait and have run.
@@ -47,14 +45,12 @@ class Ready(NamedTuple):
     hop_us: FloatList
     backwards: IntegerList
     ahead: IntegerList
-    most_kept: int
     alternating: int
     most_waiting: int
     forward_in: FloatList
     backward_in: FloatList
     forward_count: IntegerList
     backward_count: IntegerList
-    kept: IntegerList
     clock_us: FloatList
     was_backward: IntegerList
     waiting_us: FloatList
@@ -128,8 +124,6 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run a ready forward. Arguments as in `take`, and the return value."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
-    if ready.most_kept > 0 and ready.kept[rank] >= ready.most_kept:
-        return inf, NONE
     stop = ready.first_stage[rank + 1]
     for at in range(ready.first_stage[rank], stop):
         stage = ready.stages[at]
@@ -140,7 +134,6 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
         if at == stop - 1 and c >= ready.ahead[ready.backward_count[stage]]:
             continue
         ready.forward_count[stage] += 1
-        ready.kept[rank] += 1
         ready.was_backward[rank] = 0
         ended = record(rank, item << KIND_BITS | FORWARD, now + ready.forward_us[item], ready)
         came_us = ended + ready.hop_us[item]
@@ -184,6 +177,5 @@ def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run the weight gradient that has waited longest. Arguments as in `take`, and the return value."""
     ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
     ready.taken[rank] += 1
-    ready.kept[rank] -= 1
     ready.clock_us[rank] = ended
     return ended, rank

@@ -58,20 +58,15 @@ def with_kv_offload(
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
     found, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
-    first_equal, bare_work = costs.equal_stages, without_caches(work)
-    bare = {
-        equal: passes_of(equal, bare_work, costs, modes, in_order, problem.forward_only)
-        for equal in {first_equal[stage] for stage, _ in pairs}
-    }
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
     for stage, host in found.items():
-        there = frozenset(sequence for at, sequence in pairs if at == stage)
-        which = np.zeros(len(chunks), dtype=np.bool_)
-        which[[c for sequence in there for c in slices.get(sequence, ())]] = True
-        equal = first_equal[stage]
-        if (equal, there) not in known:
-            known[equal, there] = streamed(passes[stage].where(which, bare[equal]), which, host, not problem.forward_only)
-        passes[stage] = known[equal, there]
+        there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), costs.equal_stages[stage]
+        if (first_equal, there) not in known:
+            which = np.zeros(len(chunks), dtype=np.bool_)
+            which[[c for sequence in there for c in slices.get(sequence, ())]] = True
+            bare = passes_of(stage, without_caches(work, which), costs, modes, in_order, problem.forward_only)
+            known[first_equal, there] = streamed(bare, which, host, not problem.forward_only)
+        passes[stage] = known[first_equal, there]
     slower = COPIES_SHARING if sharing > 1 else 1.0
     return replace(tables.with_passes(passes), host_us_per_byte=tables.host_us_per_byte * slower)
 
