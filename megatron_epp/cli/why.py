@@ -22,13 +22,13 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     """Lines on how the search came to a plan, of at most so many characters; None for any number."""
     plan, (free, under) = explanation.plan, explanation.walks
     lines = ["Why this plan (settings and their values: megatron_epp/planner/README.md)", ""]
-    lines += ["without memory caps", *_steps(free), ""]
-    lines += [f"under the cap of {format_cap(min(plan.cap_bytes), max(plan.predicted.peak_bytes))}", *_steps(under)]
-    if remade := explanation.num_remade:
-        tables = f"{remade} chunk tables" if remade > 1 else "a chunk table"
-        lines.append(
-            f"  (figures of {tables} are with more memory for messages than when the walk came by: a gain can read as a loss)"
-        )
+    lines += ["without memory caps", *_steps(explanation, free), ""]
+    lines += [
+        f"under the cap of {format_cap(min(plan.cap_bytes), max(plan.predicted.peak_bytes))}",
+        *_steps(explanation, under),
+    ]
+    if any(id(candidate.table) in explanation.remade for walk in explanation.walks for candidate in walk.candidates):
+        lines.append("  * made again later, with more memory for messages: a step that was a gain can read as a loss")
     if not explanation.has_candidate:
         return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
     took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
@@ -48,14 +48,14 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
     yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
 
 
-def _steps(walk: Walk) -> list[str]:
+def _steps(explanation: Explanation, walk: Walk) -> list[str]:
     first = walk.candidates[0]
-    rows = [[_makespan(first), "", _described(first.recipe)]]
+    rows = [[_makespan(first, explanation), "", _described(first.recipe)]]
     for (before, after), word in zip(pairwise(walk.candidates), walk.words[1:], strict=True):
         changed = changes(before.recipe, after.recipe).items()
         text = ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
         gain = f"{after.makespan_us / before.makespan_us - 1:+.2%}" if before.fits and after.fits else ""
-        rows.append([_makespan(after), gain, f"{word}{text}"])
+        rows.append([_makespan(after, explanation), gain, f"{word}{text}"])
     return [f"  {line}" for line in table(["makespan", "change", "recipe"], rows, left=(2,))]
 
 
@@ -71,9 +71,9 @@ def _value(name: str, value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _makespan(candidate: Candidate) -> str:
+def _makespan(candidate: Candidate, explanation: Explanation) -> str:
     if candidate.fits:
-        return format_us(candidate.makespan_us)
+        return format_us(candidate.makespan_us) + "*" * (id(candidate.table) in explanation.remade)
     return "does not fit" if is_unlimited(candidate.missing_bytes) else f"lacks {format_bytes(candidate.missing_bytes)}"
 
 
@@ -88,7 +88,7 @@ def _others(explanation: Explanation, width: int | None) -> Iterator[str]:
             elif other.is_same:
                 effect = "the same"
             elif not candidate.fits:
-                effect = _makespan(candidate)
+                effect = _makespan(candidate, explanation)
             else:
                 effect = f"{candidate.makespan_us / best.makespan_us - 1:+.1%}"
             parts.setdefault(effect, []).append(_value(name, other.value))
