@@ -178,8 +178,6 @@ def _largest(limit: Limit | None, of_what: str) -> str:
         return _LATE if limit == Limit(None) else "none fits"
     if limit.step > max(1, limit.value / _COARSE):
         return f"{limit.value:,} {of_what} or more, below {limit.value + limit.step:,}"
-    if not limit.is_proven:
-        return f"about {limit.value:,} {of_what}"
     return f"{limit.value:,} {of_what}" if limit.step else f"{limit.value:,} {of_what} or more"
 
 

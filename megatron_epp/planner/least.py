@@ -7,7 +7,6 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
@@ -36,27 +35,6 @@ LEAST = WarmUp(lead=0, minimal=True)
 def is_told_by_one_order(problem: Problem, options: Options) -> bool:
     """Return True if a chunk table that does not fit in the order of `LEAST` fits in no order."""
     return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
-
-
-def least_cap_bytes(problem: Problem, costs: Costs, options: Options, enough_bytes: int = 0) -> int:
-    """Return the smallest memory cap, in bytes of every rank, under which a table of the batch fits, without offload.
-
-    Messages have the room that is set aside for them before the order is known; a plan's messages may need a little more.
-
-    Args:
-        problem: the batch and the placement, of one stage per rank; its caps do not matter.
-        enough_bytes: a cap below which no smaller one is looked for.
-
-    Raises:
-        InfeasibleError, PlanError: as `plan` raises them where memory is not the obstacle.
-    """
-    validate(problem, costs, options)
-    unfit, least = replace(problem, cap_bytes=(1,) * problem.num_ranks), 0
-    for _, _, fit in _fits(unfit, costs, options):
-        least = min(least or fit.needed_bytes, fit.needed_bytes)
-        if least <= enough_bytes:
-            break
-    return least
 
 
 def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:

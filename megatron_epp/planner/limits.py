@@ -1,8 +1,8 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Sizes are tried with the planner itself, or, where the result is the same, with one order of every chunk table
-(`least`). A size that fits is proven by a plan. Larger sizes than the limit may fit again here and there, since planners
-search only some chunk tables; the size one step above the limit does not.
+Sizes are tried with the planner itself, or, where the result is the same, with one order of every chunk table (`least`). Larger
+sizes than the limit may fit again here and there, since planners search only some chunk tables; the size one step above the
+limit does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
-from megatron_epp.planner.least import has_plan, is_told_by_one_order, least_cap_bytes, least_decisions
+from megatron_epp.planner.least import has_plan, is_told_by_one_order, least_decisions
 from megatron_epp.planner.problem import Options, Problem, static_bytes
 
 LONGEST = 1 << 25
@@ -43,12 +43,10 @@ class Limit:
     Attributes:
         value: the number; None where nothing fits.
         step: distance to a number that does not fit; 0 where none was tried. Both None and 0: it was not found in time.
-        is_proven: there is a plan. Before that, messages in flight are counted with what is set aside for any plan.
     """
 
     value: int | None
     step: int = 0
-    is_proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,7 @@ class Limits:
     def context(self, others: Sequence[int] = ()) -> Limit:
         """Find the longest sequence, in tokens, that fits together with others, given in tokens."""
         guess, multiple = self._guessed_tokens(max(self.problem.lengths), others), self.problem.token_multiple
-        found = _largest(lambda n: self._fits((n, *others)), multiple, LONGEST, guess, self._tell, is_near=self._is_quick)
-        return self._proven(lambda n: (n, *others), found)
+        return _largest(lambda n: self._fits((n, *others)), multiple, LONGEST, guess, self.told)
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
@@ -120,9 +117,7 @@ class Limits:
         def fits(count: int) -> bool:
             return self._fits(taken(count))
 
-        if self._has_plan(taken(most), offload=False) if self._is_quick else fits(most):
-            return Limit(most)
-        return self._proven(taken, _largest(fits, 1, most, len(lengths), self._tell, is_near=True))
+        return Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths), self.told)
 
     def cap(self) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
@@ -154,10 +149,6 @@ class Limits:
             self.told(Limit(high * step, (high - low) * step))
         return Limit(high * step, step), self._plan(lengths, high * step)
 
-    def _tell(self, found: Limit) -> None:
-        """Tell what a search knows; if it does not make plans, without a proof."""
-        self.told(replace(found, is_proven=not self._is_quick))
-
     def _named_cap(self, lengths: tuple[int, ...]) -> int:
         """Return the smallest cap that the planner names for a batch, without offload.
 
@@ -177,9 +168,6 @@ class Limits:
     def _guessed_tokens(self, longest: int, others: Sequence[int]) -> int:
         """Guess the longest sequence that fits: what a sequence needs grows about as its length does."""
         cap = min(self.problem.cap_bytes)
-        if self._is_quick:
-            low, high = (self._least_cap((tokens, *others)) for tokens in (longest, 2 * longest))
-            return round(longest * (1 + (cap - low) / max(1, high - low)))
         try:
             named = self._named_cap((longest, *others))
         except InfeasibleError:
@@ -189,9 +177,6 @@ class Limits:
 
     def _fits(self, lengths: tuple[int, ...]) -> bool:
         """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
-        if self._is_quick:
-            enough = min(self.problem.cap_bytes)
-            return self._least_cap(lengths, enough) <= enough
         choices = (False, True) if self.options.offload else (False,)
         return any(self._has_plan(lengths, offload) for offload in choices)
 
@@ -215,24 +200,6 @@ class Limits:
             return True
         return False
 
-    @property
-    def _is_quick(self) -> bool:
-        """True if one order of every chunk table tells what fits."""
-        return is_told_by_one_order(self.problem, self.options)
-
-    def _least_cap(self, lengths: tuple[int, ...], enough_bytes: int = 0) -> int:
-        problem = replace(self.problem, lengths=lengths)
-        found = least_cap_bytes(problem, self.costs_for(max(lengths)), self.options, enough_bytes)
-        self.tried()
-        return found
-
-    def _proven(self, lengths_for: Callable[[int], tuple[int, ...]], found: Limit) -> Limit:
-        """Prove that a number fits, and lower it by its step where messages need more than was set aside for them."""
-        while self._is_quick and found.value is not None and not self._has_plan(lengths_for(found.value), offload=False):
-            lower, step = found.value - max(found.step, 1), max(found.step, 1)
-            found = Limit(lower if lower > 0 else None, step)
-        return found
-
     def _problem(self, lengths: tuple[int, ...], cap_bytes: int | None) -> Problem:
         """Return the problem of other lengths, and of other caps if given."""
         problem = replace(self.problem, lengths=lengths)
@@ -244,9 +211,7 @@ class Limits:
         return made
 
 
-def _largest(
-    fits: Callable[[int], bool], multiple: int, most: int, guess: int, tell: Callable[[Limit], None], *, is_near: bool
-) -> Limit:
+def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, tell: Callable[[Limit], None]) -> Limit:
     """Find the largest multiple up to `most` that fits, to within a relatively small step.
 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
@@ -255,12 +220,10 @@ def _largest(
         fits: tells whether a number fits.
         guess: the number to begin at.
         tell: called with what is known whenever a larger number fits.
-        is_near: the guess is a good one, so the first stride is short; else it is as long as the guess.
     """
     most = most // multiple * multiple
     unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)
-    at = min(max(guess // unit * unit, multiple), most)
-    stride = unit if is_near else at
+    at, stride = min(max(guess // unit * unit, multiple), most), unit
     if fits(at):
         low, high = at, min(at + stride, most)
         tell(Limit(low))

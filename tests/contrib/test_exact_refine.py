@@ -15,9 +15,8 @@ from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.least import least_cap_bytes
 from megatron_epp.planner.result import greedy
-from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.planner_cases import least_cap_bytes, pipeline, problem
 
 pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
 

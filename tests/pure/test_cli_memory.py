@@ -111,10 +111,10 @@ def test_what_was_not_looked_further_for_says_or_more(report, monkeypatch):
 
 
 def test_when_time_is_over_it_prints_what_it_knows_and_leaves_no_process(report, monkeypatch):
-    answers = {"alone": Limit(4096, 128, is_proven=False), "batch": Limit(48, 48)}
+    answers = {"alone": Limit(4096, 128), "batch": Limit(48, 48)}
     monkeypatch.setattr(limits.Limits, "questions", answering(**answers))
     text = report("--memory-gb", "0.2", "--seconds", "1")
-    assert row_of(text, "longest sequence, alone") == ["about", "4,096", "tokens"]
+    assert row_of(text, "longest sequence, alone") == ["4,096", "tokens"]
     assert row_of(text, "longest sequence, with the others of the batch") == ["not", "found", "in", "time", "(--seconds)"]
     assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more,", "below", "96"]
     assert row_of(text, "smallest cap for this batch (--memory-gb)") == ["not", "found", "in", "time", "(--seconds)"]

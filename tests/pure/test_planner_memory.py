@@ -21,13 +21,12 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
-from megatron_epp.planner.least import least_cap_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 

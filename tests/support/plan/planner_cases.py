@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
-from megatron_epp.planner import UNLIMITED_BYTES, Problem
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 
 GIB = 1 << 30
 
@@ -35,6 +37,15 @@ def web_lengths(count: int, seed: int, longest: int = 131072) -> tuple[int, ...]
     body = [draw.lognormvariate(5.85, 1.35) for _ in range(count)]
     tail = [1000 * draw.paretovariate(1.1) for _ in range(count)]
     return tuple(min(longest, 1 + int(b if draw.random() < 0.97 else t)) for b, t in zip(body, tail, strict=True))
+
+
+def least_cap_bytes(asked: Problem, costs: PipelineCosts, options: Options) -> int:
+    """Return the smallest cap under which there is a plan, as the refusal under one byte names it."""
+    try:
+        plan(replace(asked, cap_bytes=(1,) * asked.num_ranks), costs, options)
+    except InfeasibleError as error:
+        return error.least_cap_bytes
+    raise AssertionError("a plan under one byte")
 
 
 def named_cap_bytes(error: Exception) -> int:
