@@ -29,6 +29,7 @@ from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_ho
 from megatron_epp.planner.messages import raised
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
+from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, OF_SEQUENCES, Options, Problem, validate
 from megatron_epp.planner.tables import Tables, tabulate
@@ -148,6 +149,17 @@ class Replicas:
             by_stay: as `fit_recompute` takes it.
         """
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
+
+    def above_caps(self, made: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:
+        """Return the bytes by which the vocabulary's shards take each rank above its cap; 0 where it fits, or has none."""
+        caps = self.problems[0].cap_bytes
+        if not self.has_shards:
+            return [0] * len(caps)
+        every = [
+            peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
+            for decisions, own in zip(made, tables, strict=True)
+        ]
+        return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
         """Compute a makespan, in microseconds, that no plan of a chunk table beats."""

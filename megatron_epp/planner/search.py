@@ -31,8 +31,7 @@ from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload import SHARINGS, leaves_link
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload, timed
 from megatron_epp.planner.messages import room_for
-from megatron_epp.planner.orders.completion import completed, peaks
-from megatron_epp.planner.orders.vocabulary import completed_with_shards
+from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 from megatron_epp.planner.tables import Tables
@@ -321,21 +320,10 @@ class Candidates:
         elif copied is not None:
             for splits in (True, False) if self.splits else (False,):
                 candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.made, splits)
-                above = self._above(candidate, tables)
+                above = self.replicas.above_caps(candidate.decisions, tables)
                 if not any(above):
                     break
         return candidate, above
-
-    def _above(self, candidate: Candidate, tables: Sequence[Tables]) -> list[int]:
-        """Return the bytes by which the vocabulary's shards take each rank above its cap; 0 where it fits, or has none."""
-        caps = self.problem.cap_bytes
-        if not self.replicas.has_shards:
-            return [0] * len(caps)
-        every = [
-            peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
-            for decisions, own in zip(candidate.decisions, tables, strict=True)
-        ]
-        return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def _note_host(self, short_bytes: int) -> None:
         if short_bytes > 0:
