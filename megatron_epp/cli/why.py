@@ -14,30 +14,28 @@ from megatron_epp.planner.why import Explanation, Walk, changes
 from megatron_epp.report import facts
 from megatron_epp.report.table import format_cap, format_us, table
 
-CUTS = ("even time", "second way")
-"""Words for the first values of the setting `cut` (`Cuts.chunkers`)."""
+CUTS = ("even time", "equal length", "equal length in turns")
+"""Words for the values of the setting `cut` (`Cuts.chunkers`)."""
 
 
 def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     """Lines on how the search came to a plan, of at most so many characters; None for any number."""
     plan, (free, under) = explanation.plan, explanation.walks
     lines = ["Why this plan (settings and their values: megatron_epp/planner/README.md)", ""]
-    lines += ["without memory caps", *_steps(explanation, free), ""]
-    lines += [
-        f"under the cap of {format_cap(min(plan.cap_bytes), max(plan.predicted.peak_bytes))}",
-        *_steps(explanation, under),
-    ]
+    lines += ["without memory caps", *_steps(explanation, free)]
+    if not is_unlimited(cap := min(plan.cap_bytes)):
+        lines += ["", f"under the cap of {format_cap(cap, max(plan.predicted.peak_bytes))}", *_steps(explanation, under)]
     if any(id(candidate.table) in explanation.remade for walk in explanation.walks for candidate in walk.candidates):
         lines.append("  * made again later, with more memory for messages: a step that was a gain can read as a loss")
     if not explanation.has_candidate:
         return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
     took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
-    if took_us < explanation.before_us:
-        lines.append(f"  local search: {format_us(explanation.before_us)} -> {format_us(took_us)}")
+    best = explanation.walks[-1].candidates[-1]
+    if took_us < best.makespan_us:
+        text = _changes(best.recipe, explanation.improved)
+        lines.append(f"  local search{text and f' from {text}'}: {format_us(best.makespan_us)} -> {format_us(took_us)}")
     lines += ["", "what is left", *_left(explanation, took_us, bound_us)]
-    if explanation.others:
-        lines += ["", "other values of one setting, all else as chosen", *_others(explanation, width)]
-    return lines
+    return [*lines, "", "other values of one setting, all else as chosen", *_others(explanation, width)]
 
 
 def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator[str]:
@@ -52,11 +50,15 @@ def _steps(explanation: Explanation, walk: Walk) -> list[str]:
     first = walk.candidates[0]
     rows = [[_makespan(first, explanation), "", _described(first.recipe)]]
     for (before, after), word in zip(pairwise(walk.candidates), walk.words[1:], strict=True):
-        changed = changes(before.recipe, after.recipe).items()
-        text = ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
+        text = _changes(before.recipe, after.recipe)
         gain = f"{after.makespan_us / before.makespan_us - 1:+.2%}" if before.fits and after.fits else ""
         rows.append([_makespan(after, explanation), gain, f"{word}{text}"])
     return [f"  {line}" for line in table(["makespan", "change", "recipe"], rows, left=(2,))]
+
+
+def _changes(before: Recipe, after: Recipe) -> str:
+    changed = changes(before, after).items()
+    return ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
 
 
 def _described(recipe: Recipe) -> str:
@@ -67,7 +69,7 @@ def _value(name: str, value: object) -> str:
     if name == "grain" and value in (WHOLE, LONGEST):
         return "whole sequences" if value == WHOLE else "longest sequence"
     if name == "cut" and isinstance(value, int):
-        return CUTS[min(value, 1)]
+        return CUTS[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -54,14 +54,14 @@ class Explanation:
         plan: the plan.
         walks: free of caps, and then under them.
         others: values that were not chosen; empty where no candidate of the search fits.
-        before_us: makespan of the chosen candidate before local search improved it.
+        improved: recipe of the candidate that local search made the fastest of, if it did; else the last of the walk.
         remade: identities of chunk tables whose candidates were made again, after walks came by, with more memory for messages.
     """
 
     plan: Plan
     walks: tuple[Walk, ...]
     others: tuple[OtherValue, ...]
-    before_us: float
+    improved: Recipe
     remade: frozenset[int]
 
     @property
@@ -90,9 +90,9 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     best = candidates.best()
     walks = _walk(free, free.best(), is_free=True), _walk(candidates, best, is_free=False)
     if not best.fits:
-        return Explanation(made, walks, (), made.predicted.makespan_us, frozenset(candidates.room))
-    others = tuple(_others(candidates, best)) if finished(candidates).recipe == best.recipe else ()
-    return Explanation(made, walks, others, best.makespan_us, frozenset(candidates.room))
+        return Explanation(made, walks, (), best.recipe, frozenset(candidates.room))
+    improved = finished(candidates).recipe
+    return Explanation(made, walks, tuple(_others(candidates, best)), improved, frozenset(candidates.room))
 
 
 def _walk(candidates: Candidates, best: Candidate, *, is_free: bool) -> Walk:
