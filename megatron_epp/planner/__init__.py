@@ -64,6 +64,9 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if entry is not None and not entry.keeps_groups and has_groups(problem.loss_groups):
         reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
+    if problem.microbatches and entry is not None and not entry.begins_with_greedy:
+        reason = f"planner {options.planner!r} makes chunks of its own, and the batch has microbatches that run whole"
+        raise PlanError(reason, Remedy("set", "planner", "greedy"))
     if options.planner == "greedy" and options.budget_ms:
         return plan_within_budget(problem, costs, options)
     with uncollected():

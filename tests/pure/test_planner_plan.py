@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -187,3 +188,27 @@ def test_a_schedule_that_cannot_run_is_refused_with_the_grid(monkeypatch: pytest
     monkeypatch.setitem(PLANNERS, "bad", baseline(forgets_the_last))
     with pytest.raises(PlanError, match=r"'bad' made a plan that cannot run\n(.|\n)*missing"):
         plan(problem((500,) * 3, 1), pipeline(1), Options(planner="bad"))
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(slices=4, chunk_tokens=20_000), Options(offload=True)], ids=["", "cut", "offload"]
+)
+@pytest.mark.parametrize("stages", [2, 8])
+def test_microbatches_run_whole_each_in_a_chunk_of_its_own(options: Options, stages: int):
+    lengths, numbers = (300, 4000, 60, 9000, 90, 2000), (4, 0, 4, 2, 2, 7)
+    free = Problem(lengths, tuple(range(stages)), (1 << 50,) * stages, microbatches=numbers)
+    made = plan(free, pipeline(stages), options)
+    for asked in (free, replace(free, cap_bytes=(int(0.9 * max(made.predicted.peak_bytes)),) * stages)):
+        made = plan(asked, pipeline(stages), options)
+        whole = {tuple((part.sequence, part.start, part.end) for part in chunk.segments) for chunk in made.chunks}
+        assert whole == {((1, 0, 4000),), ((0, 0, 300), (2, 0, 60)), ((3, 0, 9000), (4, 0, 90)), ((5, 0, 2000),)}
+        assert check(made) == []
+    with pytest.raises(InfeasibleError) as refused:
+        plan(replace(free, cap_bytes=(1,) * stages), pipeline(stages), options)
+    least = replace(free, cap_bytes=(refused.value.least_cap_bytes,) * stages)
+    assert len(plan(least, pipeline(stages), options).chunks) == 4
+
+
+def test_a_planner_that_makes_chunks_of_its_own_refuses_microbatches():
+    with pytest.raises(PlanError, match="'seq1f1b' makes chunks of its own, and the batch has microbatches"):
+        plan(Problem((5, 6), (0, 1), (1 << 50,) * 2, microbatches=(0, 1)), pipeline(2), Options(planner="seq1f1b"))
