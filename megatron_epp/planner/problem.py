@@ -117,7 +117,6 @@ class Options:
         seed: of a planner's search; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
             computes while the other exchanges activations between tensor-parallel ranks.
-        wide_windows: try warm-up windows that are as large as the caps allow.
     """
 
     chunk_tokens: int | None = None
@@ -134,7 +133,6 @@ class Options:
     plan_limit_s: float | None = None
     seed: int = 0
     overlap_exchanges: bool = False
-    wide_windows: bool = True
 
     def modes(self, costs: Costs) -> tuple[str, ...]:
         """Names of `Recompute` that a plan may use."""

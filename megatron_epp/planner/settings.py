@@ -110,7 +110,7 @@ class ReachRule:
     Attributes:
         rule: the order for a lead, and a number of chunks by which all ranks are further ahead (`WarmUp.slack`).
         placements: for which it is.
-        is_wide: it fills the memory that caps leave (`Options.wide_windows`).
+        is_wide: it fills the memory that caps leave, so depends on them.
         splits: weight gradients shape it, where they run apart.
         has_lead: it depends on the lead.
     """
@@ -193,9 +193,5 @@ def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -
         "cut": tuple(range(num_cuts)) if not is_whole else (0,),
         "start": starts,
         "lead": LEADS if placement == SINGLE else WIDTHS,
-        "reach": tuple(
-            name
-            for name, kind in REACHES.items()
-            if placement in kind.placements and (options.wide_windows or not kind.is_wide) and (splits or not kind.splits)
-        ),
+        "reach": tuple(name for name, kind in REACHES.items() if placement in kind.placements and (splits or not kind.splits)),
     }

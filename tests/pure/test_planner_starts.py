@@ -17,6 +17,7 @@ from megatron_epp.planner.cuts import started
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import CappedWarmUp
+from megatron_epp.planner.settings import OPENINGS, REACHES
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 STAGES = 4
@@ -75,7 +76,10 @@ def test_plans_of_uneven_stages_are_no_slower_with_windows_as_large_as_the_caps(
     asked = problem(web_lengths(40, seed=28, longest=8000), 3, 60 * GIB, token_multiple=128)
     monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)  # local search finds as much, from other orders
     made = plan(asked, costs, options)
-    before = plan(asked, costs, replace(options, wide_windows=False))
+    for name in [name for name, kind in REACHES.items() if kind.is_wide]:
+        monkeypatch.delitem(REACHES, name)
+    monkeypatch.setitem(OPENINGS, True, [row for row in OPENINGS[True] if row.changes["reach"] in REACHES])
+    before = plan(asked, costs, options)
     assert check(made) == []
     assert made.predicted.makespan_us <= before.predicted.makespan_us
 
