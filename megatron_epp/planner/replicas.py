@@ -134,8 +134,6 @@ class Replicas:
         Args:
             table, pairs: as `kv_offload` takes them.
         """
-        if not any(pairs):
-            return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
         every = zip(table.chunks, self.problems, pairs, strict=True)
         return [
             [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, self.costs, mine)]
