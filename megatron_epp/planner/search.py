@@ -284,9 +284,7 @@ class Candidates:
         limit_us: float,
         room: list[list[int]],
     ) -> Iterator[Candidate]:
-        """Copy activations where a cap requires it, and ahead of that, as the link has time.
-
-        With one stage per rank and whole backwards copies ahead made none of 49 plans faster, and took a third of the time.
+        """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
 
         The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
         above its cap, copies are chosen again for a lower one.
@@ -298,7 +296,7 @@ class Candidates:
                 yield candidate
                 break
             aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not self.replicas.is_lockstep and (self.splits or not self.is_single):
+        if not (self.replicas.is_lockstep or plain[0].kv_offload):
             shares = longest_lived_shares(tables[0])
             ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
             candidate, above = self._with_copies(nothing, plain, tables, ahead)
