@@ -16,7 +16,7 @@ from megatron_epp.planner.budget import plan_within_budget
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.planner.messages import MessageRoomError, planned_with_room
+from megatron_epp.planner.messages import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
@@ -72,11 +72,11 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     with uncollected():
         if options.planner == "greedy":
             return plan_or_refuse((problem,), costs, options)[0]
-        try:
+        if not begins_with_greedy(options.planner):
             return planned_with_room(problem, costs, options, lambda asked: _built(asked, costs, options, planner))
-        except (InfeasibleError, MessageRoomError):
-            if not begins_with_greedy(options.planner):
-                raise
+        try:
+            return with_room(problem, lambda asked: _built(asked, costs, options, planner))
+        except (InfeasibleError, MessageRoomError):  # what fits, or would, is told without what improves it, which takes long
             return plan_or_refuse((problem,), costs, options)[0]
 
 

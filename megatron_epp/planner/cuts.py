@@ -32,13 +32,15 @@ class Cuts:
         turns = [shapes[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
         self.chunkers = [*shapes, *turns]
         self.in_turns = len(shapes) if turns else -1
-        self._fixed = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
-        if self.problem.microbatches:
-            tables = [of_microbatches(problem) for problem in replicas.problems]
-            runs = (1,) * len(tables[0][STARTS[0]]) if replicas.is_lockstep else ()
-            self._fixed = {start: Aligned(tuple(own[start] for own in tables), runs) for start in MICROBATCH_STARTS}
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._same: dict[tuple[Any, ...], Aligned] = {}
+        self._fixed = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
+        if self.problem.microbatches:
+            orders = [of_microbatches(problem) for problem in replicas.problems]
+            runs = (1,) * len(orders[0][STARTS[0]]) if replicas.is_lockstep else ()
+            for start in MICROBATCH_STARTS:
+                table = Aligned(tuple(own[start] for own in orders), runs)
+                self._fixed[start] = self._same.setdefault(table.chunks, table)
 
     def table(self, recipe: Recipe) -> Aligned | None:
         """Return the chunks of a recipe, always the same object; None where there are none."""
@@ -103,8 +105,13 @@ def of_microbatches(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
     for q, number in enumerate(problem.microbatches):
         sequences.setdefault(number, []).append(q)
     chunks = [Chunk(tuple(Segment(q, 0, problem.lengths[q]) for q in each)) for each in sequences.values()]
-    rising = sorted(chunks, key=lambda chunk: (sum(part.end**2 for part in chunk.segments), chunk.num_tokens))
-    return dict(zip(MICROBATCH_STARTS, map(tuple, (rising[::-1], rising, chunks)), strict=True))
+    work = {chunk: (sum(part.end**2 for part in chunk.segments), chunk.num_tokens) for chunk in chunks}
+    orders = (
+        sorted(chunks, key=work.__getitem__, reverse=True),
+        sorted(chunks, key=work.__getitem__),
+        chunks,
+    )  # both are stable
+    return dict(zip(MICROBATCH_STARTS, map(tuple, orders), strict=True))
 
 
 def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:

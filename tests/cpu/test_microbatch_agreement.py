@@ -122,6 +122,11 @@ def test_microbatches_run_in_one_of_three_orders_with_nothing_cut_or_joined() ->
         assert len(plan.chunks) == len(shapes)
 
 
+def test_equal_microbatches_run_in_the_order_given() -> None:
+    shapes = (Microbatch((30, 20)),) * 6
+    assert plan_microbatches(shapes, PROBLEM, COSTS, Options()).order == tuple(range(6))
+
+
 def test_the_best_order_is_no_slower_than_the_given_one() -> None:
     given, best = (make(SHAPES, PROBLEM, COSTS, Options()).plan for make in (plan_as_given, plan_microbatches))
     assert best.predicted.makespan_us <= given.predicted.makespan_us

@@ -37,7 +37,12 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
         (["--epp-host-memory-gb", "4", "--epp-offload", "off"], "--epp-host-memory-gb needs --epp-offload"),
-        (["--epp-host-memory-gb", "4", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
+        (
+            ["--epp-host-memory-gb", "4", "--epp-recompute", "1"],
+            "--epp-host-memory-gb is for offload, .* --epp-recompute at auto",
+        ),
+        (["--epp-offload", "--epp-planner", "mine:own", "--epp-recompute", "1"], "--epp-offload is for offload, .* at auto"),
+        (["--epp-host-memory-gb", "4", "--epp-planner", "1f1b"], "--epp-host-memory-gb is for --epp-planner greedy"),
         (["--epp-costs", "measure"], "--epp-costs measure has gone: use learn"),
         (
             ["--epp-offload", "--epp-host-memory-gb", "0"],

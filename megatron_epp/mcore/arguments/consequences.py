@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
@@ -340,12 +339,12 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
-    elif (args.epp_offload == AUTO and args.epp_host_memory_gb is None) or entry is None:
-        pass
-    elif not entry.may_offload:
-        yield f"--epp-offload is for --epp-planner greedy and orders of papers, not {planner}; leave one of them out"
-    elif args.epp_recompute != "auto":
-        yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
+    elif args.epp_offload == "on" or args.epp_host_memory_gb is not None:
+        flag = "--epp-offload" if args.epp_offload == "on" else "--epp-host-memory-gb"
+        if entry is not None and not entry.may_offload:
+            yield f"{flag} is for --epp-planner greedy and orders of papers, not {planner}; leave one of them out"
+        elif args.epp_recompute != "auto":
+            yield f"{flag} is for offload, which takes the place of recompute where it can: leave --epp-recompute at auto"
     if budget_ms is not None and planner != "greedy":
         yield f"--epp-plan-budget-ms is for --epp-planner greedy, not {planner}; leave one of them out"
     elif budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
