@@ -106,12 +106,10 @@ def of_microbatches(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
         sequences.setdefault(number, []).append(q)
     chunks = [Chunk(tuple(Segment(q, 0, problem.lengths[q]) for q in each)) for each in sequences.values()]
     work = {chunk: (sum(part.end**2 for part in chunk.segments), chunk.num_tokens) for chunk in chunks}
-    orders = (
-        sorted(chunks, key=work.__getitem__, reverse=True),
-        sorted(chunks, key=work.__getitem__),
-        chunks,
-    )  # both are stable
-    return dict(zip(MICROBATCH_STARTS, map(tuple, orders), strict=True))
+    falling, rising = (
+        sorted(chunks, key=work.__getitem__, reverse=reverse) for reverse in (True, False)
+    )  # equal ones as given
+    return dict(zip(MICROBATCH_STARTS, map(tuple, (falling, rising, chunks)), strict=True))
 
 
 def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:

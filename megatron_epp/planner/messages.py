@@ -91,12 +91,11 @@ def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
         cap_bytes: the smallest cap that may do.
         plan_under: plans under a cap; raises `InfeasibleError` or `MessageRoomError` where it makes no plan.
     """
-    for again in range(2 * ROUNDS):
+    for _ in range(2 * ROUNDS):  # a named cap may be short by ever less
         try:
             plan_under(cap_bytes)
-        except InfeasibleError as error:  # its cap may be short by ever less, so larger steps follow
-            is_exact = again < ROUNDS and error.least_cap_bytes > cap_bytes
-            cap_bytes = error.least_cap_bytes if is_exact else max(error.least_cap_bytes, cap_bytes + cap_bytes // 64)
+        except InfeasibleError as error:
+            cap_bytes = error.least_cap_bytes if error.least_cap_bytes > cap_bytes else cap_bytes + cap_bytes // 64
         except MessageRoomError:
             cap_bytes += cap_bytes // 64
         else:

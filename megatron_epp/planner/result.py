@@ -124,7 +124,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
         sharing = decisions[0].kv_sharing if any(any(own.copies) for own in decisions) else 1.0
         tables = replicas.kv_offload(tables, best.table, pairs, sharing)
     every = zip(replicas.problems, split_together(decisions, tables, replicas), tables, strict=True)
-    plans = tuple(build_plan(problem, costs, options, made, own) for problem, made, own in every)
+    plans = tuple(build_plan(problem, costs, options, own, sizes) for problem, own, sizes in every)
     if faults := check_lockstep(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans

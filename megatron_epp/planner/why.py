@@ -82,17 +82,17 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     validate(problem, costs, options)
     candidates = search(Replicas((problem,), costs, options))
     try:
-        (made,) = planned(candidates)
+        (plan,) = planned(candidates)
     except InfeasibleError:
-        (made,) = plan_or_refuse((problem,), costs, options)
+        (plan,) = plan_or_refuse((problem,), costs, options)
     free = candidates.free
     assert free is not None
     best = candidates.best()
     walks = _walk(free, free.best(), is_free=True), _walk(candidates, best, is_free=False)
     if not best.fits:
-        return Explanation(made, walks, (), best.recipe, frozenset(candidates.room))
+        return Explanation(plan, walks, (), best.recipe, frozenset(candidates.room))
     improved = finished(candidates).recipe
-    return Explanation(made, walks, tuple(_others(candidates, best)), improved, frozenset(candidates.room))
+    return Explanation(plan, walks, tuple(_others(candidates, best)), improved, frozenset(candidates.room))
 
 
 def _walk(candidates: Candidates, best: Candidate, *, is_free: bool) -> Walk:

@@ -53,6 +53,18 @@ def test_no_other_value_alone_is_clearly_faster_and_each_says_what_it_gives():
     assert any(other.candidate is not None and not other.candidate.fits for other in explanation.others)
 
 
+def test_a_step_that_no_walk_took_has_a_word():
+    batch, costs = replace(tight(share=0.4), host_cap_bytes=1 << 40), pipeline(4)
+    walk = explain(batch, costs, Options(offload=True)).walks[-1]
+    words = {
+        word
+        for (before, after), word in zip(pairwise(walk.candidates), walk.words[1:], strict=True)
+        if before.recipe.copies != after.recipe.copies
+    }
+    assert walk.candidates[-1].recipe.copies != "none"
+    assert words == {"opening: "}
+
+
 def test_local_search_is_told_where_it_made_the_plan_faster():
     problem = Problem((632, 4763), (0, 1, 2, 3), (9 * 10**9,) * 4)
     explanation = explain(problem, pipeline(4), Options())
