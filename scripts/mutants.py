@@ -91,7 +91,6 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every mutant of a file.
 
     Args:
-        path: file, relative to the root.
         source: its text in UTF-8.
     """
     tree = ast.parse(source)
@@ -193,7 +192,6 @@ def drawn(package: str, number: int, seed: int, under: str = "") -> dict[str, Mu
 
     Args:
         package: folder or module of `megatron_epp`.
-        number: how many.
         seed: the same one draws the same ones from the same files.
         under: part of a path that files must have.
     """
@@ -300,7 +298,6 @@ class Copy:
         """Run the tests.
 
         Args:
-            tests: arguments of pytest.
             limit_s: longest time that they may take.
             compiled: run the planner's inner loops compiled, as kept on disk: a function does not notice there that one it
                 calls has changed.
@@ -333,7 +330,6 @@ def results_of(package: str, mutants: Mapping[str, Mutant], seed: int, keeps: bo
 
     Args:
         package: folder of `megatron_epp`.
-        mutants: by name.
         seed: with which they were drawn.
         keeps: record the results after each one, so that a run that is ended loses nothing.
 

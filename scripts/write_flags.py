@@ -81,7 +81,6 @@ def flags_in(flags: Iterable[MegatronFlag]) -> str:
 
 
 def commands() -> dict[str, Parser]:
-    """The parser of every command."""
     (action,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
 

@@ -229,12 +229,7 @@ class Question:
         )
 
     def sample(self, config: Configuration, shares: Sequence[Iterable[int]]) -> Sample:
-        """Return the input of the search for layers of the stages, with the other sizes of a configuration.
-
-        Args:
-            config: its sizes.
-            shares: of replicas, as positions of the batch.
-        """
+        """Return the input of the search for layers of the stages, with the other sizes of a configuration."""
 
         def costs_of(found: Layout) -> PipelineCosts:
             ranks, chunks = found.placement.num_ranks, found.placement.num_chunks

@@ -92,7 +92,6 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
 
     Args:
         model: the name of a shipped model; None writes the model's flags instead.
-        lengths: source of the sequence lengths.
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 

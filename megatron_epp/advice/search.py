@@ -67,8 +67,6 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, m
     that hand on keys and values, unless the flags say which.
 
     Args:
-        question: input of the search.
-        say: told the progress.
         may_offload: search with offload too, where nothing fits without or where recompute takes `LIMITED` of the best's step.
 
     Raises:
@@ -242,7 +240,6 @@ def _nearest(question: Question, refused: list[Misfit]) -> tuple[int, Misfit]:
     """Smallest memory cap under which one of several refused configurations fits, in bytes, and its refusal.
 
     Args:
-        question: under whose cap none fits.
         refused: of configurations, that with the least `needed_bytes`, a lower bound of its cap, first.
     """
     found: list[tuple[int, str, Misfit]] = []

@@ -38,12 +38,7 @@ MOST_WORK = 600_000
 
 
 def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
-    """Return the refusal with the remedies that `alternatives` does not try; unchanged if memory is not the obstacle.
-
-    Args:
-        error: the planner's refusal.
-        args: parsed flags of a command that plans.
-    """
+    """Return the refusal with the remedies that `alternatives` does not try; unchanged if memory is not the obstacle."""
     if not error.least_cap_bytes:
         return error
     return error.without(*_TRIED, *(() if _smaller_device(error, args) is None else ("cap_bytes",)))

@@ -174,7 +174,6 @@ def _best(
 
     Args:
         args, lengths, tokens, name: as in `_entry`.
-        layouts: to try, by name.
         ours: the greedy planner's best entry, where it is known: the exact planner takes long, and begins with that entry.
     """
     entry = PLANNERS.entry(name)
@@ -198,9 +197,6 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
 
     Args:
         args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
-        lengths: of the batch.
-        num_ranks: of the pipeline.
-        name: of the planner.
     """
     longest, multiple = max(lengths), args.token_multiple
     entry = PLANNERS.entry(name)
@@ -243,12 +239,7 @@ def _entry(
     """Plan one batch with one planner.
 
     Args:
-        args: parsed flags.
-        lengths: of the batch.
-        tokens: of the sequences of all batches.
         layout: of one stage per rank, or as given; a planner that needs another placement has even or balanced layers at that.
-        name: of the planner.
-        kind: name of the layout.
         size: of its rows or chunks; None for the flags' size.
     """
     start_s = time.process_time()

@@ -183,8 +183,6 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
     """Costs of the pipeline that the flags name.
 
     Args:
-        args: parsed flags.
-        lengths: tokens of typical sequences.
         layout: the layers of every stage.
         longest: tokens of the longest possible sequence, if it is not among them.
 
@@ -209,7 +207,6 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
     """Return the source of costs, a file or formulas, and the number of the model's layers.
 
     Args:
-        args: parsed flags.
         longest: tokens of the longest sequence, where ``--context`` does not say.
 
     Raises:

@@ -116,7 +116,6 @@ def chosen_layout(
     """Return the layout that ``--layout`` and ``--stages`` give.
 
     Args:
-        args: parsed flags.
         batches: typical lengths, for which layers are balanced or the layout is searched.
         planners: that will plan; None for the flags' planner.
 
@@ -154,15 +153,7 @@ def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
-    """Return the layout of even or balanced layers, or the given one.
-
-    Args:
-        args: parsed flags.
-        profile: of the model's parts.
-        num_layers: of the model.
-        lengths: tokens of typical sequences.
-        shards: the vocabulary is over all ranks.
-    """
+    """Return the layout of even or balanced layers, or the given one."""
     ranks = pipeline_ranks(args)
     if args.layout not in (None, EVEN, BALANCED):
         given = _given(args, num_layers)

@@ -92,20 +92,13 @@ def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, 
     Args:
         source: as in `read_lengths`.
         args: parsed flags; ``--seed`` is the seed of the draw.
-        size: sequences of the batch.
     """
     count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
     return limited(read_lengths(source, count, seed), args, source)
 
 
 def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
-    """Draw a batch without replacement; when all lengths are used up, begin again.
-
-    Args:
-        lengths: to draw from.
-        size: of the batch.
-        seed: of the draw.
-    """
+    """Draw a batch without replacement; when all lengths are used up, begin again."""
     order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
     return tuple(lengths[order[at % len(order)]] for at in range(size))
 
@@ -116,7 +109,6 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     Args:
         source: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
         count: of lengths to draw where it is a name; None for a batch of common size.
-        seed: of the draw.
 
     Raises:
         EppError: it is none of these, or holds no lengths.
@@ -191,8 +183,6 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
 
     Args:
         lengths: positions of each document.
-        args: parsed flags.
-        source: of the lengths, for errors.
 
     Raises:
         EppError: a document that is not cut has more tokens than any sequence may have.

@@ -111,7 +111,6 @@ def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Prof
     Args:
         shape: of the model; one rank's share is measured.
         device: where to measure.
-        grid: sizes of chunks, slices and copies.
     """
     import torch
 

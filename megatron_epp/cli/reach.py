@@ -55,8 +55,6 @@ def look(choices: Mapping[str, Limits], end_s: float, start_s: float) -> Reached
 
     Args:
         choices: where to look, by name.
-        end_s: when to end.
-        start_s: when the command was started, for the hint.
 
     Raises:
         EppError: there is no limit, whatever the memory.

@@ -24,7 +24,6 @@ def layout_for(planner: str, layout: Layout) -> Layout:
 
     Args:
         planner: its name; of one of a user's own, the layout stays.
-        layout: the command's layout.
 
     Raises:
         EppError: there are more stages than layers, or the schedule needs another division of them.

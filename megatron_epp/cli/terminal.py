@@ -94,7 +94,6 @@ class Parser(SuggestingParser):
         """Make a parser.
 
         Args:
-            args, settings: of argparse's parser.
             everyday: flags that ``--help`` lists; all if it is empty.
             notes: makes the text below the flags, given whether all of it is wanted.
         """
@@ -308,11 +307,7 @@ def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
 
 @contextmanager
 def latest_message(name: str) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the last INFO message of a package's loggers; empty before the first.
-
-    Args:
-        name: of the package.
-    """
+    """Yield a function that returns the last INFO message of a package's loggers; empty before the first."""
     logger, messages = logging.getLogger(name), deque([""], maxlen=1)
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -50,12 +50,7 @@ def analytic_costs(
 
 
 def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
-    """Costs of the model's parts by formula, for any number of stages (`Profile.costs`).
-
-    Args:
-        shape: of the model.
-        rates: of the machine.
-    """
+    """Costs of the model's parts by formula, for any number of stages (`Profile.costs`)."""
     copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
@@ -94,7 +89,6 @@ def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
     Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
 
     Args:
-        measured: times with keys and values in the relay.
         shape, rates: as `analytic_profile` takes them; with a shape that relays none the profile is returned.
 
     Raises:
@@ -132,7 +126,6 @@ def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
 
     Args:
         shape: of the model, with its tensor- and context-parallel ranks.
-        rates: of the machine.
 
     Returns:
         microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of

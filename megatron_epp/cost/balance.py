@@ -36,9 +36,7 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, r
     holds the fewest chunks at a time.
 
     Args:
-        layer_us: time of a layer.
         extra_us: of each stage, besides its layers.
-        num_layers: no fewer than stages.
         rank_of: the rank of every stage; empty for one stage per rank.
     """
     layers, ranks = [1] * len(extra_us), rank_of or range(len(extra_us))
@@ -58,12 +56,7 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, r
 
 
 def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Spread]:
-    """Current and balanced layers per stage, for one stage per rank and identical layers. Balanced layers are whole ones.
-
-    Args:
-        costs: of the stages.
-        lengths: tokens of typical sequences.
-    """
+    """Current and balanced layers per stage, for one stage per rank and identical layers. Balanced layers are whole ones."""
     tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
 
     def times_us(stage: StageCosts) -> tuple[float, float, float]:

@@ -70,8 +70,6 @@ def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> Lin
     """Count communicators, SMs and memory of a pipeline's links on devices with `num_sms` SMs.
 
     Args:
-        placement: stages on ranks.
-        num_sms: SMs of a device.
         ctas: CTAs of one link; as training sets them if None.
     """
     used = ways(placement.rank_of)

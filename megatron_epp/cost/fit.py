@@ -75,9 +75,6 @@ def fit_profile(
 
     Args:
         points: by kind, as `megatron_epp.runtime.tools.profiling.measure` names them, and ``message``.
-        shape: of the model.
-        rates: for the formulas.
-        name: of the profile.
         origin: where the figures come from; points, residuals and what was not measured are added.
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
@@ -156,7 +153,6 @@ def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: 
     """Time of the parts of a layer that a recompute mode runs again.
 
     Args:
-        mode: its name.
         shape: of the model, by which the parts have their shares of the layer.
         rates: for the exchange between ranks that share a layer.
         linear, attention: measured times of a layer's forward without core attention, and of that.

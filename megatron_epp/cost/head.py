@@ -15,8 +15,6 @@ def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
     only if the fp32 logits of the longest sequence would take more than the bytes of two blocks.
 
     Args:
-        setting: a number, or auto.
-        vocabulary: entries on a rank.
         longest: tokens of the longest sequence on a rank; 0 if unknown.
     """
     if setting != AUTO:
@@ -43,9 +41,6 @@ def loss_workspace_bytes(
 
     Args:
         block_tokens: tokens of a block; 0 for no blocks, which takes no memory.
-        vocabulary: entries on a rank.
-        hidden_size: of the model.
-        bytes_per_value: of activations and weights.
         fused_accumulation: blocks accumulate into the weight's main gradient directly; only a placeholder tensor is allocated.
         in_place: a kernel overwrites logits, stored in the type of the values, with their gradient; then there is a second copy
             of a block's input, scaled by the weights of its tokens.

@@ -38,7 +38,6 @@ class Config:
         Args:
             names: under which the number may stand; the first one that does counts.
             default: if there is none.
-            least, most: limits.
 
         Raises:
             EppError: it is missing and has no default, or is no whole number within the limits.

@@ -123,11 +123,7 @@ def kv_offload_costs(
     """Compute the time and memory that KV offload takes on a stage.
 
     Args:
-        cached: keys and values of a layer.
-        layers: number of layers that cache them.
         passes: times of the forward and of the backward of a layer.
-        work: of the chunks.
-        copy_us: times of copies over the link to the host.
         fragmentation_share: bytes lost between blocks of the device's allocator, as a share of bytes in use.
     """
     parts = head_parts(cached.heads)

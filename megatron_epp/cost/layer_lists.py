@@ -15,7 +15,6 @@ def by_layer(frequency: Any, count: int) -> list[bool]:
 
     Args:
         frequency: the flag, as text, or as the list that Megatron makes of it.
-        count: of the model's layers.
 
     Raises:
         EppError: it is neither.

@@ -62,7 +62,6 @@ class Learner:
         """Add a training iteration.
 
         Args:
-            plan: its plan.
             events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
             kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
                 stage and chunk; empty where memory is not measured.
@@ -209,7 +208,6 @@ def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineC
     """Set the bytes that stages hold throughout.
 
     Args:
-        costs: the learnt costs.
         num_bytes: by stage; 0 for stages that are not named.
     """
     stages = (replace(stage, static=Static(weights=num_bytes.get(number, 0))) for number, stage in enumerate(costs.stages))
@@ -316,7 +314,6 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
     """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
 
     Args:
-        base, learnt: the earlier and the learnt costs.
         sizes: of each chunk (`size_of`).
     """
 

@@ -93,10 +93,6 @@ class Cluster:
 def parse_yaml(text: str, what: str) -> Any:
     """Read the value of a YAML text.
 
-    Args:
-        text: of one document.
-        what: name of the text, for errors.
-
     Raises:
         EppError: PyYAML is missing, the text is not YAML, or it holds too many values, too deep.
     """
@@ -210,9 +206,6 @@ def load_cluster(name: str) -> Cluster:
 
 def load_costs(name: str) -> Profile | PipelineCosts:
     """Read a profile, or the costs of a whole pipeline, as they are or as a training run that learnt them has kept them.
-
-    Args:
-        name: of a file, or of a shipped profile.
 
     Raises:
         EppError: there is no such file, it is neither a profile nor the costs of a pipeline, or these were learnt from a
@@ -431,8 +424,6 @@ def balanced_layers(
 
     Args:
         profile: times of a layer, of the embedding and of the head.
-        num_layers: of the model.
-        num_stages: to spread them over.
         lengths: tokens of typical sequences; if empty, attention takes no time.
         rank_of: the rank of every stage; empty for one stage per rank.
         shards_vocabulary: all ranks share the head equally.

@@ -82,7 +82,6 @@ class Static:
         """Static bytes of a number of parameters.
 
         Args:
-            parameters: on the rank.
             state_bytes: total bytes per parameter.
             weight_bytes, gradient_bytes: parts of these for weight and gradient; the rest is the optimizer's.
         """
@@ -98,7 +97,6 @@ def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
     """Bytes that a rank may hold at most on a device after set-up.
 
     Args:
-        free_bytes: unallocated memory of the device.
         reserved_bytes: memory reserved by torch's allocator, in use or not.
     """
     room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES

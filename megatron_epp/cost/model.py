@@ -158,7 +158,6 @@ class PipelineCosts:
         Args:
             op: of `plan.vocabulary`.
             sites: the rank of each of its sites.
-            work: of the chunks.
         """
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
 
@@ -216,8 +215,6 @@ class PipelineCosts:
         """Time and memory of KV offload of slices.
 
         Args:
-            stage: number of the stage.
-            work: of the chunks.
             sharing: factor by which the link is slower because its rank also uses it for other copies. Other ranks that share
                 the link stream slices of the same sequence at the same times.
         """

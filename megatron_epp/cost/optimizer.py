@@ -126,7 +126,6 @@ class OptimizerBytes:
         """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has.
 
         Args:
-            parameters: that it holds.
             trained: those of them that train; by default `trained_share` of each kind.
         """
         trained = parameters.share(self.trained_share) if trained is None else trained

@@ -16,9 +16,6 @@ _ATTENTION, _DELTA, _STATES = "*", "G", "M"
 def parameters_of(flags: Flags) -> int:
     """Count the parameters of a model without layers of multi-token prediction. Vectors (norms, router biases) are left out.
 
-    Args:
-        flags: Megatron's, with underscores.
-
     Raises:
         EppError: a list of layers cannot be read.
     """

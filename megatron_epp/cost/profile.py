@@ -323,7 +323,6 @@ def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
 
     Args:
         routed, dense: layers with and without experts.
-        share: of dense layers.
     """
 
     def mean(one: Any, other: Any) -> Any:

@@ -63,7 +63,6 @@ class Form(NamedTuple):
 
         Args:
             kind: dataclass of the result, see `build`; names that are not its fields are ignored.
-            text: JSON.
             check: raises `EppError` if fields contradict each other.
 
         Raises:

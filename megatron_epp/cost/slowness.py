@@ -27,8 +27,6 @@ class SlowStages:
         """Add an iteration. Actions that run in one step with others are left out: they take turns, so each lasts longer.
 
         Args:
-            plan: its plan.
-            rank: pipeline rank.
             took_us: measured time of every action of the rank; actions that do not compute for a stage are left out.
         """
         planned_us: dict[int, float] = {}

@@ -74,7 +74,6 @@ def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Li
     out, and it is fitted to the others again.
 
     Args:
-        earlier: line by earlier costs.
         times: as measured; if there are none, the earlier line stays.
         pairs: whether the time may depend on pairs.
     """

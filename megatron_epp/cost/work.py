@@ -35,8 +35,6 @@ def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> fl
 
     Args:
         parts: of the sequence, at least one.
-        length: its tokens.
-        start, end: of a segment of it.
     """
 
     def before(token: int) -> float:
@@ -77,8 +75,6 @@ class Line:
         """Time in microseconds.
 
         Args:
-            tokens: padded tokens, a number or a column.
-            pairs: causal query-key pairs, of the same shape.
             reads: tokens ahead of a slice, of the same shape; of whole sequences there are none.
         """
         return self.launched(self.device_us(tokens, pairs, reads))
@@ -191,7 +187,6 @@ def work_of(
     """Derive the work of every chunk.
 
     Args:
-        chunks: the chunk table.
         lengths: tokens of every sequence of the batch.
         token_multiple: chunks are padded to a multiple of this.
         trained: trained tokens of every sequence; empty if all tokens are trained.

@@ -83,7 +83,6 @@ class LossArrays:
 
         Args:
             shards: (padded) tokens of the ranks whose values the loss gets, rank by rank.
-            own: those of this rank.
         """
         tokens = joined(torch.arange(len(self.weights)), [part for shard in shards for part in shard])
         rows = self.weights[tokens].nonzero()[:, 0]
@@ -162,11 +161,7 @@ class ChunkArrays:
     of_loss: LossArrays | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
-        """Return the part of the arrays of one of the ranks that share the chunk's tokens, without a loss's inputs.
-
-        Args:
-            shard: the rank's (padded) tokens.
-        """
+        """Return the part of the arrays of one of the ranks that share the chunk's tokens, without a loss's inputs."""
         ahead = self.ahead
         if ahead is not None:
             ahead = AheadArrays(*(joined(getattr(ahead, one.name), shard) for one in fields(AheadArrays)))

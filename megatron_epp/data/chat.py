@@ -148,7 +148,6 @@ class ChatEncoder:
         Args:
             messages: have a `role` each.
             options: variables of the template besides the messages, as `tools`, descriptions of functions.
-            counts: to add to.
 
         Raises:
             EppError: the template refuses the conversation, or messages of other roles cannot be told from others.
@@ -265,8 +264,6 @@ class _Chat:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
 
         Args:
-            ids: of the sample.
-            trained: mask to complete.
             runs: first token of every answer, and the one behind its last.
             answers: counts to add to.
 
@@ -305,11 +302,6 @@ class _Chat:
         """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it.
 
         A prompt that joins with the answer's first token, or goes on in another way, is left out as far as the two agree.
-
-        Args:
-            ids: of the first messages.
-            number: of the message among these.
-            count: of these messages.
         """
         if self.messages[number]["role"] != ASSISTANT:
             return self._end(ids, number, count)

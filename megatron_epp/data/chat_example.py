@@ -26,7 +26,6 @@ def example_lines(
     Args:
         ids: integers [tokens].
         trained: [tokens], 1 for tokens that are trained.
-        decode: converts tokens to text.
     """
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     parts = [_part(decode(ids[start:end].tolist()), bool(trained[start])) for start, end in pairwise(edges) if start < end]

@@ -84,8 +84,6 @@ def with_texts(fields: Fields, messages: Sequence[Message], render: Render) -> S
 
     Args:
         fields: counts to add to.
-        messages: of the conversation.
-        render: renders messages.
 
     Raises:
         EppError: a part is no text, and the template takes no parts.
@@ -148,8 +146,6 @@ def count_fields(
     Args:
         fields: counts to add to.
         messages: of the conversation, which the template renders.
-        roles: whose messages are trained.
-        render: renders messages, with the conversation's tools.
         without_tools: the same without tools; None for a conversation that has none.
         first: index of the first message that has not been counted yet, with an earlier part of the conversation.
     """

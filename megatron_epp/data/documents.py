@@ -80,7 +80,6 @@ def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.
     """Number of tokens before each boundary between sequences, the first and the last included.
 
     Args:
-        path: of the index, for errors.
         lengths: tokens of each sequence.
         boundaries: number of sequences before each document, and of all sequences.
 

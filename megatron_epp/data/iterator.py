@@ -77,7 +77,6 @@ class PlannedBatches(Iterator[GlobalBatch]):
     call; errors of preparing a batch are raised by their own rank only.
 
     Args:
-        dataset: source of lengths and, later, of tokens.
         sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;
             the same on every rank of the job.
         plans: None yields batches without a plan, divided over replicas by count.

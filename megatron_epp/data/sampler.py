@@ -35,7 +35,6 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     batch is divided over replicas is decided elsewhere and is no part of the state (`planner.service.replica_balance`).
 
     Args:
-        num_sequences: in the dataset.
         global_batch_size: sequences per iteration over all replicas.
         consumed_samples: start position (Megatron's ``consumed_train_samples``).
         shuffle: False takes the sequences in dataset order in every epoch.
@@ -97,7 +96,6 @@ class TokenBatchSampler(GlobalBatchSampler):
     `batch_tokens`, but at least `least` of them. The state is `consumed_samples` as there.
 
     Args:
-        lengths: positions of the sequences of the dataset.
         batch_tokens: most positions of a batch over all replicas, unless `least` sequences have more.
         least: fewest sequences of a batch: the number of replicas, since each needs one.
         consumed_samples, seed, shuffle: as `GlobalBatchSampler` takes them.

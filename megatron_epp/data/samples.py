@@ -57,7 +57,6 @@ class TokenSample:
         Args:
             given: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
             asks: what the loss asks for; other columns are not read.
-            what: the sample in errors.
             vocab_size: tokens must be below it; None for no check.
 
         Raises:
@@ -107,7 +106,6 @@ class Samples:
 
     Args:
         samples: of which each is a sequence.
-        asks: what the loss asks for.
         names: of samples in errors; by default ``sample 0`` and so on.
 
     Attributes:
@@ -158,9 +156,6 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
     """Read a file with a sample in each record (`records`): an object with ``tokens``, ``trained``, columns, and its ``group``.
 
     Args:
-        path: of the file.
-        asks: what the loss asks for.
-        most_tokens: of a sequence.
         vocab_size: tokens must be below it; None for no check.
 
     Raises:

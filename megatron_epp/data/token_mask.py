@@ -19,11 +19,6 @@ Mask = NDArray[np.uint8]
 class TokenMask:
     """Mask of a pair: 1 for a token that is trained where it is a label, 0 for one that is not. No value is read on opening.
 
-    Args:
-        prefix: of the pair.
-        num_tokens: tokens of the pair.
-        mmap: map the file instead of reading from it.
-
     Raises:
         EppError: the file has another size than one byte per token.
     """

@@ -65,7 +65,6 @@ def missing_tokenizer(kind: str, model: str) -> str | None:
 
     Args:
         kind: Megatron's ``tokenizer_type``.
-        model: its name or path.
     """
     if os.path.exists(model) or "://" in model:
         return None
@@ -169,9 +168,6 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
     are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
 
     Args:
-        prefix: of the pair.
-        record: of the pair.
-        run: the run's tokenizer.
         masks_eod: True if the run uses ends of documents (``eod_mask_loss``).
     """
     made = record.tokenizer
@@ -192,8 +188,6 @@ def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -
     run's flags only.
 
     Args:
-        prefix: of the pair.
-        record: of the pair.
         kind, model: of the run's tokenizer, as in `Tokenizer`.
     """
     if (record.tokenizer.kind == _IDS) != (kind == _IDS):
@@ -211,10 +205,7 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> 
     """Raise `EppError` if an id is not in the vocabulary.
 
     Args:
-        prefix: of the pair.
         ids: integers [tokens].
-        vocab_size: of the run's tokenizer.
-        first: number of tokens of the pair before these.
     """
     if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))

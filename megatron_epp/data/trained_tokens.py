@@ -66,12 +66,7 @@ def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
 
 
 def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:
-    """Return the trained tokens of sequences, each in equal parts; empty if all their tokens are trained.
-
-    Args:
-        dataset: of the sequences, whose masks are read.
-        indices: of the sequences in it.
-    """
+    """Return the trained tokens of sequences, each in equal parts; empty if all their tokens are trained."""
     counts = tuple(_counted(dataset, index) for index in indices)
     total = sum(int(dataset.lengths[index]) for index in indices)
     return counts if sum(map(sum, counts)) < total else ()

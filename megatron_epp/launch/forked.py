@@ -42,7 +42,6 @@ class Forks:
     It starts when this object is made, and ends with the process that made it, however that one ends.
 
     Args:
-        environment: variables set in it before it imports anything.
         preload: module and name of the function that it calls first; all that this leaves is in the ranks, too.
     """
 

@@ -73,11 +73,7 @@ class OthersMeter:
             self._cores.append(after.cores_of_others_since(before))
 
     def occupancy(self, num_ranks: int) -> Occupancy:
-        """Return the median over the measurements.
-
-        Args:
-            num_ranks: ranks that were measured at a time.
-        """
+        """Return the median over the measurements."""
         return Occupancy(median(self._cores) if self._cores else None, num_ranks, os.cpu_count() or 1)
 
 

@@ -22,7 +22,6 @@ def hand_over(text: str, exit_code: int) -> bool:
     """Write a refusal for the launcher. Return True if the launcher is this package's own, which repeats it at the end.
 
     Args:
-        text: of the refusal.
         exit_code: with which the launcher is to end.
     """
     path = os.environ.get(FILE_VARIABLE)

@@ -39,7 +39,6 @@ def hold(folder: str | os.PathLike[str], run: str) -> None:
 
     Args:
         folder: into which the run writes.
-        run: its identifier.
 
     Raises:
         EppError: another run holds the folder, or it cannot be written.

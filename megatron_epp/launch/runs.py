@@ -98,8 +98,6 @@ def train(
         num_ranks: number of processes. More than there are GPUs share them, which NCCL can from 2.30 on.
         settings: flags, `--epp` ones included.
         timeout_s: limit in seconds for the whole run.
-        program: module that trains with the flags.
-        environment: variables set for the ranks.
 
     Raises:
         TrainingError: the run failed, or takes longer than `timeout_s`.
@@ -123,9 +121,6 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
     """Train until costs are learnt; return the file with them, for `--epp-costs`.
 
     Args:
-        folder: of the log, the figures and the costs.
-        num_ranks: number of processes.
-        settings: flags of the trainings that will use the costs.
         how: further arguments of `train`.
     """
     iterations = NOT_RECORDED + RECORDED
@@ -139,7 +134,6 @@ def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) 
 
     Args:
         folder: folder of the log and the figures; figures of an earlier run are removed.
-        command: words of the command.
         timeout_s: limit in seconds for the whole run.
 
     Raises:

@@ -262,9 +262,7 @@ def backward_step(output: Any, grad: Any, config: Any) -> None:
     """Run Megatron's backward of a stage from its output, leaving the gradient of its input there.
 
     Args:
-        output: of the stage, a loss on the last.
         grad: gradient of the output; None on the last stage.
-        config: of the model.
     """
     from megatron.core.pipeline_parallel import schedules
 

@@ -53,9 +53,6 @@ class Run:
 
     Replicas (one per data-parallel rank) that share experts form a lockstep group, whose ranks run plans made together; without
     expert parallelism every replica is a group of its own.
-
-    Args:
-        args: Megatron's arguments, or what stands for them.
     """
 
     stages: dict[int, Any]
@@ -217,11 +214,9 @@ class Run:
         """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them.
 
         Args:
-            learner: what this rank has recorded.
             plan: of the last recorded iteration; None if this rank's replica ran none.
             keeps_weights: see `fitted_costs`.
             complete: adds what is not fitted.
-            told: end of the line in the log.
         """
         assert self.costs is not None  # since `settle`
         before, everyone = self.costs, from_each(learner.learnt)

@@ -59,7 +59,6 @@ class PlanColumns:
         return self.tracks[self.num_ranks - 1].stop if self.num_ranks else 0
 
     def action(self, index: int) -> Action:
-        """Return the action of an index."""
         return Action(self.ops[self.op[index]], int(self.site[index]), int(self.chunk[index]))
 
     def of(self, op: Op) -> Integers:
@@ -157,7 +156,6 @@ def listed(plan: Plan, columns: PlanColumns) -> Listed:
 
     Args:
         plan: a plan with a stage, whose tables have the right shapes.
-        columns: of the plan.
     """
     op, site, chunk, num_chunks = columns.op, columns.site, columns.chunk, len(plan.chunks)
     kinds = [operation(op) if is_defined(op) else None for op in columns.ops]

@@ -41,9 +41,6 @@ def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: I
     `FREE` is before the first action that starts after the offload has ended. A load is issued after the `FREE` of its own
     chunk even if both fall within one action, a case without benefit, and may then start later than simulated. No copy of a
     chunk is issued after its backward; the times imply that too, unless actions take no time.
-
-    Args:
-        start_us, end_us: of the rank's compute actions.
     """
     freed: dict[tuple[int, int], int] = {}
     last = last_free = 0

@@ -27,7 +27,6 @@ class Extension(Protocol):
         """Yield what is wrong with it in a plan.
 
         Args:
-            chunks: the chunk table.
             lengths: tokens of every sequence.
         """
         ...

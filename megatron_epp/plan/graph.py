@@ -161,7 +161,6 @@ def linked(plan: Plan, columns: PlanColumns, found: Listed) -> Graph:
 
     Args:
         plan: a plan whose actions are all known, and occur once.
-        columns: of the plan.
         found: the step of every action.
 
     Raises:
@@ -242,9 +241,6 @@ class _Relations:
         """Add pairs.
 
         Args:
-            source: operation of the actions that are waited for.
-            waiting: indices of the actions that wait.
-            sites, chunks: of the actions that are waited for.
             op, need: the operation that waits, and its relation; None for the issue of copies.
         """
         table = self.listed.numbers.get(source, np.zeros((0, 0), dtype=np.int64))

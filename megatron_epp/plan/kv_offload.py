@@ -30,11 +30,7 @@ def in_units(num_bytes: int) -> int:
 
 
 def head_parts(kv_heads: int) -> int:
-    """Number of groups of heads for attention with KV offload: the largest divisor of the heads up to `MOST_PARTS`.
-
-    Args:
-        kv_heads: heads of keys and values on a rank.
-    """
+    """Number of groups of heads for attention with KV offload: the largest divisor of the heads up to `MOST_PARTS`."""
     return max(parts for parts in range(1, MOST_PARTS + 1) if kv_heads % parts == 0)
 
 
@@ -65,9 +61,7 @@ def kv_offload_changes(
     """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
 
     Args:
-        entries: of a plan.
         slices: the chunks of every sliced sequence, in order.
-        forward_only: the plan has no backwards.
     """
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]

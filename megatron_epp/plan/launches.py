@@ -53,11 +53,9 @@ class Launches:
         return np.array([*values], dtype=np.int64)[self.op]
 
     def ranks(self) -> Integers:
-        """Return the rank of each launch."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.starts))
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the launches as rows of actions."""
         ops = list(map(self.ops.__getitem__, self.op.tolist()))
         actions = list(starmap(Action, zip(ops, self.site.tolist(), self.chunk.tolist(), strict=True)))
         return tuple(tuple(actions[first:last]) for first, last in pairwise(self.starts.tolist()))

@@ -104,7 +104,6 @@ class Layout:
         return (1 / ranks,) * ranks if self.shards_vocabulary else ()
 
     def stages(self) -> Iterator[StageLayers]:
-        """Yield the layers of every stage."""
         for start, end in pairwise(accumulate(self.halves, initial=0)):
             begins_with_mlp, ends_with_attention = start < end and start % 2 == 1, start < end and end % 2 == 1
             num_whole = (end - start - begins_with_mlp - ends_with_attention) // 2

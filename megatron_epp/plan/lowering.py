@@ -132,7 +132,6 @@ def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
     """Return the number of a slot. Numbers ascend over all slots of a rank, and from rank to rank.
 
     Args:
-        rank: of the launch.
         number: of the compute action, counted over all ranks; one behind a rank's last for what comes after it.
         part: which of the action's four slots.
     """

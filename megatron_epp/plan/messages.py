@@ -57,11 +57,6 @@ def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
     A way from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
     posted again only behind the action that needs its message, so no rank waits for a slot. Of the messages to another rank all
     may be on their way, but for each behind `SEND_SLOTS` the rank's stream waits for an earlier one.
-
-    Args:
-        plan: the plan.
-        rank: pipeline rank.
-        row: of the rank, lowered.
     """
     launches = Launches.of([row])
     found = _slots(plan, launches, np.full(len(launches.op), rank))

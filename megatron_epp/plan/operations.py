@@ -269,12 +269,7 @@ def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
 
 
 def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
-    """Yield the lowered operations of a transfer.
-
-    Args:
-        waits: the operation that waits for it.
-        need: the relation that it carries.
-    """
+    """Yield the lowered operations of a transfer."""
     carries = need.carries
     if isinstance(carries, Collective):
         text, side = f"collective {carries.op}", side_of_all(carries.op)

@@ -49,7 +49,6 @@ class Step(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """All actions of the step."""
         return (self.action, *self.also) if self.also else (self.action,)
 
 

@@ -43,7 +43,6 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
     """Put a file's name in front of every error of its contents, and note it on unforeseen ones.
 
     Args:
-        path: of the file.
         kind: type of the error raised in place of an `EppError`, `OSError` or `UnicodeDecodeError`.
     """
     try:
@@ -77,8 +76,6 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
     """Read the value of a JSON text.
 
     Args:
-        text: of the document.
-        what: name of the text or value, for errors.
         with_nan: accept NaN and Infinity, which are not part of JSON but are often written.
 
     Raises:
@@ -101,8 +98,6 @@ def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
     """Raise `EppError` if lists and objects are nested too deep, as in one that contains itself, or hold too many values.
 
     Args:
-        value: as a parser returned it.
-        what: name of the text or value, for errors.
         most_values: largest number of values, repeated ones counted each time; None if the text's size limits them.
     """
     level, count = [value], 0
@@ -202,8 +197,6 @@ def of_type[T](kind: type[T], value: Any, words: str) -> T:
     """Return a value of a type. Raises `EppError` for any other.
 
     Args:
-        kind: the type.
-        value: from a file.
         words: the type in the error, as in "is not text".
     """
     if not isinstance(value, kind):

@@ -29,8 +29,6 @@ def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
     """Yield the relations of an operation at one of its sites.
 
     Args:
-        op: the operation that waits.
-        site: its site, such as a stage.
         placement: the rank of every stage.
     """
     last = len(operation(op).sites(placement)) - 1
@@ -88,8 +86,6 @@ def deps(
     """Build the function from an action to the actions it waits for.
 
     Args:
-        chunks: the chunk table.
-        num_stages: stages of the pipeline.
         optional: the actions of the plan for which others wait only if it has them, such as `R` and `L` before a backward.
         placement: the rank of every stage; of use for operations whose sites are not stages.
         loss_groups: groups of chunks whose loss is computed together (`Plan.loss_groups`).

@@ -96,7 +96,6 @@ class CallSize(NamedTuple):
 
     @property
     def shape_class(self) -> ShapeClass:
-        """Class of the call."""
         return ShapeClass(segment_class(self.segments), token_class(self.queries), token_class(self.keys))
 
 

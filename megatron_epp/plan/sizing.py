@@ -45,7 +45,6 @@ def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
     """Number of key heads whose backward runs at once: a divisor of all, so that kernels see one number of them.
 
     Args:
-        kv_heads: number of key heads.
         head_bytes: bytes of keys and values of one head.
         queries_per_key: query heads that share it.
     """
@@ -62,7 +61,6 @@ def transient_kv_gradient_bytes(
     """Bytes held at one time by the newly made gradients of a number of keys and values. Non-decreasing in `keys`.
 
     Args:
-        keys: number of keys that a chunk's queries attend to.
         kv_heads, queries_per_key: as `heads_at_once` takes them.
         head_bytes_per_key: bytes of a key and a value of one head.
     """
@@ -84,8 +82,6 @@ def expanded_at_once(keys: int, heads: int, head_bytes_per_key: float) -> int:
     their gradients: a divisor of all.
 
     Args:
-        keys: number of keys that a chunk's queries attend to.
-        heads: number of heads.
         head_bytes_per_key: bytes of a key and a value of one head.
     """
     return heads_at_once(heads, math.ceil(2 * token_class(keys) * head_bytes_per_key), 1)
@@ -114,6 +110,5 @@ def sums_in_fp32(choice: str, num_slices: int) -> bool:
 
     Args:
         choice: one of `FP32_CHOICES`.
-        num_slices: of the sequence.
     """
     return choice == "on" or (choice == "auto" and num_slices > MOST_ROUNDED_SLICES)

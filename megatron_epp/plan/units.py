@@ -19,7 +19,6 @@ def format_bytes(num_bytes: float, *others: float) -> str:
     """Format bytes as ``1.50 GiB``, with more decimals where it would look like another size.
 
     Args:
-        num_bytes: the size.
         others: other sizes, from which the text tells it apart unless they are equal.
     """
     for decimals in _DECIMALS:
@@ -38,7 +37,6 @@ def enough_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
     """Format bytes as a number of GiB, rounded up so that a limit raised to this number suffices.
 
     Args:
-        num_bytes: the size.
         others: other sizes, from which the text tells it apart unless they are equal.
         decimals: number of them at least; small sizes have three significant digits.
     """

@@ -50,7 +50,6 @@ def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> l
     """Return the condition that each step waited for longest; of several met at the same time, the rank's own order.
 
     Args:
-        graph: of a plan.
         start_us, end_us: times of its steps by number, `ABSENT_US` where unknown.
     """
     found = [Wait(Cause.START)] * len(graph.steps)

@@ -31,7 +31,6 @@ def write_bytes(path: Name, content: bytes, *, private: bool = False) -> None:
 
     Args:
         path: of the file; its folder must exist.
-        content: all of it.
         private: only the owner may read it, whatever the mode of the file before.
 
     Raises:

@@ -120,11 +120,7 @@ def _planner(name: str) -> Planner:
 
 @contextmanager
 def _of_user(failed: str) -> Iterator[None]:
-    """Turn an error of a user's planner into a `PlanError` that names its file and line.
-
-    Args:
-        failed: start of the message: the step that failed.
-    """
+    """Turn an error of a user's planner into a `PlanError` that names its file and line."""
     try:
         yield
     except EppError:

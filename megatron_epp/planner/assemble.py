@@ -53,11 +53,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
 
 
 def written(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables) -> Plan:
-    """Turn decisions into a plan without predictions, which `check` has not seen.
-
-    Args:
-        made: the decisions, of known actions and chunks.
-    """
+    """Turn decisions into a plan without predictions, which `check` has not seen."""
     order = completed_with_shards(made.order, tables, made.recompute_steps)
     if order is not made.order:
         made = made.reordered(order)
@@ -98,7 +94,6 @@ def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tu
     """Raise `MessageRoomError` where messages in flight need more than the caps leave.
 
     Args:
-        plan: a plan with no memory set aside for messages.
         peak_bytes: most bytes live at one time on every rank, without messages.
         message_bytes: most bytes of messages in flight on every rank.
     """

@@ -91,7 +91,6 @@ def fit_lockstep(
     the replicas then do not need is taken back, dearest first.
 
     Args:
-        codes: the order of all replicas.
         tables: of every replica; their times are the same (`replicas.slowest_times`).
         by_stay: as `fit_recompute` takes it.
     """
@@ -132,10 +131,8 @@ def fit_with_copies(
     """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
-        codes: the order of all ranks.
         caps: bytes, by position among the rank's actions.
         limit: most recompute steps of each stage and chunk.
-        recompute_steps: the result, for the rank's stages.
 
     Returns:
         True if any recompute fits.

@@ -27,7 +27,6 @@ def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, op
     no backward follows.
 
     Args:
-        chunks: of whole sequences.
         problem, costs, options: as `plan` takes them; of the options `recompute` alone counts.
         plain: in 1F1B, with no more chunks alive than in Megatron's schedules; otherwise with whichever warm-up is fastest.
 

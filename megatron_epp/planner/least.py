@@ -76,9 +76,6 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
 
     The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
 
-    Args:
-        asked: the problem, with memory set aside for messages.
-
     Raises:
         InfeasibleError: no table fits.
         MessageRoomError: the messages in flight do not fit.

@@ -217,8 +217,6 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
 
     Args:
-        fits: tells whether a number fits.
-        guess: the number to begin at.
         tell: called with what is known whenever a larger number fits.
     """
     most = most // multiple * multiple

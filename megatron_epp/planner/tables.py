@@ -107,7 +107,6 @@ class Tables:
 
         Args:
             carries: the transfer; None for none.
-            boundary: of a message, the lower of its two stages.
         """
         if isinstance(carries, MessageKind) and carries.times:
             return self.hops[boundary]
@@ -130,11 +129,7 @@ class Tables:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
 
     def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
-        """Return the recomputed layers per mode after `num_steps` recompute steps.
-
-        Args:
-            num_steps: number of recompute steps.
-        """
+        """Return the recomputed layers per mode after `num_steps` recompute steps."""
         if not num_steps:
             return NO_RECOMPUTE
         return recompute_of(self._modes(stage, chunk), self.num_layers[stage], num_steps)
@@ -151,19 +146,11 @@ class Tables:
         return tuple(int(step.mode[chunk]) for step in self.passes[stage].frontier)
 
     def recompute_us(self, stage: int, chunk: int, num_steps: int) -> float:
-        """Microseconds that `num_steps` recompute steps add to the backward.
-
-        Args:
-            num_steps: number of recompute steps.
-        """
+        """Microseconds that `num_steps` recompute steps add to the backward."""
         return float(self.ways(stage).again_us[chunk, num_steps])
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
-        """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
-
-        Args:
-            num_steps: number of recompute steps.
-        """
+        """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""
         return int(self.ways(stage).kept[chunk, num_steps])
 
     @property
@@ -187,11 +174,7 @@ def less(whole_us: Times, parts_us: Times) -> Times:
 
 
 def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
-    """Return the rows of `Tables` that passes have, by name. Stages with the same passes share rows, which must not be changed.
-
-    Args:
-        trains: there are backwards.
-    """
+    """Return the rows of `Tables` that passes have, by name. Stages of the same passes share rows: they must not be changed."""
     names = (name for name in StagePasses.__slots__ if name in Tables.__slots__ and name not in ("num_layers", "passes"))
     found: dict[str, Any] = {}
     for name in names:
@@ -201,11 +184,7 @@ def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
 
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:
-    """Return the tables as flat columns.
-
-    Args:
-        kinds: operations of the orders that are to be timed.
-    """
+    """Return the tables as flat columns."""
     chunks = len(tables.message_us)
     added = [tables.added[op] for op in kinds[ADDED:]]
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
@@ -325,11 +304,7 @@ def shard_room(rows: OperationRows | None, num_chunks: int) -> tuple[int, ...]:
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:
-    """Compute the bytes by item that a rank holds throughout, with room for its largest pass; passes run one at a time.
-
-    Args:
-        stages: of the rank.
-    """
+    """Compute the bytes by item that a rank holds throughout, with room for its largest pass; passes run one at a time."""
     items: Counter[str] = Counter()
     for stage in stages:
         items.update(costs.static_items(stage))

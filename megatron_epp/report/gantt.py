@@ -52,10 +52,6 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
 
     All are on one time axis, unless the run took more than twice as long as planned, or less than half.
 
-    Args:
-        plan: the plan; it is simulated.
-        measured: a run of this plan.
-
     Raises:
         EppError: matplotlib is not installed.
         PlanError: the order deadlocks, or the measurement is of another plan.
@@ -99,9 +95,6 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
     """Draw plans one below the other, on a common time axis.
 
-    Args:
-        plans: name and plan.
-
     Raises:
         EppError: matplotlib is not installed.
         PlanError: there is nothing to draw, or an order deadlocks.
@@ -131,8 +124,6 @@ def _figure_of(
     """Draw iterations below each other, and leave room for more axes below them.
 
     Args:
-        rows: the iterations, from the top.
-        title: of the figure.
         more_inches: height of each further axis, which shows the first iteration.
         own_axes: each iteration has a time axis of its own.
     """
@@ -162,9 +153,7 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
     Raises `EppError` if matplotlib is not installed.
 
     Args:
-        size_inches: width and height.
         dpi: pixels per inch.
-        num_axes: number of axes.
         layout: further arguments of matplotlib's `Figure.subplots`.
     """
     try:

@@ -36,14 +36,7 @@ _ODD = 0.86
 
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
-    """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward.
-
-    Args:
-        axis: to draw on; its time is in ms.
-        plan: of the boxes.
-        boxes: planned or measured.
-        longest_us: length of the time axis.
-    """
+    """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward."""
     recompute, shades = recompute_in_backward(plan), Shades(plan)
     pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
     edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0

@@ -80,7 +80,6 @@ class Measured:
         """Make the measurement of a run of a plan.
 
         Args:
-            plan: the plan that was run.
             ranks: per rank the text of every action, its start and end in microseconds and, where known, its processor time.
             plan_digest: of the plan; computed if it is not given, which takes tens of milliseconds for large plans.
         """

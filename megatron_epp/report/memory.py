@@ -83,11 +83,7 @@ def peak_lines(account: Account) -> Iterator[str]:
 
 
 def curves(account: Account, width: int) -> list[str]:
-    """Draw live bytes over time as lines of text, per rank, up to the cap or, if the cap is far higher, to the highest peak.
-
-    Args:
-        width: characters of a curve.
-    """
+    """Draw live bytes over time as lines of text, per rank, up to the cap or, if the cap is far higher, to the highest peak."""
     timeline, plan = account.timeline, account.timeline.plan
     peak, cap = max(timeline.peak_bytes), max(plan.cap_bytes)
     top, what = (cap, "the cap") if cap < 3 * peak else (peak, "the highest peak")

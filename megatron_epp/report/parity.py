@@ -33,9 +33,6 @@ def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[fl
     """Compare two runs with a reference, iteration by iteration.
 
     Args:
-        exact: values of the reference.
-        theirs: values of Megatron's own run.
-        ours: values of the run that is compared.
         floor: relative difference that passes, however near Megatron's own run is.
     """
     far = [max(_difference(x, wanted) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]

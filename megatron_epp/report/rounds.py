@@ -71,12 +71,7 @@ class Occupancy:
 
 
 def doubt(first: Rounds, second: Rounds, occupancy: Occupancy) -> str:
-    """Say why a difference between two measurements is not certain; empty if it is.
-
-    Args:
-        first, second: the measurements.
-        occupancy: of the machine during the rounds.
-    """
+    """Say why a difference between two measurements is not certain; empty if it is."""
     if occupancy.is_busy:
         return f"{_BUSY} ({occupancy})"
     if min(len(first.values), len(second.values)) == 1:

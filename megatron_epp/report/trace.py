@@ -29,10 +29,6 @@ _THREADS = tuple((source, stream) for source in ("planned", "measured") for stre
 def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
     """Return the trace as a JSON-ready dictionary in Chrome's trace event format; times in microseconds.
 
-    Args:
-        plan: the plan; it is simulated.
-        measured: a run of this plan, shown for comparison.
-
     Raises:
         PlanError: the order deadlocks, or the measurement is of another plan.
     """

@@ -55,7 +55,6 @@ class ChunkLayout(NamedTuple):
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
-    """Return the layout of every chunk of a plan."""
     slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
     num_slices = Counter(part.sequence for part in slices if part is not None)
     room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits after the start of its slice

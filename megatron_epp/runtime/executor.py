@@ -51,15 +51,10 @@ class Executor:
     """Run of one plan on one rank, once.
 
     Args:
-        plan: a checked plan.
-        rank: this rank's index in the pipeline.
-        stages: the stages placed on this rank.
         links: communicators of the pipeline; None when it has a single rank.
-        recorder: records the times of actions.
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload: offloads activations; None if the plan offloads none on this rank.
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
-        out_of_memory: describes an action that runs out of memory.
         handlers: handlers of operations that this package does not define, collectives included.
         program: this rank's part of the plan; prepared now if it is not given.
         run_pair: runs the two actions of a step, and returns how often it changed between them; None to run one after the

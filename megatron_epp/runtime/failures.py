@@ -37,8 +37,6 @@ class FailureBoard:
 
     Args:
         store: a store of the job; None if there is none: then no rank is told.
-        rank: of this process.
-        num_ranks: of the job.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:

@@ -46,9 +46,6 @@ class SideThread:
     """Thread for collectives on CPU, which block, and for what must not keep the training thread waiting.
 
     It does not keep the process alive: a rank that has failed must not wait for collectives that never end.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str = "epp-reductions") -> None:

@@ -88,9 +88,6 @@ def took(command: str, given: str, flags: str, folder: Path) -> Took:
     """Run a command and return its time.
 
     Args:
-        command: its name.
-        given: name of the input.
-        flags: of the command, separated by spaces.
         folder: where it runs.
     """
     words = [sys.executable, "-m", "megatron_epp.cli.main", command, *flags.split()]

@@ -54,7 +54,6 @@ def record(flags: Sequence[str], checkpoint: Path | None = None) -> Run:
     """Train with these flags.
 
     Args:
-        flags: of Megatron.
         checkpoint: where to save one before the first step.
     """
     run = Run()
@@ -160,7 +159,6 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     """Differences between a run with plans and Megatron's own.
 
     Args:
-        stock: what its ranks saw.
         elastic: the same of the run with plans; there may be more ranks.
 
     Returns:

@@ -46,9 +46,7 @@ def sampled(command: Sequence[str], log: Path, at: range, environment: Mapping[s
 
     Args:
         command: becomes the launcher, which starts the ranks.
-        log: file for what the training prints.
         at: the iterations, after the last of which training goes on for a while: its processes must be there.
-        environment: variables of the launcher.
 
     Raises:
         EppError: the training failed.
@@ -103,7 +101,6 @@ def growth_bytes(samples: Sequence[Sample], role: str, skip: int) -> Memory:
     """Return the growth of a process's memory in bytes per iteration, rounded: least-squares fit of a line.
 
     Args:
-        samples: of one training.
         role: of the process, which every sample has.
         skip: number of iterations at the start that do not count: memory pools and caches fill.
 
@@ -122,9 +119,6 @@ def training_command(folder: Path, data: str, iterations: int, schedule: str, co
     """Return the command of a user that trains ``recipes/tiny-cpu``, which logs every iteration, with a shorter context.
 
     Args:
-        folder: for the settings of the run.
-        data: prefix of the documents.
-        iterations: number of iterations.
         schedule: value of `--epp-schedule`.
         context: tokens of the longest sequence.
     """

@@ -80,7 +80,6 @@ def rows_of(soak: Soak, skip: int) -> list[str]:
     """Format a table with a row per process.
 
     Args:
-        soak: samples.
         skip: number of iterations at the start that do not count.
     """
     rows = []

@@ -62,9 +62,6 @@ def assert_equal_training(framework: str, processes: int, settings: str = "1", *
 
     Args:
         framework: a job of `training_steps`.
-        processes: ranks, of two stages.
-        settings: of plans, in the environment.
-        given: arguments of the job.
 
     Returns:
         what the ranks wrote.

@@ -304,9 +304,6 @@ def optimum(name: str, p: int, memory: float, *, copies: bool = False) -> float:
     """Idle time of a rank in the fastest plan of as many microbatches as ranks, in units, proven by the solver.
 
     Args:
-        name: the schedule with the placement.
-        p: ranks.
-        memory: microbatches whose activations fit on a rank.
         copies: all activations of a microbatch on a rank take a unit to host memory, and one back.
     """
     pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")

@@ -56,10 +56,8 @@ def run(monkeypatch, folder, *, position: int = 0, others=(), **changes) -> tupl
     """The caps of a run with two pipeline ranks that resumes what is in a folder, in GiB, and saves there.
 
     Args:
-        monkeypatch, folder: as they are.
         position: of this rank, which is the first of the job.
         others: position and cap of other ranks, in bytes.
-        changes: of the arguments.
     """
     monkeypatch.setattr(caps, "of_first", lambda make: make())
     monkeypatch.setattr(caps, "from_each", lambda mine: [mine, *others])

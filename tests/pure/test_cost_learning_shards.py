@@ -43,11 +43,8 @@ def measured(
     """Measurements of two ranks whose shards take `WHOLE` and whose collectives take `MOVED`; one of them enters earlier.
 
     Args:
-        sizes: tokens of the chunks.
-        disturbed: changes a time.
         share: of a chunk's tokens that pass the output layer; None for all.
         slowness: factor of each rank's passes.
-        pipeline: of the ranks.
     """
     plan, learners = plan_of(sizes), [Learner(learnt=Learnt(pipeline=pipeline)) for _ in SHARES]
     for iteration in range(WARM_UP + RECORDED):

@@ -19,8 +19,6 @@ def system(folder: Path, stat: str, **processes: tuple[int, int, str]) -> Path:
     """Write the files of a system.
 
     Args:
-        folder: for the files.
-        stat: /proc/stat.
         processes: by ``p`` and the number: parent, ticks of its own, and its name. Each has a tick of ended children.
     """
     (folder / "stat").write_text(stat)

@@ -37,12 +37,7 @@ SHARE = 30
 
 
 def examples(count: int, /, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a body that takes an example: of a part of them by default and, marked slow, of all.
-
-    Args:
-        count: all examples.
-        strategies: values of the body's arguments.
-    """
+    """Make a test of a body that takes an example: of a part of them by default and, marked slow, of all."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         some, everything = (pace(max_examples=number)(given(**strategies)(body)) for number in (count // SHARE, count))

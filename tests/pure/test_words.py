@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -123,6 +124,64 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         (path, *one) for path in files() if path.suffix == ".py" and "megatron_epp" in path.parts for one in summaries(path)
     ]
     bad = [f"{path.relative_to(ROOT)}:{number}: {text}" for path, number, text in every if FRAGMENT.match(text)]
+    assert not bad, "\n".join(bad)
+
+
+SAYS_MORE_THAN_A_NAME = re.compile(
+    r"[\d`\[]|byte|second|\b(None|True|if|not|per|may|counts?|must)\b|where|which|at (most|least)|each|every|only|without"
+    r"|(other|like)wise|else|until|while|once|unless|empty|zero|infinit|range|fraction|share|default|nothing|in (place|order)"
+    r"|falling|ascending|longest|deterministic|unique|multiple|either|called|updated|overwritten|removed|decisions that"
+)
+"""A unit, a shape, a limit, what a missing value means, or what is done with an argument."""
+SHORT = 48
+
+
+def arguments(text: str) -> Iterator[str]:
+    """Yield what a docstring says of each argument."""
+    if section := re.search(r"^Args:\n((?:    .*\n?)+)", text, re.MULTILINE):
+        for entry in re.split(r"\n(?=    \S)", section[1].rstrip()):
+            yield re.sub(r"\s+", " ", entry.strip()).partition(": ")[2]
+
+
+def test_docstrings_say_of_an_argument_what_its_name_and_type_do_not() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.name}: {text}"
+        for path in files()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        for text in arguments(ast.get_docstring(node) or "")
+        if len(text) <= SHORT and not SAYS_MORE_THAN_A_NAME.search(text)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+FILLERS = re.compile(
+    r"(a|an|and|any|all|are|as|at|be|by|each|every|for|from|has|in|into|is|it|its|of|on|or|return|the|to|with|yield)$"
+)
+
+
+def stems(text: str) -> set[str]:
+    """Return the words of a text or a name, without endings."""
+    words = re.findall(r"[A-Za-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", text.replace("_", " ")))
+    return {re.sub(r"(ings?|ed|es|s|e)$", "", word.lower()) for word in words if not FILLERS.match(word.lower())}
+
+
+def repeats_its_name(function: ast.FunctionDef, module: str) -> bool:
+    """Return True for a docstring of one line that has no word beyond the function's name, arguments, types and module."""
+    text = ast.get_docstring(function) or ""
+    signature = f"{module} {function.name} {ast.unparse(function.args)} {ast.unparse(function.returns or function.args)}"
+    return bool(text) and "\n" not in text and len(function.body) > 1 and "`" not in text and stems(text) <= stems(signature)
+
+
+def test_docstrings_are_more_than_the_name_in_another_order() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {ast.get_docstring(node)}"
+        for path in files()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and repeats_its_name(node, path.stem)
+    ]
     assert not bad, "\n".join(bad)
 
 

@@ -81,14 +81,7 @@ def children_with(word: str, job: str) -> list[int]:
 
 
 class Job:
-    """A job that submits itself from a folder with scripts/, and what it has printed there.
-
-    Args:
-        cluster: that runs it.
-        home: the folder.
-        num_nodes: that it takes.
-        arguments: for its training.
-    """
+    """A job that submits itself from a folder with scripts/, and what it has printed there."""
 
     def __init__(self, cluster: Cluster, home: Path, num_nodes: int, arguments: Sequence[str]) -> None:
         more = environment() | {"SBATCH_ARGS": f"--parsable --nodes {num_nodes}"}

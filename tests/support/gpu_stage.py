@@ -82,9 +82,7 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
     """Run a plan of one stage. Returns the gradients of its parameters, and the recorder of the last time.
 
     Args:
-        plan: of one stage.
         host: where copies go.
-        times: how often; gradients are those of the last time.
         strict: the last time the host may not wait for the device.
     """
     stage, host = GpuStage(plan, dtype, preference), host or HostMemory(DEVICE, 1 << 30)

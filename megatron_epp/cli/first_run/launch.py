@@ -124,12 +124,7 @@ VOCABULARY = 128256
 
 
 def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
-    """Return a launch command for a model, for users who have none yet.
-
-    Args:
-        flags: Megatron's, with underscores.
-        processes: of the one node.
-    """
+    """Return a launch command for a model, for users who have none yet."""
     from megatron_epp.launch.runs import flag_words
 
     return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]

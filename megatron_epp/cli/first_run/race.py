@@ -37,12 +37,7 @@ def race(setting: Setting) -> Outcome:
 
 
 def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
-    """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example.
-
-    Args:
-        setting: of the first run.
-        run: trains with a schedule, and writes to a folder.
-    """
+    """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example."""
     found: dict[str, RecordedRun] = {}
     failures: dict[str, str] = {}
     for name in SCHEDULES:

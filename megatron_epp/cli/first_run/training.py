@@ -55,14 +55,7 @@ def parity(setting: Setting) -> Outcome:
 
 
 def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -> dict[str, Any]:
-    """Return the flags of a training of a tiny GPT on random documents, which are written to a folder.
-
-    Args:
-        folder: for the documents.
-        ranks: of the pipeline.
-        iterations: of the training.
-        is_reduced: documents are a few tokens long.
-    """
+    """Return the flags of a training of a tiny GPT on random documents, which are written to a folder."""
     lengths = _LENGTHS[is_reduced]
     return tiny_gpt(
         data_path=_documents(folder, lengths, iterations + 1),

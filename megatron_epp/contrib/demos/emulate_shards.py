@@ -28,7 +28,6 @@ class WaitingShards:
     """Handlers of `S`, `N`, `T` and their collectives by timed waits.
 
     Args:
-        rank: the rank's clock and events.
         spread, gather: communicators of all ranks, one for each collective.
     """
 

@@ -36,7 +36,6 @@ class Program(Protocol):
         """Constrain an action to start when another has ended.
 
         Args:
-            action, before: both.
             gap: ticks between them at least.
         """
 
@@ -77,7 +76,6 @@ def _add_needs(program: Program, op: Op, site: int) -> None:
     """Add what the actions of a site wait for, where they or those are of an added operation.
 
     Args:
-        program: with the spans of both.
         op, site: the operation that waits, and where.
     """
     tables = program.tables

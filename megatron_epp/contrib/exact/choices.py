@@ -35,12 +35,7 @@ class Clock:
 
     @staticmethod
     def of(times_us: Iterable[float], horizon_us: float) -> Clock:
-        """Choose the longest tick in which all times are whole, or else a small part of the horizon.
-
-        Args:
-            times_us: all times that are to be converted.
-            horizon_us: no time of interest is later.
-        """
+        """Choose the longest tick in which all times are whole, or else a small part of the horizon."""
         own = sorted({time_us for time_us in times_us if time_us > 0.0})
         for divisor in DIVISORS if own else ():
             tick_us = own[0] / divisor
@@ -82,11 +77,8 @@ def choices_of(
     """Yield the choices of a stage and chunk.
 
     Args:
-        tables: times and sizes.
-        stage, c: the stage and chunk.
         splits: weight gradients may be actions of their own.
         shares: of the kept bytes that may be copied; zero is always a choice.
-        recompute: numbers of recompute steps to choose from.
     """
     ways = tables.ways(stage)
     may_split = splits and tables.weight_us[stage][c] > 0.0 and tables.weight_bytes[stage][c] > 0

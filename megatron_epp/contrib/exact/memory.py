@@ -34,7 +34,6 @@ class Memory:
     """Memory of every rank, as constraints of a program.
 
     Args:
-        program: with its spans.
         caps: bytes of the ranks.
         host_cap: bytes that each rank may have in host memory.
     """
@@ -158,7 +157,6 @@ def opened(changes: Sequence[tuple[Any, int]], horizon: int) -> Iterator[tuple[A
 
     Args:
         changes: times and signed bytes, in the order in which they happen.
-        horizon: end of what is never released.
     """
     stack: list[tuple[Any, int]] = []
     for time, delta in changes:

@@ -68,11 +68,9 @@ def oracle(
     no start: to prove that nothing fits, or to find what just fits, can take longer than any optimum.
 
     Args:
-        chunks: the chunk table.
         problem, costs, options: as `plan` takes them.
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
-        workers: threads of the solver.
         tables: times and sizes of the chunks where they differ from the start's.
         others: chunk tables of replicas in lockstep, equally long, whose slices stay in order, too.
 

@@ -72,11 +72,6 @@ class Program:
         return range(len(self.tables.rank_of))
 
     def write(self, least: int) -> None:
-        """Write the program.
-
-        Args:
-            least: ticks that no plan goes below.
-        """
         self.makespan = self.model.new_int_var(least, self.horizon, "makespan")
         for stage in self.stages:
             self.chosen.append([self._literals(stage, c) for c in range(len(self.chunks))])
@@ -97,7 +92,6 @@ class Program:
         """Return the expression that is the value of the choice made for a stage and chunk.
 
         Args:
-            stage, c: the stage and chunk.
             values: of each choice.
         """
         least = min(values)
@@ -108,7 +102,6 @@ class Program:
         """Return a literal that the choice made is one that holds; True or False where that is known.
 
         Args:
-            stage, c: the stage and chunk.
             holds: of each choice.
         """
         if all(holds) or not any(holds):
@@ -130,9 +123,7 @@ class Program:
         """Add an action whose time depends on the choice made.
 
         Args:
-            action: the action.
             values: ticks with each choice.
-            present: a literal that the plan has it.
         """
         start, end = (self.model.new_int_var(0, self.horizon, f"{name} of {action}") for name in ("start", "end"))
         size: Any = values[0]
@@ -146,7 +137,6 @@ class Program:
         """Add an interval.
 
         Args:
-            start, size, end: ticks.
             present: a literal that there is such a time, or True.
         """
         if present is True:
@@ -165,13 +155,7 @@ class Program:
         self._join(stage, c, self.any_of(stage, c, [one.split for one in choices]), ticks(weight_us))
 
     def _join(self, stage: int, c: int, split: Any, weight: int) -> None:
-        """Add that a weight gradient follows its backward at once, as a part of it, unless it is split off.
-
-        Args:
-            stage, c: the stage and chunk.
-            split: a literal that it is.
-            weight: ticks of the weight gradient.
-        """
+        """Add that a weight gradient follows its backward at once, as a part of it, unless it is split off."""
         backward, own = (self.spans[Action(op, stage, c)] for op in (Op.B, Op.W))
         self.model.add(own.start >= backward.end)
         self.model.add(own.start == backward.end).only_enforce_if(~split)
@@ -195,7 +179,6 @@ class Program:
         """Constrain an action to start when another has ended, in the plans that have both.
 
         Args:
-            action, before: both.
             gap: ticks between them at least.
         """
         if action in self.spans and before in self.spans:

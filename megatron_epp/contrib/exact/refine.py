@@ -45,7 +45,6 @@ def why_greedy(made: Decisions, problem: Problem) -> str:
     """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
 
     Args:
-        made: by the greedy planner.
         problem: as `milp` takes it.
     """
     if problem.forward_only:
@@ -61,7 +60,6 @@ def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) 
     The oracle knows no finishers: what the settings ask for, such as steps of two actions, is done to its order afterwards.
 
     Args:
-        start: the greedy decisions.
         problem, costs, options: as `planner.plan` takes them.
     """
     build_plan(problem, costs, options, start)  # raises where messages do not fit: `plan` then asks again, with room for them

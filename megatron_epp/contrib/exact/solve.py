@@ -78,12 +78,7 @@ class Solved:
 
 
 class Progress:
-    """Log of a solve: the best makespan so far, the bound, and the gap between them.
-
-    Args:
-        tick_us: length of a tick.
-        horizon_us, bound_us: best makespan and bound before the solve.
-    """
+    """Log of a solve: the best makespan so far, the bound, and the gap between them."""
 
     def __init__(self, tick_us: float, horizon_us: float, bound_us: float) -> None:
         self.tick_us, self.best_us, self.bound_us = tick_us, horizon_us, bound_us
@@ -107,10 +102,8 @@ def solve(case: Case, start: Decisions | None, time_limit_s: float | None, worke
     """Find the fastest decisions of a case.
 
     Args:
-        case: the case.
         start: decisions that fit the caps, for the solver to begin with; None for none.
         time_limit_s: stop after so long with the best so far; None for no limit.
-        workers: threads of the solver.
 
     Raises:
         PlanError: OR-tools is not installed.

@@ -25,9 +25,6 @@ def is_table(name: str, text: str) -> bool:
 def from_table(text: str) -> Plan:
     """Read a table of any system as a plan, for `check` and `simulate`: it may be faulty.
 
-    Args:
-        text: of the table.
-
     Raises:
         PlanError: it is no such table: an entry has another form, a stage is on two ranks or on none, or a part of a backward
             is missing or there twice.

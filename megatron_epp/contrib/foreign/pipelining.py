@@ -75,7 +75,6 @@ def _read(cell: str, rank: int, at: int) -> _Cell:
     """Return a cell.
 
     Args:
-        cell: its text.
         rank, at: row and column, from 0.
     """
     overlapped = _OVERLAPPED.fullmatch(cell)

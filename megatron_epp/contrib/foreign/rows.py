@@ -46,7 +46,6 @@ def plan_of(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
 
     Args:
         rows: of every rank.
-        source: system that made the table.
         parts: slices of every microbatch.
 
     Raises:
@@ -159,7 +158,6 @@ def _step(together: Sequence[Action], split: Container[tuple[int, int]]) -> Step
     """Return a step with unit times and bytes.
 
     Args:
-        together: actions that overlap; their times add up.
         split: stages and chunks whose weight gradient is an action of its own.
     """
     time_us = alloc_bytes = free_bytes = 0

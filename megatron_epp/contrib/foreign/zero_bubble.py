@@ -82,7 +82,6 @@ def _is_word(word: str) -> bool:
 
 
 def _read(word: str, row: int, at: int, writing: _Writing) -> _Word:
-    """Return a word."""
     found = _WORD.fullmatch(word)
     if found is None or (name := found[1].upper()) not in _COMPUTE | _OTHER or found[1] not in (name, name.lower()):
         raise PlanError(f"row {row + 1}, word {at + 1} of the table is {shown(word[:40])}; expected a pass such as f3")

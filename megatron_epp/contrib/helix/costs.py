@@ -37,8 +37,6 @@ class SeparateAttention:
 
         Args:
             op: `A` or `G`.
-            num_sites: of the operation.
-            work: of the chunks.
             message: time of a message in its bytes.
             fragmentation: share of bytes that an allocator loses.
         """
@@ -81,7 +79,6 @@ def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = Tr
     To be called behind `on_device`.
 
     Args:
-        costs: of the stages with their attention.
         last_in_backward: the last stage's backward runs its forward too, so that little of it waits.
     """
     *stages, last = map(without_attention, costs.stages)
@@ -133,11 +130,7 @@ def in_backward(last: StageCosts) -> StageCosts:
 
 
 def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
-    """Return the costs of the attention of any of the layers, which are all equal.
-
-    Args:
-        stages: of the pipeline, with their attention.
-    """
+    """Return the costs of the attention of any of the layers, which are all equal."""
     stage = max(stages, key=lambda one: one.num_layers)
     queries = _query_bytes_per_token(stage)
     return SeparateAttention(

@@ -38,7 +38,6 @@ def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
 
     Args:
         batch: chunks of whole sequences, at the placement of blocks.
-        folds: microbatches that alternate.
 
     Raises:
         PlanError: the costs have attention in the stages, or a chunk is a slice.

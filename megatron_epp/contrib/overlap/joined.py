@@ -65,9 +65,6 @@ def joined_bytes(joined: Joined, row: Sequence[Action], tables: Tables, takes: l
     A rank's static bytes have room for one pass; a step of two also needs the room of the smaller one.
 
     Args:
-        joined: the pairs.
-        row: the actions of a rank.
-        tables: sizes of the chunks.
         takes, gives: bytes that every action allocates when it starts and frees when it ends; changed in place.
     """
     for at, pair in enumerate(pairwise(row)):

@@ -89,10 +89,6 @@ Exchanges = Callable[[Turns], AbstractContextManager[None]]
 def run_together(first: Callable[[], None], second: Callable[[], None], exchanges: Exchanges) -> int:
     """Run two actions that need nothing of each other, the first in this thread. Raises what the one that failed first raised.
 
-    Args:
-        first, second: the actions.
-        exchanges: of the model that both run.
-
     Returns:
         the number of times that the turn changed; 2 if the second ran when the first had ended.
     """

@@ -60,7 +60,6 @@ def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], r
     """Return recomputed layers ``[stage][chunk]``: all of a stage's for the chunks that are not retained.
 
     Args:
-        chunks: the chunk table.
         num_layers: of every stage.
         retain: number of chunks at the end of each sequence that keep their activations.
     """

@@ -81,7 +81,6 @@ class ContextGroups:
         """Yield what is wrong: overlapping groups, sequences without one or in two, ranks that hold too much, cut sequences.
 
         Args:
-            chunks: the chunk table.
             lengths: tokens of every sequence.
         """
         if not len(self.of_chunk) == len(self.rank_tokens) == len(chunks):

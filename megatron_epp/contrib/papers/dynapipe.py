@@ -35,11 +35,7 @@ ROOM = (1.0, 0.8, 0.6)
 
 
 def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
-    """Yield chunk tables of microbatches of least latency, with ever fewer tokens at most.
-
-    Args:
-        problem, costs, options: as planners take them.
-    """
+    """Yield chunk tables of microbatches of least latency, with ever fewer tokens at most."""
     chunker, lengths = Chunker.of(problem, costs, options.chunk_tokens), problem.lengths
     ends = chunker.mesh(chunker.grain(slices=options.slices or 1).slices)
     falling = longest_first(lengths)
@@ -60,7 +56,6 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
     """Compute the time in microseconds and the padded tokens of the sequences from one to before another, ``[from][to]``.
 
     Args:
-        problem, costs: the batch and its costs.
         lengths: of the sequences, falling.
     """
     line, multiple = slowest_line(problem, costs), problem.token_multiple

@@ -29,11 +29,7 @@ ChunkTable = tuple[Chunk, ...]
 
 
 def several_grains(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
-    """Yield whole sequences and several grains, or the table with the slices asked for.
-
-    Args:
-        problem, costs, options: as planners take them.
-    """
+    """Yield whole sequences and several grains, or the table with the slices asked for."""
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     if options.slices is not None:
         yield chunker.table(chunker.grain(slices=options.slices))
@@ -127,8 +123,6 @@ class FixedOrder:
         """Return the layout of even layers at the placement of the schedule.
 
         Args:
-            num_layers: of the model.
-            num_ranks: of the pipeline.
             count: stages of each rank, where the schedule takes any number above one.
 
         Raises:

@@ -74,9 +74,7 @@ def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None
     """Judge microbatches with as much recompute as the caps require.
 
     Args:
-        contest: of the batch.
         divided: the groups of every microbatch.
-        num_ranks: context-parallel ranks.
     """
     problem, chunks, of_chunk = contest.problem, [], []
     for degrees, held in divided:
@@ -155,12 +153,7 @@ def _time_us(sequences: Sequence[int], lengths: Sequence[int], line: Line) -> fl
 
 
 def _partitions(ranks: int, largest: int, smallest: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide ranks into groups, larger ones first.
-
-    Args:
-        ranks: a power of two.
-        largest, smallest: ranks of a group; powers of two.
-    """
+    """Yield all ways to divide ranks into groups, larger ones first."""
     if not ranks:
         yield ()
     while largest >= smallest:

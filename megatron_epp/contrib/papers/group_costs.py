@@ -36,25 +36,14 @@ class GroupCosts:
         self.costs, self.num_ranks = costs, 1 << (len(costs.context_exchange_us) - 1)
 
     def line(self, stage: int, degree: int) -> Line:
-        """Return the time of a forward and a backward of a group on a stage, in the tokens and pairs of its sequences.
-
-        Args:
-            stage: number of the stage.
-            degree: number of ranks of the group.
-        """
+        """Return the time of a forward and a backward of a group on a stage, in the tokens and pairs of its sequences."""
         scale = self.num_ranks // degree
         whole = self.costs.forward_line(stage) + self.costs.backward_line(stage)
         more_us = 2 * self._more_us(stage, np.array([degree])).item()
         return Line(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale, whole.launch_us)
 
     def pass_us(self, stage: int, groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[TimeColumn, TimeColumn]:
-        """Return the times of the slowest groups of all chunks, forward and backward, in microseconds.
-
-        Args:
-            stage: number of the stage.
-            groups: of all chunks.
-            chunks: the chunk table.
-        """
+        """Return the times of the slowest groups of all chunks, forward and backward, in microseconds."""
         tokens, pairs, degrees, first = _columns(groups, chunks)
         scale, more_us = self.num_ranks // degrees, self._more_us(stage, degrees) * tokens
         work = _whole(tokens * scale, pairs * scale)
@@ -62,12 +51,7 @@ class GroupCosts:
         return np.maximum.reduceat(forward_us + more_us, first), np.maximum.reduceat(backward_us + more_us, first)
 
     def work(self, groups: ContextGroups, chunks: Sequence[Chunk]) -> ChunkWork:
-        """Return the work of chunks with as many tokens and pairs on every rank as on the ranks that have most of either.
-
-        Args:
-            groups: of all chunks.
-            chunks: the chunk table.
-        """
+        """Return the work of chunks with as many tokens and pairs on every rank as on the ranks that have most of either."""
         _, pairs, degrees, first = _columns(groups, chunks)
         tokens = np.array(groups.rank_tokens, dtype=np.int64) * self.num_ranks
         return _whole(tokens, np.maximum.reduceat(pairs * (self.num_ranks // degrees), first))
@@ -101,12 +85,7 @@ class GroupedDecisions(Decisions):
 
 
 def _columns(groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[IntColumn, IntColumn, IntColumn, IntColumn]:
-    """Return tokens, pairs and degree of every group, and where the groups of each chunk begin.
-
-    Args:
-        groups: of all chunks.
-        chunks: the chunk table.
-    """
+    """Return tokens, pairs and degree of every group, and where the groups of each chunk begin."""
     rows = [
         (group.tokens(chunk), sum(causal_pairs(*chunk.segments[at][1:]) for at in group.segments), group.degree)
         for chunk, own in zip(chunks, groups.of_chunk, strict=True)

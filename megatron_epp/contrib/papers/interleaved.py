@@ -15,5 +15,4 @@ from megatron_epp.planner.orders.patterns import one_warm_up
 
 
 def interleaved(batch: Batch) -> Iterator[Order]:
-    """Yield the order."""
     yield one_warm_up(batch.groups, batch.placement)

@@ -19,7 +19,6 @@ def least_latency(times_us: Times, num_stages: int, sums_us: Times | None = None
 
     Args:
         times_us: time of the piece from one boundary to a later one on a stage, ``[from][to]``; infinite where it may not be.
-        num_stages: of the pipeline.
         sums_us: what the same piece adds to the sum, if that is another time: all sequences are cut at the same tokens.
 
     Returns:

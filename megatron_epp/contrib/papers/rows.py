@@ -15,7 +15,6 @@ def with_waiting(row: Row, waiting: int) -> Iterator[Action]:
 
     Args:
         row: actions of a rank without weight gradients.
-        waiting: number of weight gradients that wait.
     """
     left: deque[Action] = deque()
     for action in row:
@@ -39,7 +38,6 @@ class LetterRow:
 
     Args:
         stages: of the rank, first and second.
-        backwards: all chunks in the order of their backwards.
     """
 
     def __init__(self, stages: Sequence[int], backwards: Sequence[int]) -> None:

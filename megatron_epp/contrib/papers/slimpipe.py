@@ -22,15 +22,11 @@ from megatron_epp.planner.problem import Options, Problem
 
 
 def slimpipe(batch: Batch) -> Iterator[Order]:
-    """Yield the order."""
     yield reversed_slices(batch.groups, batch.placement)
 
 
 def even_slices(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
     """Yield tables whose slices have equal length: several multiples of the ranks, or the number of slices asked for.
-
-    Args:
-        problem, costs, options: as planners take them.
 
     Raises:
         PlanError: the longest sequence has, or is to have, fewer slices than there are ranks.
@@ -68,7 +64,6 @@ def reversed_slices(groups: Sequence[range], placement: Placement) -> Order:
 
     Args:
         groups: `slice_groups` of the chunk table.
-        placement: looped.
     """
     ranks, laps = placement.num_ranks, list(range(placement.num_chunks))
     each = [by_laps(run, _group_size(len(run), ranks), laps) for run in _runs(groups, ranks)]

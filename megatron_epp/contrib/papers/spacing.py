@@ -43,7 +43,6 @@ class Spacing:
         """Return the least distances in which a chunk comes round the ranks.
 
         Args:
-            ranks: of the pipeline.
             laps: stages of each rank.
             group: chunks that follow each other.
             units: of time between a forward on a rank and on the next, and between backwards.
@@ -58,7 +57,6 @@ class Spacing:
 
         Args:
             groups: `slice_groups` of the chunk table.
-            placement: looped.
         """
         return tuple(self._row(groups, placement, rank) for rank in range(placement.num_ranks))
 

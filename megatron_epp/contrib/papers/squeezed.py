@@ -25,9 +25,6 @@ def squeezed(rows: Sequence[UnitTimes]) -> Order:
 
     No more weight gradients wait than there are ranks, for what they need is never recomputed: with slices, which take many
     forwards alive, all of them could wait for the end otherwise.
-
-    Args:
-        rows: the pattern.
     """
     ranks = [_Rank(row) for row in rows]
     most = _Counts(max(rank.peak for rank in ranks), len(ranks))
@@ -48,12 +45,7 @@ def laid_out(rows: Sequence[UnitTimes]) -> Order:
 
 
 def _input(action: Action, deepest: int) -> Action:
-    """Return the action of the same chunk that another follows; one that no stage has for the first stage's forward.
-
-    Args:
-        action: a forward or a backward.
-        deepest: stage whose backward follows its own forward.
-    """
+    """Return the action of the same chunk that another follows; one that no stage has for the first stage's forward."""
     if action.op is Op.F:
         return action._replace(stage=action.stage - 1)
     return action._replace(stage=action.stage + 1) if action.stage < deepest else action._replace(op=Op.F)
@@ -93,9 +85,7 @@ class _Rank:
         """Move an action to the first unit that is free and keeps the rank within its limits; return the unit.
 
         Args:
-            unit: of the action.
             earliest: unit at which its inputs are there.
-            most: limits of the rank.
         """
         action = self._row.pop(unit)
         for at in range(earliest, unit):
@@ -112,7 +102,6 @@ class _Rank:
 
         Args:
             first, last: units between which an action has moved. Weight gradients run at other times until somewhat later.
-            most: limits of the rank.
         """
         made = [self._before[first]]
         for unit in range(first, len(self._before) - 1):
@@ -125,7 +114,6 @@ class _Rank:
         return True
 
     def order(self) -> tuple[Action, ...]:
-        """Return all actions in order."""
         made: list[Action] = []
         waiting: deque[Action] = deque()
         for unit in range(len(self._before)):

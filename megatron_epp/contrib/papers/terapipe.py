@@ -24,11 +24,7 @@ POSITIONS = 256
 
 
 def slices_of_least_latency(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
-    """Yield one chunk table: with the slices asked for, which take equal time, or of least latency.
-
-    Args:
-        problem, costs, options: as planners take them.
-    """
+    """Yield one chunk table: with the slices asked for, which take equal time, or of least latency."""
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     if options.slices is not None:
         yield chunker.table(chunker.grain(slices=options.slices))
@@ -47,7 +43,6 @@ def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Tim
     Sequences that are not cut share the fixed time of one chunk.
 
     Args:
-        problem, costs: the batch and its costs.
         ends: tokens at which slices may begin and end.
 
     Returns:

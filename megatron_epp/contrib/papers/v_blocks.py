@@ -32,7 +32,6 @@ def repeated(name: str, batch: Batch) -> Iterator[Order]:
 
     Args:
         name: of the block, in `orders.patterns.BLOCKS`.
-        batch: the chunk table.
     """
     late, blocks, own = batch.most_slices - 1, range(batch.num_chunks), batch.placement
     later = [block + late for block in blocks]

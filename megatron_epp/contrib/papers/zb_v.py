@@ -17,5 +17,4 @@ from megatron_epp.planner.order import Order
 
 
 def zb_v(batch: Batch) -> Iterator[Order]:
-    """Yield the orders."""
     yield from repeated("V-ZB", batch)

@@ -17,13 +17,11 @@ from megatron_epp.planner.orders.patterns import actions, one_each
 
 
 def zb_h1(batch: Batch) -> Iterator[Order]:
-    """Yield the order of ZB-H1."""
     ranks = batch.placement.num_ranks
     yield _order(batch, [ranks - rank - 1 for rank in range(ranks)], list(range(ranks)))
 
 
 def zb_h2(batch: Batch) -> Iterator[Order]:
-    """Yield the order of ZB-H2."""
     ranks = batch.placement.num_ranks
     yield _order(batch, [2 * (ranks - rank - 1) for rank in range(ranks)], [2 * rank for rank in range(ranks)])
 
@@ -32,7 +30,6 @@ def _order(batch: Batch, ahead: list[int], waiting: list[int]) -> Order:
     """Return 1F1B with weight gradients.
 
     Args:
-        batch: the chunk table.
         ahead: forwards that each rank runs ahead of its first backward's own.
         waiting: weight gradients that wait on each rank.
     """

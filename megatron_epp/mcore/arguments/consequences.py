@@ -85,8 +85,6 @@ def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLI
 
     Args:
         settings: Megatron's arguments, or a model's configuration.
-        conflicts: flags to look for.
-        names: of settings for who has given them.
     """
     clashes = [
         f"{phrase(one.flag if names is TRAINING else one.attribute, getattr(settings, one.attribute))} ({one.advice})"

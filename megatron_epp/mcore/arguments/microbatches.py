@@ -110,7 +110,6 @@ def check_order(settings: object, order: str, names: Names = TRAINING) -> None:
 
     Args:
         settings, names: as `check_conflicts` takes them.
-        order: value of --epp-order.
     """
     if order == GIVEN:
         return
@@ -135,13 +134,7 @@ def check_routers(settings: object, names: Names = TRAINING) -> None:
 
 
 def check_settings(given: Mapping[str, object], more: Set[str] = frozenset(), names: Names = TRAINING) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags have no effect.
-
-    Args:
-        given: their values, by names with underscores.
-        more: further flags that have an effect.
-        names: of settings for who has given them.
-    """
+    """Raise `ArgumentError` if `--epp-*` flags have no effect."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]

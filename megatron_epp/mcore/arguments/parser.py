@@ -34,7 +34,6 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
 
     Args:
         group: where they are listed.
-        settings: rows of the table.
         changes: arguments of `add_argument` that differ for this command, as its default.
     """
     for row in map(ROWS.__getitem__, settings):
@@ -56,7 +55,6 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
     """Return the planner's options that parsed flags give.
 
     Args:
-        args: of a command, or of a training run.
         training: they are of a training run, where other flags of Megatron have names of ours.
         fixed: options with given values, which are not read from the flags.
     """

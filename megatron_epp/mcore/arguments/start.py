@@ -289,9 +289,7 @@ def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | Non
     """Yield what differs from the schedule of learning rates that a checkpoint holds, with both values.
 
     Args:
-        args: of this run.
         saved: the schedule's values by Megatron's names; what it counts is samples.
-        then: flags of the run that saved it.
     """
     by_samples = bool(args.train_samples)
     unit, size = ("samples", 1) if by_samples else ("iters", args.global_batch_size or 0)

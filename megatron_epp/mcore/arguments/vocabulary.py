@@ -40,10 +40,6 @@ def shards_vocabulary(args: argparse.Namespace) -> bool:
 def vocabulary_rows(entries: int, num_ranks: int) -> tuple[range, ...]:
     """Divide the rows of one tensor-parallel rank over the pipeline ranks.
 
-    Args:
-        entries: rows of a tensor-parallel rank.
-        num_ranks: pipeline ranks.
-
     Raises:
         ArgumentError: there are fewer rows than ranks.
     """

@@ -62,13 +62,7 @@ _CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", 
 
 
 def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module], links: Links) -> dict[str, Any]:
-    """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks.
-
-    Args:
-        args: Megatron's arguments, or what stands for them.
-        models: this rank's model chunks by stage.
-        links: of the pipeline.
-    """
+    """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks."""
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for one in everyone for number, digest in one.items()}
     flags = {name: getattr(args, name, None) for name in _FLAGS} | unusual_optimizer(args)
@@ -87,8 +81,6 @@ def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[
 
     Args:
         args: Megatron's arguments; costs are read in the folder of the loaded checkpoint, if there is one.
-        loaded: costs that were given instead.
-        now: fingerprint of this run.
     """
     return of_first(lambda: _holding(args, loaded, now))
 

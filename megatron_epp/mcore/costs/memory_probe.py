@@ -201,8 +201,6 @@ def _held(
     """Run a chunk forward and backward, and measure.
 
     Args:
-        stage: of the model.
-        recompute: of the chunk.
         keep_weights: True to split the weight gradient off.
         layer: modules whose backward is watched for its peak; None for the last layer.
     """
@@ -270,7 +268,6 @@ def _of_slices(
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
     Args:
-        stage: of the model.
         keep_weights: True to split the weight gradient off.
         layer: modules whose backward is watched; None for the last layer.
         num_slices: number of slices that the sequence is declared to have.

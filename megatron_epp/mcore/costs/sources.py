@@ -55,10 +55,6 @@ def pipeline_costs(
     precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
 
     Args:
-        args: Megatron's arguments.
-        stages: this rank's stages by their number.
-        links: of the pipeline.
-        num_stages: of the whole pipeline.
         note: called with each step before the step starts.
     """
     note("reading --epp-costs")

@@ -22,7 +22,6 @@ class StageWatch:
     """Watches the stages of a pipeline, in a thread. All ranks that run the same plans call `after` in the same iterations.
 
     Args:
-        rank: pipeline rank of this process.
         group: all ranks that run the same plans, used by nothing else; its first rank writes the log.
     """
 

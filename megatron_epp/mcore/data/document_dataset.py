@@ -30,10 +30,8 @@ class DocumentDataset:
     Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
 
     Args:
-        file: the opened pair, or its prefix.
         context_limit: the most positions of a sequence (``--seq-length``).
         first, last: document range; all by default.
-        name: name of the split, for the log.
         long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
         vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it. None checks nothing.
 
@@ -136,8 +134,6 @@ class DocumentDataset:
         """Log how many documents and sequences there are; warn of tokens left out by truncation, and of many split documents.
 
         Args:
-            name: of the split.
-            long_documents: what is done with documents that are too long.
             num_tokens: of each document.
         """
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
@@ -219,10 +215,7 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
     sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations.
 
     Args:
-        sources: the datasets.
         weights: weights by sequences, not by tokens, as Megatron's are by samples; they need not sum to 1.
-        num_samples: number of draws.
-        seed: seed of the shuffles.
     """
     # Here and not at the top: in a clone of Megatron-LM these helpers are compiled only when training starts.
     from megatron.core.datasets import helpers

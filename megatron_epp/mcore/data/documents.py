@@ -105,7 +105,6 @@ def build_splits(
     """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
     Args:
-        args: Megatron's parsed arguments.
         num_samples: numbers of sequences that train, validation and test will draw.
         tokenizer: of the run, which must have made all files' tokens.
         train_tokens: positions that training will draw at most, if its batches are of a number of tokens.

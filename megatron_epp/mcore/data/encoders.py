@@ -99,8 +99,6 @@ def chat_encoder(
     """Build an encoder of conversations from one of text.
 
     Args:
-        encoder: of a Hugging Face tokenizer.
-        roles: roles whose messages are trained.
         template_file: file with the chat template; the tokenizer's own by default.
         turns: one of `TURNS`.
 

@@ -71,8 +71,6 @@ def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | Non
 
     Args:
         files: a file without records is one document.
-        encoder: converts text to tokens.
-        json_key: key of the text of a record.
         end: token that ends every document that is not empty; None adds none.
 
     Raises:
@@ -123,10 +121,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
     """Yield the tokens of the samples of the conversation of every record, with the mask of trained tokens.
 
     Args:
-        files: JSONL or Parquet, whatever their suffix.
-        encoder: converts conversations to tokens.
         json_key: key of the messages of a record; None: `messages`, or ShareGPT's `conversations` in a file that has them.
-        counts: to add to.
 
     Raises:
         EppError: a record has no conversation, or the template does not take it; or no conversation has a trained message.
@@ -191,9 +186,7 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
     """Return the messages of a record.
 
     Args:
-        record: an object.
         key: of the messages, which may be text in JSON, as tables store them.
-        origin: file and number of the record, for errors.
 
     Raises:
         EppError: there are none under the key, or one has no role, or neither content nor calls of tools.

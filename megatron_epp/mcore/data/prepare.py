@@ -118,7 +118,6 @@ def prepare(
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), files of JSONL or Parquet
             (every line or row is an object whose `json_key` is a document), and other files (each one document). Compressed
             files are read as what they hold.
-        encoder: converts text to tokens.
         append_eod: end every document with the tokenizer's `eod`; by default texts, and of conversations those whose last
             answer has no stop token.
         suffixes: by default `SUFFIXES`, for conversations `RECORD_SUFFIXES`.

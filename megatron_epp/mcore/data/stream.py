@@ -26,7 +26,6 @@ class StreamDataset:
         samples: Megatron's dataset, blended or not.
         num_positions: of every sample (``--seq-length``).
         vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it.
-        name: name of the split, for errors.
 
     Attributes:
         lengths: int32, all equal to `num_positions`.
@@ -63,10 +62,7 @@ def build_streams(
     """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data.
 
     Args:
-        args: Megatron's parsed arguments.
-        num_samples: of the training, validation and test split.
         vocab_size: see `StreamDataset`.
-        names: of the splits.
     """
     # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})

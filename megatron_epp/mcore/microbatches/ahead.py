@@ -81,8 +81,6 @@ class Ahead:
 
         Args:
             sources: of the rank's model chunks; none on a rank without data.
-            count: microbatches of the next iteration.
-            shapes_of: finds their shapes.
         """
         positions = [(source, source.num_taken) for source in sources]
         self._next = count, positions, self._thread.submit(self._agreed, sources, count, shapes_of)

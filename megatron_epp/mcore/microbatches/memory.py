@@ -19,7 +19,6 @@ class KeptTensors:
     Args:
         parameters: tensors that are not counted.
         host: host memory that offloaded tensors are copied to; None without offload.
-        counts: the iteration is measured.
         on_gpu: a GPU's allocator counts bytes; otherwise the tensors that autograd saves are counted.
 
     Attributes:

@@ -70,8 +70,6 @@ class MicrobatchPipeline(Run):
     from what was measured, unless an earlier run of the same model has learnt its costs.
 
     Args:
-        args: Megatron's arguments.
-        models: this rank's model chunks.
         loaded: costs that earlier runs have learnt; without any, they are read in the folder of the loaded checkpoint.
     """
 
@@ -116,9 +114,7 @@ class MicrobatchPipeline(Run):
         """Return this rank's knowledge of an iteration's microbatches, for the agreement.
 
         Args:
-            sources: of its model chunks.
             shapes: of the microbatches; None if it has no data.
-            problem: error in finding them.
             looks_ahead: the next iteration's microbatches are held too before this one ends; they are assumed to be as large.
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
@@ -169,9 +165,7 @@ class MicrobatchPipeline(Run):
         """Run all microbatches.
 
         Args:
-            call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
-            agreed: the microbatches.
             planned: their plan; None without microbatches: then this replica takes part in the reductions with zeros.
 
         Returns:
@@ -302,9 +296,6 @@ def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bo
     """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them.
 
     Args:
-        options: as given.
-        why: they cannot be recomputed.
-        names: of settings, for the error.
         is_asked: offload is asked for, and not left to the run.
     """
     if is_asked:

@@ -93,8 +93,6 @@ def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: O
     """Plan whole microbatches in the best of three orders: as given, longest first, and shortest first.
 
     Args:
-        shapes: of the microbatches, in the caller's order.
-        problem: the pipeline; its lengths are ignored.
         costs: time and memory of every stage.
         options: of the planner; options of cutting and packing are ignored.
 
@@ -164,7 +162,6 @@ def agree_on_shapes(found: Found, group: ObjectGroup) -> Agreed:
     """Return the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
 
     Args:
-        found: what this rank knows.
         group: all ranks that run the same plan: one replica's, or all ranks of replicas that share experts.
 
     Raises:

@@ -15,12 +15,7 @@ _REPLAYS = ("router_replay", "routing_replay")
 
 
 def refuse_router_replay(models: Sequence[torch.nn.Module], order: str) -> None:
-    """Raise `EppError` for routers that take routes from a queue, unless microbatches run in their own order.
-
-    Args:
-        models: the rank's model chunks.
-        order: value of --epp-order.
-    """
+    """Raise `EppError` for routers that take routes from a queue, unless microbatches run in their own order."""
     if order == GIVEN:
         return
     for name, module in (named for model in models for named in model.named_modules()):
@@ -36,9 +31,7 @@ def refuse_other_turns(config: Any, num_ranks: int, order: str) -> None:
     """Raise `EppError` where model chunks of a rank would take turns in another order than in Megatron's interleaved schedule.
 
     Args:
-        config: of the model.
         num_ranks: of the pipeline, each with several chunks.
-        order: value of --epp-order.
     """
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if order == GIVEN and size not in (None, num_ranks):

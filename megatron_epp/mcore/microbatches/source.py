@@ -57,8 +57,6 @@ class Taken(Microbatches):
 
     Args:
         iterator: the caller's; it gives `count` items.
-        count: microbatches of the iteration.
-        shape_of: shape of an item.
 
     Raises:
         EppError: the iterator ends early.
@@ -104,12 +102,6 @@ class ByOffset(Microbatches):
     """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances the offset.
 
     The caller holds them whether or not they are taken, so they have no bytes here.
-
-    Args:
-        iterator: the caller's.
-        count: microbatches of the iteration.
-        shape_of: shape of a microbatch, given its columns.
-        keys: columns that are read to find lengths.
     """
 
     def __init__(
@@ -170,8 +162,6 @@ def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Mi
 
     Args:
         iterator: an iterator, an object with ``get_next`` and ``offset``, or None.
-        count: number of microbatches.
-        shape_of: shape of a microbatch.
 
     Raises:
         EppError: the iterator is of another kind, or ends early.

@@ -32,7 +32,6 @@ class MicrobatchStage:
     Args:
         model: the model chunk as the caller built and wrapped it.
         config: its `TransformerConfig`.
-        is_last: the stage computes the loss.
         virtual_stage: number of the chunk on its rank; None if the rank has one.
         shards: ranks that share the tokens of the hidden states, by sequence and context parallelism.
     """
@@ -89,8 +88,6 @@ class MicrobatchStage:
         """Start an iteration.
 
         Args:
-            call: arguments of the schedule.
-            microbatches: of this chunk.
             shapes: of every microbatch, in the caller's order.
             order: the microbatch of every chunk of the plan.
             before_last_gradient, reduce_gradients: see `runtime.context.Stage`.

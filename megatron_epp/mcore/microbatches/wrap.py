@@ -60,11 +60,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
 
 
 def check_choices(given: Mapping[str, object]) -> None:
-    """Raise `EppError` for a value that a setting does not have.
-
-    Args:
-        given: values of flags, by names with underscores.
-    """
+    """Raise `EppError` for a value that a setting does not have."""
     for row in TABLE:
         if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
@@ -140,7 +136,6 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
 
     Args:
-        models: the rank's model chunks.
         given: values of the `--epp-*` flags, and as `epp_names` the names of settings for errors.
 
     Raises:

@@ -197,7 +197,6 @@ class PositionedRotary(torch.nn.Module):
     `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
 
     Args:
-        rotary: the embedding.
         context_parallel: how ranks share the chunk's tokens.
         by_row: queries have a dimension for rows of a batch, which latent attention leaves out.
     """

@@ -82,7 +82,6 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
     Args:
         model: the chunk, wrapped or not.
-        args: what stands for Megatron's arguments.
     """
     bare: Any = unwrap_model(model)
     if getattr(bare, "has_relay", False):

@@ -36,8 +36,6 @@ def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) 
     Args:
         spec: of a layer or of a block, as the model's constructor takes it.
         config: of the transformer; its layout counts cut layers on both stages.
-        vp_stage: model chunk of this rank.
-        layers: of the stage.
 
     Raises:
         EppError: the spec is not of Megatron's transformer layers.

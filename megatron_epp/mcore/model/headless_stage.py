@@ -53,8 +53,6 @@ class HeadlessStage(MegatronStage):
         """Sum the losses of a chunk's tokens as Megatron does, for the report and for the backward.
 
         Args:
-            chunk: the chunk.
-            inputs: its inputs.
             losses: of the tokens that have passed the output layer, ``[rows]``.
             gradient: of the output layer's input for tokens of weight one, ``[rows, hidden]`` in fp32; with tensor parallelism
                 this rank's part of it. None if no backward follows.

@@ -36,14 +36,7 @@ def placed_pattern(pattern: str, placement: Placement) -> str:
 
 
 def placed_stack(spec: ModuleSpec, pattern: str, placement: Placement, vp_stage: int | None) -> ModuleSpec:
-    """Return the spec of a stack of layers with the right number of layers before a chunk of this rank.
-
-    Args:
-        spec: of the stack.
-        pattern: of the whole model, in the order of the stages.
-        placement: of the stages.
-        vp_stage: model chunk of this rank.
-    """
+    """Return the spec of a stack of layers with the right number of layers before a chunk of this rank."""
     stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
     before = sum(map(len, pattern.split(_BETWEEN_STAGES)[:stage]))
     stack: Any = get_module(spec)

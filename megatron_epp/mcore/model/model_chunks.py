@@ -56,7 +56,6 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
     """Return the layout of a GPT: `--epp-layout`'s, or Megatron's division of layers at the placement.
 
     Args:
-        args: validated arguments.
         transformer: config of the model, with Megatron's own division of layers.
     """
     asked = asked_layout(args)

@@ -299,9 +299,7 @@ def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[
 
     Args:
         timers: Megatron's; None for none.
-        name: of the timer.
         log_level: least `--timing-log-level` at which it is logged.
-        start: arguments of its start.
     """
     if timers is not None:
         timers(name, log_level=log_level).start(**start)

@@ -21,10 +21,8 @@ class TiedTable:
     """Exchange of the embedding's rows and gradients between the first stage and the shards.
 
     Args:
-        shard: of this rank.
         table: the first stage's word embeddings, without a weight; None on other ranks.
         ranks: global ranks of the pipeline; the first stage is on the first.
-        group: for the messages.
     """
 
     def __init__(self, shard: VocabularyShard, table: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> None:

@@ -104,8 +104,6 @@ def rows_to_compute(loss_mask: Tensor, entries: int, width: int) -> Tensor | Non
 
     Args:
         loss_mask: ``[tokens]`` on the CPU, 0 for tokens that do not count.
-        entries: vocabulary entries on a rank.
-        width: values of a row of the output layer's input.
     """
     rows = loss_mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0:

@@ -21,10 +21,6 @@ class ValueHead(torch.nn.Linear):
 
     With sequence parallelism each rank multiplies its tokens, and the values of all are gathered; the schedule adds up the
     weight's gradients over the ranks, by the attribute that Megatron's norms have, too.
-
-    Args:
-        config: of the model.
-        group: its tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, group: torch.distributed.ProcessGroup) -> None:

@@ -66,7 +66,6 @@ class VocabularyShard(torch.nn.Module):
 
     Args:
         rows: ``[rows, hidden]``.
-        vocabulary: the division that they are part of.
     """
 
     def __init__(self, rows: torch.Tensor, vocabulary: Vocabulary) -> None:

@@ -52,10 +52,6 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
 
     If the loaded checkpoint has caps, they are used where devices have about as much free memory now. The first rank keeps the
     caps with this run's checkpoints.
-
-    Args:
-        args: Megatron's arguments, or what stands for them.
-        position: this rank's in the pipeline.
     """
     kept = of_first(partial(_kept, args))
     everyone = from_each((position, cap_bytes(args, kept[position] if kept else None)))
@@ -91,7 +87,6 @@ def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
     Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use.
 
     Args:
-        args: Megatron's arguments.
         kept: cap in bytes of the previous run, which is used if the available memory is nearly the same.
     """
     wanted = wanted_cap_bytes(args)

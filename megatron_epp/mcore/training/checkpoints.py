@@ -94,7 +94,6 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
 
     Args:
         folder: of the checkpoints. One without a tracker file has none, and is left as it is.
-        falls_back: sets a damaged one aside.
 
     Raises:
         EppError: the newest is damaged and stays.

@@ -49,7 +49,6 @@ def link_options(args: argparse.Namespace, used: Sequence[Way]) -> GroupOptions 
     Every rank of the job must call this at the same point.
 
     Args:
-        args: Megatron's arguments.
         used: directions in which messages are sent.
 
     Raises:

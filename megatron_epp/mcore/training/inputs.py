@@ -91,7 +91,6 @@ class RankInputs:
 
         Args:
             arrays: of each chunk; not read where no stage of the rank needs them.
-            lengths: of the batch's sequences.
             tables: segment tables, whose offsets come to the device with them.
         """
         given = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]

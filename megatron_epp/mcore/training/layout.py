@@ -130,14 +130,7 @@ def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: t
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed.
-
-    Args:
-        args: validated arguments.
-        profile: of the model's parts.
-        even: layout with the placement of the run.
-        batches: lengths of batches of one replica.
-    """
+    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed."""
     caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
     return Sample(
         problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),

@@ -23,7 +23,6 @@ class CostLearning:
     costs are used from `first_batch` on, the same in every run; its planning waits until costs are learnt.
 
     Args:
-        lookahead: iterations that are planned ahead of training.
         pipeline: any number that the ranks of this rank's pipeline have in common, and no others.
         fit: `Run.fit`.
     """
@@ -46,8 +45,6 @@ class CostLearning:
         plan of a certain batch is made by what was learnt.
 
         Args:
-            plan: of the iteration.
-            recorder: times of its actions.
             output_share: of its chunks, on a rank with the output layer or a shard of it.
         """
         if self._added is not None:

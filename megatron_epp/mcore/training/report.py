@@ -133,8 +133,6 @@ class IterationReport:
         A collective call of the pipeline, in the thread of reports.
 
         Args:
-            figures: of this rank.
-            end: mark at the end of the iteration.
             loss: ``[sum, tokens]`` on the last rank, None elsewhere.
             costs: by which the batch was planned.
 

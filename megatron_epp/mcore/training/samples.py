@@ -111,9 +111,6 @@ class SampleSchedule:
     def plan_ahead(self, *, model: Any, samples: Sequence[Mapping[str, Any]], forward_only: bool = False) -> None:
         """Plan the samples of a later call in the background, while other calls or the program run. A collective call.
 
-        Args:
-            model, samples, forward_only: of that call.
-
         Raises:
             EppError: the model or a sample is not as it must be. What planning raises is raised by that call.
         """
@@ -133,14 +130,11 @@ class SampleSchedule:
         """Add the gradient of the samples' loss to the model's gradients, and finish these. A collective call of all ranks.
 
         Args:
-            model: the rank's model chunk, or a list of all.
             samples: the whole batch, the same on every rank; this package divides it over replicas. Each has ``tokens``,
                 ``trained`` if not all tokens are trained, the columns of the loss: a number for every token as a label, or
                 one for all (`data.samples.TokenSample`); and for a loss over groups its ``group``.
-            forward_only: compute no gradients.
             last: reduce gradients, and divide them by the tokens or sequences of this call and of those before it with False,
                 as if all were one batch. False only adds; the last call before the optimizer's step is one with True.
-            wants_logprobs: gather the labels' log-probabilities.
             wants_values: gather the model's values, if the loss reads them.
 
         Raises:
@@ -255,8 +249,6 @@ class SampleSchedule:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
         Args:
-            samples: of a call.
-            vocab_size: tokens are below it.
             has_gradients: the model has some before the call (`_has_gradients`); None if it may.
 
         Raises:

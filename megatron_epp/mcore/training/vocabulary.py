@@ -35,11 +35,7 @@ class RankVocabulary:
     """A rank's shard of the output layer during training.
 
     Args:
-        args: Megatron's arguments.
-        models: this rank's model chunks.
         stages: the same as stages, by their number in the pipeline.
-        config: of the model.
-        groups: communicators of the shards.
         tied_group: of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
     """
 
@@ -167,8 +163,6 @@ def rank_vocabulary(
     its first use.
 
     Args:
-        last_rank: pipeline rank of the last stage.
-        groups: makes communicators.
         options: of communicators; None for the backend's defaults.
 
     Raises:

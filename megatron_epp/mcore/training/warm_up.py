@@ -18,8 +18,6 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
     """Return the warm-up of attention in a rank's stages; None if none of them needs one.
 
     Args:
-        args: Megatron's arguments.
-        stages: of this rank.
         device: on which they run.
     """
     shape = model_shape(args)

@@ -52,7 +52,6 @@ def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
        plan without predictions (`Prediction.none`) passes.
 
     Args:
-        plan: the plan.
         rows: launches of every rank that are to be proven in place of the lowered plan, with messages of their own. These are
             the messages that the plan needs, each after the action that makes it and before the one that takes it.
 

@@ -34,7 +34,6 @@ def check_presence(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[
 
     Args:
         plan: whose tables `check_tables` finds right.
-        columns: of the plan.
         found: the step of every action.
     """
     wrong = np.union1d(_misplaced(plan, columns, found), np.append(found.unknown, found.repeated))
@@ -223,7 +222,6 @@ def check_links(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Vio
 
     Args:
         plan: whose actions `check_presence` finds right.
-        columns: of the plan.
         found: the step of every action.
     """
     for kind in operations(Track.COMPUTE):
@@ -255,7 +253,6 @@ def _crossed(
 
     Args:
         sent, taken: chunks of both sides in their order, each with its rank and position.
-        receiver: operation and site of the side that takes.
     """
     source = {chunk: (rank, position) for chunk, rank, position in sent}
     target = {chunk: rank for chunk, rank, _ in taken}

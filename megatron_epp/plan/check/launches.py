@@ -144,9 +144,6 @@ class _Shared[T](NamedTuple):
         """Look up an operation.
 
         Args:
-            op: the operation.
-            replica: whose row it is in.
-            num_ranks: number of its rows.
             lockstep: as `blocked` takes it.
         """
         known, kind = Op.known(), operation(op)
@@ -174,7 +171,6 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
 
     Args:
         rows: events of each row, in order.
-        parties: by event, the number of rows that it waits for.
     """
     at, waiting = [0] * len(rows), dict[int, list[int]]()
     missing, ready = list(parties), list(range(len(rows)))

@@ -15,7 +15,6 @@ def check_own_messages(plan: Plan, lowered: Rows, rows: Rows) -> Iterator[Violat
     """Yield a violation for each message of a rank that is missing, doubled, unknown, or launched too early or too late.
 
     Args:
-        plan: whose order is possible.
         lowered: the plan with the messages that it needs, of every rank.
         rows: what ranks launch, of every rank: the plan's compute actions and messages.
     """

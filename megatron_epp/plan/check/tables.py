@@ -18,12 +18,7 @@ NOISE = 1e-9
 
 
 def check_tables(plan: Plan, columns: PlanColumns) -> Iterator[Violation]:
-    """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again.
-
-    Args:
-        plan: any plan.
-        columns: of the plan.
-    """
+    """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again."""
     for reason in (
         *_shapes(plan),
         *_sizes(plan),

@@ -44,7 +44,6 @@ def report(plan: Plan, violations: Sequence[Violation]) -> str:
     """Format the grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault.
 
     Args:
-        plan: the checked plan.
         violations: findings of `check`; if empty, the result is one line that says that the plan is sound.
     """
     if not violations:

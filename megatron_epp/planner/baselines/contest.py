@@ -82,8 +82,6 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
 
     Args:
         sequences: in the order in which they are put; one above `room` has a bin of its own.
-        room: tokens of a bin.
-        taken: tokens already in bins that stand first.
 
     Returns:
         The sequences of each bin, in the order given; then the new bins that it took.

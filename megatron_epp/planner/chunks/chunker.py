@@ -213,7 +213,6 @@ class Chunker:
 
         Args:
             tails, shorts: tail slices, and sequences that are not cut.
-            time_us, limit: time aimed at and most tokens of a bucket.
 
         Returns:
             tails and chunks of such groups, all as tails to go on with; the joined items; and what is in the first already.
@@ -244,7 +243,6 @@ class Chunker:
         Args:
             first_slice: tokens of the first slice of the longest sequence.
             shorts: sequences that are not cut.
-            time_us: time aimed at for a chunk.
         """
         short_us = sum(item.time_us for item in shorts)
         typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0

@@ -41,9 +41,7 @@ def pack(tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_limit_u
     loosened, to the least that lets the sequence in. The token limit is never exceeded.
 
     Args:
-        tails: the tail slices.
         shorts: the short sequences, each within `token_limit`.
-        time_limit_us: aimed at for a bucket.
         token_limit: kept for every bucket.
 
     Returns:

@@ -136,11 +136,7 @@ def code_of(action: Action, num_chunks: int) -> int:
 
 
 def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KINDS) -> Codes:
-    """Return the order as numbers. Raises `PlanError` if it has actions without known costs.
-
-    Args:
-        kinds: operations of the order.
-    """
+    """Return the order as numbers. Raises `PlanError` if it has actions without known costs."""
     if _is_coded(order, num_chunks) and order.codes.kinds == kinds[: len(order.codes.kinds)]:
         return order.codes._replace(kinds=kinds)
     number = {op: kind for kind, op in enumerate(kinds)}
@@ -174,10 +170,5 @@ def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
 
 @lru_cache(maxsize=8)
 def _actions(kinds: Kinds, num_sites: int, num_chunks: int) -> list[Action]:
-    """Return all actions, by kind, site and chunk: a search decodes many orders of one table.
-
-    Args:
-        kinds: operations of the orders.
-        num_sites: the largest number of a site, plus one.
-    """
+    """Return all actions, by kind, site and chunk: a search decodes many orders of one table."""
     return list(starmap(Action, product(kinds, range(num_sites), range(num_chunks))))

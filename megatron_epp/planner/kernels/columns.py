@@ -61,12 +61,7 @@ class Columns(NamedTuple):
 
 
 def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
-    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries.
-
-    Args:
-        tables: by kind of action.
-        dtype: of the result.
-    """
+    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
     found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
     for row, table in zip(found, tables, strict=True):
         values = stacked(table, dtype).ravel()
@@ -78,7 +73,6 @@ def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbe
     """Return rows as one array. Stages with equal costs share a row, which is converted once.
 
     Args:
-        rows: equally long.
         dtype: of the result; None for the rows' own.
     """
     rows, arrays = list(rows), dict[int, Numbers]()  # the rows of an array are objects only as long as they are kept
@@ -99,7 +93,6 @@ def need_columns(
     """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`.
 
     Args:
-        kinds: operations of the orders that are to be timed.
         transfer_us: times by chunk of a transfer over the boundary behind a stage.
     """
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)

@@ -14,7 +14,6 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
     """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
 
     Args:
-        recompute_steps: recompute steps by item, of all stages.
         static: bytes that the rank holds throughout.
     """
     live = most = static
@@ -51,7 +50,6 @@ def step_bytes(
     Args:
         actions, columns, recompute_steps: as `peak` takes them.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
-        takes, gives: the results, by position among the actions.
     """
     for at in range(len(actions)):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
@@ -160,7 +158,6 @@ def fit(
 
     Args:
         caps: bytes of every rank.
-        caps_at: the same by position among the actions.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
         by_stay: as `sweep` takes it.
@@ -192,7 +189,6 @@ def give_cheapest(
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
         columns, limit, recompute_steps, leaves: as `sweep` takes them; `leaves` are the positions of the backwards.
-        at: the current position.
         excess: bytes above the cap.
     """
     item = alive[0][2]
@@ -227,7 +223,6 @@ def trim(
         actions, begin, stop, columns, static: as `peak` takes them.
         recompute_steps: recompute steps by item, updated.
         cap: bytes of the rank.
-        dearest: the rank's items, dearest first.
     """
     for position in range(len(dearest)):
         item = dearest[position]

@@ -76,7 +76,6 @@ def insert(
 
     Args:
         actions, starts, ends: the order without shards (`Codes`), and where each rank's begins and ends.
-        columns: of an order with shards.
         recompute_steps: recompute steps by item; none in a forward-only order.
         run: times, bytes and storage; `run.out` is the result.
     """

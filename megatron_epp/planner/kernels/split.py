@@ -110,10 +110,8 @@ def split_off(
 
     Args:
         whole: the order; all else in it is written.
-        recompute_steps: recompute steps by item.
         caps: bytes of every rank.
         away: bytes that copies have taken away while each action runs, by position; empty where there are none.
-        filled: the result, and storage.
         gap_share: share of a weight gradient's time that a gap needs for it to run there.
     """
     durations(columns, recompute_steps, whole.none, whole.whole_us)
@@ -163,7 +161,6 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
     """Play an order and put weight gradients in as it goes; False if it deadlocks.
 
     Args:
-        filled: the result, and storage.
         gap_share: as `split_off` takes it.
     """
     ranks = len(whole.starts) - 1

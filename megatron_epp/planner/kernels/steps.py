@@ -101,7 +101,6 @@ def search(
     A step that is a little slower than what it starts from is taken too, less and less so until the search returns to the best.
 
     Args:
-        trial: room for a choice.
         steps, period: how many to take, and how many before each return to the best.
         start_us: makespan of `now`.
         bound_us: where to stop.
@@ -153,7 +152,6 @@ def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
     Args:
         trial: the state, changed in place.
-        spare: working storage.
     """
     ranks, numbers = len(facts.starts) - 1, spare.numbers
     kind = below(numbers, 8)
@@ -182,9 +180,6 @@ def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: Integ
 
     Args:
         actions: of every rank, changed in place.
-        rank: whose action is moved.
-        far: most places to move it.
-        numbers: state of the random numbers.
     """
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     if stop - begin < 2:
@@ -219,7 +214,6 @@ def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
 
     Args:
         actions: of every rank, changed in place.
-        numbers: state of the random numbers.
     """
     chunks = facts.columns.num_chunks
     which = below(numbers, 3)  # forwards, backwards, both
@@ -275,14 +269,7 @@ def legal(actions: IntegerList, rank: int, facts: Facts, seen: IntegerList) -> b
 
 @compiled
 def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
-    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks.
-
-    Args:
-        trial: the state, whose recompute is changed.
-        first, stop: ranks that changed.
-        room: storage for times.
-        spare: working storage.
-    """
+    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks."""
     columns, starts = facts.columns, facts.starts
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]

@@ -59,7 +59,6 @@ def play(
 
     Args:
         took_us: time of every action, by node (`durations`).
-        room: storage for the results.
     """
     ranks = len(starts) - 1
     for node in range(len(room.ended_us)):
@@ -195,8 +194,6 @@ def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList
     """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
 
     Args:
-        columns: times by item and by node.
-        recompute_steps: recompute steps by item.
         split: by item, nonzero if its weight gradient is an action of its own.
         out: time of every action by node; only times of backwards are written.
     """

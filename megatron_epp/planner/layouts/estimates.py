@@ -23,7 +23,6 @@ class Estimates:
 
     Args:
         batches: of one replica each; their placement does not matter.
-        costs_of: costs with a layout.
     """
 
     def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
@@ -68,7 +67,6 @@ class Estimates:
         """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch.
 
         Args:
-            layout: whose estimate for that batch fits the caps.
             grains: as `mean_like_us` takes it.
         """
         found = self._like(layout, len(self.batches) - 1, grains[-1])

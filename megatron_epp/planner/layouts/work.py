@@ -43,7 +43,6 @@ class LayerWork:
 
         Args:
             problems: the batches; their placement does not matter.
-            costs_of: costs with a layout.
             halves: the costs know stages that begin inside a layer. Otherwise both halves count as equal.
         """
         parts = (WHOLE, HALF, HALF, WHOLE) if halves else (WHOLE, WHOLE, WHOLE)
@@ -73,7 +72,6 @@ class LayerWork:
 
         Args:
             num_layers: of the model; in units of `step`, no fewer than stages.
-            shards_vocabulary: the output layer is in shards over the ranks.
             step: `WHOLE` or `HALF`, what every stage has a multiple of.
         """
         extra_us = [0.0] * placement.num_stages
@@ -105,8 +103,6 @@ def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None 
     Only the first and the last stage may end up without layers.
 
     Args:
-        source: the rank that has less.
-        step: half layers.
         targets: ranks that may have more; None for all others.
     """
     last = len(layout.halves) - 1

@@ -143,8 +143,6 @@ class _Stage:
         """Compute by item the peak of a backward above the bytes live when it starts.
 
         Args:
-            num_bytes: that the items add up to.
-            split: the weight gradient is split off.
             left: bytes that the backward leaves; the peak where it is there only in the end.
         """
         recompute = self.recompute[c]
@@ -182,7 +180,6 @@ def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
 
     Args:
         items: bytes by item.
-        num_bytes: what they are to add up to.
     """
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 

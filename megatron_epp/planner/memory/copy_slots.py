@@ -48,7 +48,6 @@ def choose(
 
     Args:
         excess: bytes of every rank above what it aims at, while each of its actions runs.
-        recompute_steps, played: the recompute and the times that follow.
 
     Yields:
         link by link, its ranks and what they have chosen.
@@ -146,10 +145,7 @@ class Chooser:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
 
         Args:
-            entered: its position in the rank's list.
             share: of the kept bytes.
-            wanted_us: latest end of the copy out.
-            gone_us: earliest start of the copy back.
 
         Returns:
             True if the link has time for both.

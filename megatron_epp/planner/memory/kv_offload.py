@@ -78,7 +78,6 @@ def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: flo
 
     Args:
         copies: of every rank, with the times of `tables`.
-        tables: with KV offload.
     """
     took_us = dict.fromkeys(tables.host_links, 0.0)
     for link, row in zip(tables.host_links, copies, strict=True):
@@ -91,7 +90,6 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, train
 
     Args:
         passes: of a stage, without caches of these chunks.
-        trains: there are backwards.
     """
     pieces = np.where(which, host.forward_bytes, 0)
     passes = replace(

@@ -99,7 +99,6 @@ def fit_offload(
     for that would keep all replicas waiting.
 
     Args:
-        order: the order of all replicas.
         tables: of every replica; their times are the same (`replicas.slowest_times`).
         caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
@@ -251,11 +250,7 @@ def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Actio
 
 
 def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
-    """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan.
-
-    Args:
-        played: times of the order with these copies.
-    """
+    """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan."""
     found = []
     for rank, (static, takes, gives) in enumerate(
         zip(tables.static, *step_bytes(order, tables, made.recompute_steps), strict=True)

@@ -30,7 +30,6 @@ def completed(
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
-        order: forwards and whole backwards that fit the caps.
         tables, made, caps, enough_us: as `with_split_weights` takes them.
         split: weight gradients may be split off.
 
@@ -63,7 +62,6 @@ def with_split_weights(
     longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
 
     Args:
-        order: forwards and whole backwards that fit the caps.
         caps: bytes of the ranks.
         enough_us: makespan at which no further order is tried.
     """
@@ -92,7 +90,6 @@ def split_with_copies(
     seems needed.
 
     Args:
-        order: forwards and whole backwards that fit the caps.
         tables, made, caps: as `with_split_weights` takes them.
         away: bytes that the copies of the order have taken away, as `split_weights` takes them.
         gap_share: as `split_weights` takes it.

@@ -95,7 +95,6 @@ def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
     """Return an operation of one stage for several chunks.
 
     Args:
-        op: the operation.
         stage: where it runs.
         chunks: in the order in which they run.
     """

@@ -71,9 +71,6 @@ class BackgroundPlanner:
 
         A process that has ended is started again.
 
-        Args:
-            problem: with the lengths of the whole global batch.
-
         Raises:
             what `planner.plan` raises, and `WorkerError` when the process ends again and again, or the planner is closed.
         """
@@ -117,11 +114,7 @@ def _load(options: Options) -> None:
 def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
 ) -> Callable[[Problem], PackedPlans]:
-    """Make the function that the process calls for every batch.
-
-    Args:
-        lockstep_group: number of the replica's group.
-    """
+    """Make the function that the process calls for every batch."""
     steady = replace(options, budget_ms=None)
 
     @functools.lru_cache(KEPT)

@@ -75,7 +75,6 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
     waits for the others' chunks, so long sequences go to the same group.
 
     Args:
-        problem: with the lengths of the whole batch.
         lockstep_groups: of the replicas, each of which gets at least one sequence.
         time_us: makespan of the problems of a group, one for each replica, by their plans or by an estimate.
         tries: exchanges judged by it, at most.
@@ -120,11 +119,7 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:
-    """Return the share of a replica where sequences are dealt one after the other.
-
-    Args:
-        replica: index of the replica.
-    """
+    """Return the share of a replica where sequences are dealt one after the other."""
     return tuple(range(replica, count, replicas))
 
 
@@ -163,7 +158,6 @@ class _Exchange:
         """Exchange sequences between replicas until the imbalance is low enough or no exchange helps.
 
         Args:
-            tries: most exchanges that are tried.
             enough: imbalance of the groups' times at which to stop.
 
         Returns:
@@ -194,7 +188,6 @@ class _Exchange:
         Args:
             shares: positions of each replica's sequences.
             times_us: makespan of each lockstep group.
-            slow: the group that gives a sequence.
         """
         giver, giver_us = max(
             ((r, self._work(shares[r])) for r in self.lockstep_groups[slow]), key=lambda each: (each[1], -each[0])
@@ -223,10 +216,7 @@ def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: floa
     """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves.
 
     Args:
-        slow: positions of the replica that gives.
-        fast: positions of the replica that takes.
         work_us: of every position.
-        target_us: work to move.
 
     Returns:
         the positions to give and to take (None to take none); or None if no pair moves more than nothing and less than twice

@@ -163,9 +163,6 @@ def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers
     `because` is the distance back to the box that it waited for, 0 if it waited for none.
 
     Args:
-        graph: of the plan.
-        found: waits of its steps.
-        ends: end of its steps.
         numbers: the step of each box; -1 for none.
     """
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}

@@ -116,7 +116,6 @@ def chunk_attention(
         q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where
             ranks share the chunk's tokens.
         cached: keys and values, ``[tokens, kv_heads, width]`` each.
-        context: the chunk being run.
         layer: number of the layer, unique in its stage.
         scale: factor on the scores, usually ``channels ** -0.5``.
         context_parallel: how ranks share the chunk's tokens.

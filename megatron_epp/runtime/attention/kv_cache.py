@@ -76,7 +76,6 @@ class DeviceStore:
         """Keep the accumulators, to which gradients of all heads were added, for the slices before this one: they stay."""
 
     def free(self, view: SliceView, piece: Piece) -> None:
-        """Free a piece."""
         key = view.sequence, piece
         self.num_bytes -= sum(x.nbytes for x in (*self._rows.pop(key), *self._gradients.pop(key, ())))
 
@@ -160,7 +159,6 @@ class KVRelay:
 
         Args:
             layer: number of the layer, unique in its stage.
-            view: the chunk's slice.
             cached: ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
             part: number of the group of heads, from 0.
 

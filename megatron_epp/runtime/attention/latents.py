@@ -104,7 +104,6 @@ def head_groups(expansion: Tensor, channels: int, num_keys: int) -> list[slice]:
 
     Args:
         expansion: as `latent_attention` takes it.
-        channels: width of a key and a value together.
         num_keys: number of keys that the chunk's queries attend to.
     """
     heads = len(expansion)

@@ -125,7 +125,6 @@ class SegmentTable:
         them there.
 
         Args:
-            device: of the offsets.
             num_segments: n, up to the class of the number of segments: the further ones are empty. By default, no empty ones.
         """
         if device not in self._on_device:

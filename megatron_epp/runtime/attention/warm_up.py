@@ -109,10 +109,6 @@ class KernelWarmUp:
         """Run the classes of an iteration's chunks that have not run yet, and return their number.
 
         The first time, these are chunks with as many tokens as any of them or fewer, behind prefixes of any length.
-
-        Args:
-            layouts: of the chunks.
-            repeats: forwards of attention run again in backwards.
         """
         if not self._active:
             return 0
@@ -152,10 +148,7 @@ def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> Non
     """Run a forward in this thread and a backward in autograd's thread of the device.
 
     Args:
-        shape: class of the calls.
-        heads: properties of the calls.
         parts: groups of heads that attention processes one after the other.
-        repeats: run the forward in autograd's thread, too.
     """
     chunk = shape.smallest()
     table = SegmentTable.build(chunk, chunk.num_tokens)

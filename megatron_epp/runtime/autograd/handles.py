@@ -97,7 +97,6 @@ class Discarded:
 
     Args:
         run: computes the output from the input; deterministic.
-        x: the input; it is kept.
         output: the output, with a storage of its own, which only saved tensors may need once `until` is called.
     """
 

@@ -111,7 +111,6 @@ class Links:
         Args:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
-            groups: makes them.
             used: directions in which messages are sent; None for one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
             slots_on_cpu: see `Links`.
@@ -164,8 +163,6 @@ class Links:
 
         Args:
             slots: number of slots of each way; none other is gone by messages.
-            num_bytes: size of the largest message.
-            device: of the messages.
         """
         for way in [way for way, ring in self._rings.items() if ring.shape != (slots.get(way), num_bytes)]:
             del self._rings[way]

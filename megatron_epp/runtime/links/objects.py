@@ -122,10 +122,6 @@ def raise_for(problems: Sequence[str]) -> None:
 def agreed[T](make: Callable[[], T], names: Names) -> T:
     """Return what a function makes on this rank. A collective call of the default process group.
 
-    Args:
-        make: the function.
-        names: of settings, in errors.
-
     Raises:
         AgreedError: it has raised an `EppError` on some rank.
     """

@@ -39,7 +39,6 @@ def run_ranks[T](
     Args:
         run: called with the rank and `args`. It must be a module's function, since processes import it.
         num_ranks: number of ranks, which form the default process group.
-        args: anything that pickles.
         backend: of the process group. With ``nccl`` every rank has the GPU of its number.
         timeout_s: limit in seconds for the whole run.
 

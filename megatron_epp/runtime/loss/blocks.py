@@ -50,7 +50,6 @@ def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: 
         kept: the part of `x` that `head.gather` needs; often `x` itself.
         weight: ``[entries of this rank, in]``.
         labels: ``[tokens]``, indices in the whole vocabulary.
-        head: options.
     """
     return block_values(x, kept, weight, labels[:, None], head).squeeze(0)
 

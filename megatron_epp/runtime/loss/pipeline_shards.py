@@ -106,8 +106,6 @@ class PipelineShards:
     """Operations of one rank's shard during an iteration.
 
     Args:
-        rank: the shard and the tokens.
-        groups: communicators.
         last: the last stage, if it is on this rank.
         background: where the reductions run.
     """
@@ -177,7 +175,6 @@ class PipelineShards:
         """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32.
 
         Args:
-            state: of the chunk.
             begin: starts to time the collectives; what it returns is called at their end.
         """
         logits, groups, ended = state.logits, self._groups, begin()

@@ -82,7 +82,6 @@ class ScopedLoss:
     """Loss of the chunks of an iteration.
 
     Args:
-        loss: the loss.
         context_ranks: ranks that share the tokens of a chunk; None if this rank has all.
 
     Attributes:
@@ -119,10 +118,8 @@ class ScopedLoss:
         """Compute what a chunk's forward completes.
 
         Args:
-            context: of the chunk.
             values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
                 entropies, as the loss asks; or the model's values.
-            inputs: of the chunk.
             loss_mask: ``[tokens]`` of this rank, 0 for tokens that are not trained.
 
         Returns:

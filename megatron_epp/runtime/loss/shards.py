@@ -101,7 +101,6 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         x: input of the output layer, ``[tokens, in]``.
         labels: ``[tokens]``, numbers of rows of the whole vocabulary.
         shard: the rank's rows, at least one.
-        needs_gradient: a backward follows.
     """
     index, is_here = shard.index(labels)
     parts, kept, rows = [], None, []
@@ -135,7 +134,6 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
         logits: of the rank, with `part`.
         log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
         labels: ``[tokens]``.
-        shard: the rank's rows.
     """
     assert logits.part is not None
     summary, index = logits.summary, shard.index(labels)[0]
@@ -155,7 +153,6 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
         logits: its result; what it has kept is overwritten.
         log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
         weights: gradient of each token's loss, ``[tokens]``.
-        shard: the rank's rows.
     """
     summary, (index, is_here) = logits.summary, shard.index(labels)
     of_label = (_label_terms(summary, log_sum) * weights)[:, None]

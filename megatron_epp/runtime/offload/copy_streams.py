@@ -32,7 +32,6 @@ class CopyStreams:
 
         Args:
             out: the copies are offloads, not loads.
-            after: marks that the copies wait for too.
         """
         stream = self._stream(out)
         if stream is None:

@@ -66,9 +66,6 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
 
     Args:
         device: ``cuda``, where all kernels are tried, or ``cpu``, where exact attention is.
-        channels: width of a head.
-        query_heads: heads of queries.
-        kv_heads: heads of keys and values.
         tokens: of the slice in `chunks`.
     """
     for dtype, tolerance in TOLERANCES.items():
@@ -127,8 +124,6 @@ def _reference(inputs: Sequence[Tensor], table: SegmentTable, scale: float) -> T
 
     Args:
         inputs: queries, keys and values, as `Kernel` takes them.
-        table: the segments.
-        scale: factor of the scores.
     """
     q, k, v = inputs
     rows, group = [], q.shape[1] // k.shape[1]

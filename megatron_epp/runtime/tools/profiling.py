@@ -255,7 +255,6 @@ class Timer:
 
         Args:
             device: where the work runs.
-            alone: no other process takes part in the work.
         """
         self._on_gpu = device.type == "cuda"
         host_alone = alone and not self._on_gpu and torch.get_num_threads() == 1

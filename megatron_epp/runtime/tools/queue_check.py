@@ -98,7 +98,6 @@ def check_queues(
     """Run plans on ranks of this machine.
 
     Args:
-        plans: by name, all over the same number of ranks.
         width: fp32 values of a token in a message.
         gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.

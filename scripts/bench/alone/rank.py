@@ -79,9 +79,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
 
     Args:
         plan: of stages without shards of the vocabulary.
-        rank: of the pipeline.
         model: of which the stages are.
-        host_bytes: room for copies and caches in host memory.
     """
     splits = any(step.action.op is Op.W for row in plan.ranks for step in row)
     built = {number: _stage(plan, number, model, splits) for number in plan.stages_of(rank)}

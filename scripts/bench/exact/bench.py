@@ -36,11 +36,8 @@ def row(ranks: int, microbatches: int, memory: float, limit_s: float, copy_units
     """Compute a line of the table.
 
     Args:
-        ranks, microbatches: of the pipeline.
-        memory: microbatches whose activations fit on a rank.
         limit_s: seconds for each solve.
         copy_units: time of copying a microbatch's activations to host memory, in units.
-        workers: threads of the solver.
     """
     found: Row = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
     for name in SCHEDULES:

@@ -70,10 +70,8 @@ def solved(seed: int, limit_s: float, known: dict[str, Any], steps: int) -> dict
     """Return greedy's makespan and the best one of a case, with its bound.
 
     Args:
-        seed: of the case.
         limit_s: seconds for the exact planner.
         known: an earlier result for the seed, which is taken over if it is of the same chunks and caps; empty if there is none.
-        steps: of greedy's local search.
     """
     problem, costs, options = drawn(seed)
     begin_s = time.perf_counter()

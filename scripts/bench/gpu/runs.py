@@ -177,7 +177,6 @@ class Launches:
     """Runs of training, made when first asked for.
 
     Args:
-        folder: for documents, logs and figures.
         limit_s: longest time that one may take.
     """
 

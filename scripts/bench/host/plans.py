@@ -58,7 +58,6 @@ def change(batch: str, tensor_parallel: int, rates: Rates) -> Change:
     Args:
         batch: a name in `LENGTHS`.
         tensor_parallel: ranks that share a layer.
-        rates: of the machine, with the time of launching.
     """
     lengths = LENGTHS[batch]
     problem = Problem(lengths, tuple(range(STAGES)), (CAP_BYTES,) * STAGES, token_multiple=tensor_parallel)

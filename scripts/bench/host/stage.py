@@ -41,9 +41,6 @@ _CHUNKS = {
 def count(model: str) -> Iterator[tuple[str, int, Counted]]:
     """Count every action of a middle stage.
 
-    Args:
-        model: a shipped model.
-
     Yields:
         the operation (``B`` with the weight gradient, ``B-W`` without it), the segments of the chunk, and the counts.
     """
@@ -61,8 +58,6 @@ def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Coun
     """Run a chunk and count its actions, each by itself.
 
     Args:
-        stage: the stage.
-        chunk: the chunk.
         splits: keep the weight gradients for an action of their own.
     """
     (sequence, start, end), *others = chunk.segments

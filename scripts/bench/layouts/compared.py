@@ -82,12 +82,7 @@ def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio
 
 
 def verdict(found: Measured, base: Measured, occupancy: Occupancy) -> str:
-    """Say whether the measured ratio is the planned one, or why that is not known.
-
-    Args:
-        found, base: two layouts.
-        occupancy: of the machine during the trainings.
-    """
+    """Say whether the measured ratio is the planned one, or why that is not known."""
     if found.layers == base.layers:
         return f"the same layers as {base.name}"
     if reason := doubt(found.measured_us, base.measured_us, occupancy):

@@ -30,12 +30,7 @@ class Emulated(NamedTuple):
 
 
 def emulate(num_ranks: int, seconds: float = SECONDS) -> Emulated:
-    """Plan a batch with each layout and emulate the plans.
-
-    Args:
-        num_ranks: of the pipeline.
-        seconds: length of the emulation with even layers.
-    """
+    """Plan a batch with each layout and emulate the plans."""
     from scripts.bench.emulation import emulated_us  # which needs torch
 
     run = Run(KIND, CONTEXT, num_ranks, MODEL, CAP_GB)

@@ -92,8 +92,6 @@ def measure(
     """Train with every layout in turn, several times.
 
     Args:
-        case: the model.
-        folder: for profile, documents and runs.
         layouts: values of `--epp-layout`, and `VOCABULARY` for auto with the vocabulary over all ranks; every round begins with
             another.
         rounds: trainings with each layout.

@@ -58,9 +58,6 @@ def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared
     """Emulate 1F1B and plans on one batch.
 
     Args:
-        kind: of microbatches.
-        num_ranks: of the pipeline.
-        count: microbatches of a batch, before they are packed.
         cap_share: the cap's place between the peak of 1F1B with full recompute (0) and without (1).
     """
     shapes = microbatches(kind, count)

@@ -239,7 +239,6 @@ def page(rows: Sequence[dict[str, Any]], drawn: str, batches: Mapping[str, int])
     """Return the whole page.
 
     Args:
-        rows: figures of all orders on all batches.
         drawn, batches: as `with_tables` takes them.
     """
     return with_tables(gallery(rows), bubbles_and_peaks(rows), drawn, batches)
@@ -251,7 +250,6 @@ def with_tables(makespans: str, peaks: str, drawn: str, batches: Mapping[str, in
     Args:
         makespans: as `gallery` formats them.
         peaks: as `bubbles_and_peaks` formats them.
-        drawn: name of the picture.
         batches: those that are drawn, with the memory cap in GiB.
     """
     pictures = "\n\n".join(f"![{batch} under {cap} GiB]({drawing(batch)})" for batch, cap in batches.items())

@@ -68,7 +68,6 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
     """Return each order's makespan and greedy's for a random batch; None where the order, or greedy, has no plan.
 
     Args:
-        seed: of the batch.
         orders: names; None for all.
     """
     name, problem = drawn(seed)

@@ -83,7 +83,6 @@ class Unit:
 
     Args:
         name: of the schedule; a number behind a comma is that of the stages of each rank.
-        ranks: of the pipeline.
         microbatches: sequences, each in as many slices as given.
         slices: of every sequence.
         link: time in which all that a microbatch keeps on a rank is copied to the host and back, in times of its computation

@@ -85,9 +85,7 @@ def fixed_run(batches: Sequence[Problem], worst: Sequence[Problem], costs: Costs
     """Try all settings and keep the one with the least total time over `batches` that fits these and `worst`.
 
     Args:
-        batches: a sample of the run's, all on the same pipeline.
         worst: batches that must fit too.
-        costs: of the pipeline.
         options: `planner`, one of `FIXED`, and `context` are read.
 
     Raises:

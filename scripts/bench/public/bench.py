@@ -159,8 +159,6 @@ def lines(one: Measured, found: Compared, advice: Advice | None) -> Iterator[str
     """Yield a table, and what the difference comes from.
 
     Args:
-        one: the measurement.
-        found: its comparison.
         advice: for its batch and devices; None leaves the row out.
     """
     rows = [

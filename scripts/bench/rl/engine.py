@@ -46,7 +46,6 @@ def reachable(framework: str = "verl", module: str | None = None) -> None:
     """Let this process import a framework, behind everything that it can import anyway.
 
     Args:
-        framework: the name of its folder.
         module: of the framework; None for one with its name.
     """
     if importlib.util.find_spec(module or framework) is None:
@@ -103,9 +102,7 @@ def pipeline_stage(size: Size, change: Callable[[Any], object] | None = None, **
     """Build this rank's stage, wrapped by Megatron's data parallelism. Parallel state and random numbers are set up.
 
     Args:
-        size: of the model.
         change: called with the model before it is wrapped, as what adds adapters.
-        more: settings of its configuration.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -215,9 +212,6 @@ def batch_of(samples: Samples, size: Size, global_count: int, rows: int | None =
     """Return a batch in verl's form, jagged.
 
     Args:
-        samples: of a replica.
-        size: has the token budget of a microbatch.
-        global_count: number of samples of all replicas.
         rows: samples of a microbatch, if it has no token budget.
     """
     from verl.utils import tensordict_utils

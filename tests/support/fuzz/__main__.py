@@ -65,13 +65,7 @@ def _forked(name: str, numbers: range, given: argparse.Namespace) -> int:
 
 
 def one(name: str, numbers: range, given: argparse.Namespace) -> int:
-    """Run the campaign of a format and print its counts and faults; 1 if there are faults.
-
-    Args:
-        name: of the format.
-        numbers: of its mutants.
-        given: the command line.
-    """
+    """Run the campaign of a format and print its counts and faults; 1 if there are faults."""
     form = FORMATS[name] if name in FORMATS else every()[name]
     form.sound()
     os.environ.pop("EPP_TEST_UNSET", None)

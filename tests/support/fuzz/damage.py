@@ -60,7 +60,6 @@ def json_damage(*, finish: Callable[[Any], str] = json.dumps, optional: Sequence
     """Return damage to a JSON document: mostly to its values, sometimes to its text.
 
     Args:
-        finish: converts the changed document to text.
         optional: names of fields that may be added to its objects.
     """
 

@@ -100,10 +100,6 @@ def run(name: str, form: Format, numbers: range, seed: int, folder: Path, most_s
     """Read damaged files and judge what becomes of each.
 
     Args:
-        name: of the format.
-        form: the format.
-        numbers: of the mutants.
-        seed: of the mutants.
         folder: empty folder for the files.
         most_s: seconds of a processor after which no further file is read.
     """
@@ -182,7 +178,6 @@ def command(*words: str, accepted: Sequence[int] = (0,)) -> Reader:
 
     Args:
         words: of the command; FILE stands for the path of the file, FOLDER for its folder.
-        accepted: exit codes of a file that is taken.
     """
 
     def read(path: Path) -> str:

@@ -188,10 +188,8 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
     """Run a trial; yield its faults.
 
     Args:
-        trial: what happens.
         starter: that has run nothing else at this time.
         folder: an empty one, for checkpoints, reports and logs.
-        data: prefix of the documents.
         whole: losses of a run that nothing happens to.
     """
     saved, log = folder / "saved", folder / "log"

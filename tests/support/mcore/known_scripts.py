@@ -24,7 +24,6 @@ def known_as_megatrons(script: Path, folder: Path) -> dict[str, str]:
     """The environment of a run that adds a script's fingerprints to those of Megatron's scripts when Python starts.
 
     Args:
-        script: whose functions are to be known.
         folder: an empty one.
     """
     known = json.dumps(fingerprints_of(script.read_text()))

@@ -87,12 +87,7 @@ def parameters(rows: Iterable[Row | ScriptRow]) -> list[Any]:
 
 
 class Matrix:
-    """Runs of a test file's rows, each made when first asked for. Its runs by Megatron's schedule are made together.
-
-    Args:
-        folder: for documents, checkpoints and reports.
-        rows: that will be asked for.
-    """
+    """Runs of a test file's rows, each made when first asked for. Its runs by Megatron's schedule are made together."""
 
     @classmethod
     def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Matrix:

@@ -40,11 +40,9 @@ def call(num_processes: int, function: str, *, limit_s: float = 300, fresh: bool
     """Call a function on every rank of a world, with process groups of its own.
 
     Args:
-        num_processes: ranks of the world.
         function: ``module:function``.
         limit_s: longest time that it may take.
         fresh: in a world that has called nothing before.
-        arguments: of the function; JSON can hold them.
 
     Returns:
         What it returned, by rank.

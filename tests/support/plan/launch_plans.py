@@ -27,7 +27,6 @@ def random_plans(seed: int, *, only_shards: bool = False) -> tuple[Plan, ...]:
     """A plan, or those of replicas that share experts; none where the batch fits no cap that was drawn.
 
     Args:
-        seed: of all that is random.
         only_shards: the vocabulary is always in shards, whose sizes and times differ; else in some plans, in equal shards.
     """
     rng = random.Random(seed)

@@ -18,7 +18,6 @@ def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0, share
 
     Args:
         crossed: let messages of one boundary overtake each other, which `check` refuses and `lower` can still order.
-        min_time: least time of a step.
         shared: ranks may share links to the host.
     """
     rng = draw(st.randoms(use_true_random=False))

@@ -250,11 +250,7 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     """Run this rank's part of a plan of plain stages; return the log of its launches.
 
     Args:
-        plan, rank: what runs.
-        replica: of the rank, whose messages stay inside it.
-        make_stage: makes a stage.
         make_reductions: makes the reductions of the rank's stages, by ascending number.
-        slots: messages travel in slots, as on GPUs.
         memory: a `MessageMemory` that watches.
     """
     log, batch = LaunchLog(), batch_of(plan)

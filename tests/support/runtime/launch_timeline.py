@@ -49,7 +49,6 @@ def timeline(plans, queues=1, reduce_us=0.0, num_buckets=1, alter=lambda launche
         queues: hardware queues of each rank.
         reduce_us: time of the reduction of every bucket.
         num_buckets: of the gradients of every rank's first stage.
-        alter: changes the launches of a rank before they run.
         coalesces: the gradients of a rank's other stages are reduced by one launch; else they have as many buckets.
     """
     make_stage = partial(RecordedStage, num_buckets=num_buckets, coalesces=coalesces)

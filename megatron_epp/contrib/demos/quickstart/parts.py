@@ -110,8 +110,6 @@ def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) 
     """Train skewed documents in alternating rounds: whole with Megatron's 1F1B, and with elastic plans under the cap.
 
     Args:
-        setting: sizes.
-        data: prefix of the documents.
         costs: file of `measured_costs`.
         peak_bytes: what `peak_of_whole` returns.
     """

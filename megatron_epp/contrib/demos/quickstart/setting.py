@@ -56,15 +56,7 @@ class Setting:
         )
 
     def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> RecordedRun:
-        """Train in a folder of its own.
-
-        Args:
-            name: of the folder.
-            data: prefix of the documents.
-            iterations: of the training.
-            record: write the gradients of the first iteration.
-            changes: flags.
-        """
+        """Train in a folder of its own."""
         settings = self.flags(data) | {"train_iters": iterations} | changes
         folder = self.folder / "trainings" / name
         environment = {RECORD: str(folder)} if record else {}

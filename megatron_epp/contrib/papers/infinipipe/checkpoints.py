@@ -48,9 +48,7 @@ def diagonal_checkpoints(
 
     Args:
         order: of one pipeline, from its first forward to its last backward; chunks not in it are left alone.
-        tables: of the whole chunk table.
         caps: of every rank.
-        limit: a sum of C from here on is of no use.
         effort: updated.
 
     Returns:
@@ -84,7 +82,6 @@ def _proposed(solve: Callable[[float], list[int] | None], most: list[int], limit
     Args:
         solve: solves the program with so many units kept free; None if there is no solution of use.
         most: layers that each diagonal can recompute.
-        limit: a sum from here on is of no use.
     """
     for margin in MARGINS:
         if (counts := solve(margin)) is None:
@@ -162,7 +159,6 @@ def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
 
     Args:
         tables: sizes of the chunks in bytes.
-        p, c: the stage and chunk.
 
     Returns:
         the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that

@@ -96,7 +96,6 @@ class Model:
         Args:
             lower, upper: its range.
             integer: it takes whole numbers only.
-            cost: its factor in the objective.
         """
         self.lower.append(lower)
         self.upper.append(upper)
@@ -124,7 +123,6 @@ class Model:
         """Minimise.
 
         Args:
-            relaxed: let integers take any value between.
             gap: a solution this close to the bound, relative to it, is good enough.
             time_limit_s: stop after so many seconds with the best found so far; what that is depends on the machine.
             node_limit: stop after so many nodes of the search tree with the best found so far; the same on every machine.

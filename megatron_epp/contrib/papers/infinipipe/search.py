@@ -84,7 +84,6 @@ def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> 
     without token room (then nothing changes, for ever); this takes the least time of the buckets that have room.
 
     Args:
-        chunker: times and the token capacity.
         slices: of the longest sequence, the paper's K.
         more_tokens: the paper's expression for the token threshold did not survive. False takes the tokens of the first, which
             is the longest, slice; True takes as many as short sequences need to fill the time threshold.
@@ -113,11 +112,9 @@ def _buckets(
     """Pack the short sequences as `algorithm_1` says.
 
     Args:
-        chunker: times.
         tails: start and end of the tail slices, each of which is in a bucket at the start.
         short: the short sequences, in the order in which they are packed.
         time_limit_us: of a bucket, loosened if need be.
-        token_limit: of a bucket.
 
     Returns:
         The short sequences of every bucket, the tails' buckets first.
@@ -185,7 +182,6 @@ class Grouping:
 
         Args:
             contest: the problem, and the record of caps that would suffice.
-            tables: of the chunk table.
             groups: the chunks of every sequence; batched chunks stand alone.
             effort: on integer programs, updated.
         """

@@ -134,7 +134,6 @@ def backward_by_heads(
     heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as they do between two calls with all heads.
 
     Args:
-        kernel: the kernel.
         grad, q, k, v, out, saved, table, scale: as `Kernel.backward` takes them.
         take: called with the gradients of keys and values of one group after the other, first to last, which are freed
             afterwards.

@@ -87,13 +87,10 @@ def begin(
     """Prepare Megatron on this rank, and return its loop.
 
     Args:
-        lengths: of microbatches.
         stages: of the pipeline; None for one per rank.
         tensor_parallel: ranks that share a stage's layers.
-        replicas: of the pipeline.
         expert_parallel: ranks that share the experts of a layer.
         inside: attribute of another model that holds the model; None for no other.
-        settings: of the model's configuration.
     """
     from megatron_epp.mcore import entry
 
@@ -253,8 +250,6 @@ def compared(
     """Run microbatches once by stock, then several times by plans, and evaluate with both.
 
     Args:
-        stages: of the pipeline.
-        lengths: of microbatches.
         settings: of `wrap`.
         inside: as of `begin`.
         pixels: bytes of a microbatch beside its tokens.

@@ -64,8 +64,6 @@ def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dic
     """Train and save; load what was saved with other flags, and save that; and so on. Compare all that was saved.
 
     Args:
-        folder: for documents and checkpoints.
-        flags: of all runs.
         parts: flags of each run, and its processes.
     """
     common = common_flags(2, CONTEXT, 4, validates=False)

@@ -69,7 +69,6 @@ def grpo(
 
     Args:
         replicas, tensor_parallel, stages, settings: as of `begin`.
-        per_token: losses are.
         part: of the model that trains, as of `adapters.freeze`; None for all.
         plans: more settings of `wrap_samples`.
     """

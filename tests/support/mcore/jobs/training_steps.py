@@ -90,7 +90,6 @@ def begun(
     """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
 
     Args:
-        stages: of the pipeline.
         expert_parallel: replicas that share experts.
         loss_per_token: the loss is a sum over tokens, as both have it for fine-tuning.
         change: as of `engine.pipeline_stage`.
@@ -199,10 +198,8 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
     """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss; see `compared`.
 
     Args:
-        stages: of the pipeline; other ranks are replicas.
         expert_parallel: replicas that share experts.
         has_preferences: train by DPO, with another model of reference in each stage; else for the labels.
-        has_adapters: train adapters alone.
     """
     import megatron_epp
     from megatron_epp.mcore import cpu

@@ -26,7 +26,6 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     """Take training steps of verl by plans, which its plugin has installed, then by Megatron's own schedule, without an update.
 
     Args:
-        stages: of the pipeline; other ranks are replicas.
         expert_parallel: replicas that share experts.
 
     Returns:
